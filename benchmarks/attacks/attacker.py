@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -113,6 +113,25 @@ class Mallory:
     async def until_stopped(self) -> None:
         """Waits for the end."""
         await self._stopped.wait()
+
+    async def channels(self, count: int) -> list[grpc.aio.Channel]:
+        """Connections to the TCP door that show nothing, each its own."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        opened = (grpc.aio.insecure_channel(self.tcp, options=options) for _ in range(count))
+        return [await self._clients.enter_async_context(channel) for channel in opened]
+
+    async def go_on(self, attacks: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Does all of these at once; the attack is in place after a moment. Raises what one of them fails with: an
+        attack that did not take place holds nothing off."""
+        tasks = [asyncio.create_task(attack) for attack in attacks]
+        await asyncio.sleep(2.0)
+        self.in_place()
+        await self.until_stopped()
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
     def in_place(self, **facts: Any) -> None:
         """The attack is in place; the judge looks now. The second time it says nothing."""

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +118,10 @@ class Strangers(Scenario):
                 call = (channel.stream_stream if silent else channel.unary_stream)(path)
                 counted[(await call(silence() if silent else message, timeout=20).code()).name] += 1
 
-        async with AsyncExitStack() as stack:
-            tasks: list[asyncio.Task[None]] = []
-            for number in range(16):
-                options = [("grpc.use_local_subchannel_pool", 1)]
-                channel = await stack.enter_async_context(grpc.aio.insecure_channel(mallory.tcp, options=options))
-                sent = [("Check", large), ("Watch", large), ("Check", None), ("Watch", b"")] if number < 8 else []
-                tasks += [asyncio.create_task(ask(channel, *each)) for each in sent or [("Watch", b"")] * 8]
-            await asyncio.sleep(2.0)
-            mallory.in_place()
-            await mallory.until_stopped()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        several = [("Check", large), ("Watch", large), ("Check", None), ("Watch", b"")]
+        sent = [several] * 8 + [[("Watch", b"")] * 8] * 8
+        channels = await mallory.channels(len(sent))
+        await mallory.go_on(ask(channel, *what) for channel, each in zip(channels, sent, strict=True) for what in each)
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import grpc
@@ -257,13 +257,7 @@ class LargeCalls(Scenario):
                 except grpc.aio.AioRpcError as error:
                     counted[error.code().name] += 1
 
-        tasks = [asyncio.create_task(send(client)) for client in clients for _ in range(8)]
-        await asyncio.sleep(2.0)
-        mallory.in_place()
-        await mallory.until_stopped()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await mallory.go_on(send(client) for client in clients for _ in range(8))
         return dict(counted)
 
 
@@ -298,20 +292,8 @@ class LargeStreams(Scenario):
 
         put, asked = "/prefixd.v1.PrefixCache/Put", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
         first = pb.PutRequest(header=header).SerializeToString()
-        async with AsyncExitStack() as stack:
-            tasks: list[asyncio.Task[None]] = []
-            for _ in range(8):
-                options = [("grpc.use_local_subchannel_pool", 1)]
-                channel = await stack.enter_async_context(grpc.aio.insecure_channel(mallory.tcp, options=options))
-                tasks += [
-                    asyncio.create_task(send(channel, *each)) for each in ((put, first), (put, first), (asked, b""))
-                ]
-            await asyncio.sleep(2.0)
-            mallory.in_place()
-            await mallory.until_stopped()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        each = ((put, first), (put, first), (asked, b""))
+        await mallory.go_on(send(channel, *what) for channel in await mallory.channels(8) for what in each)
         return dict(counted)
 
 

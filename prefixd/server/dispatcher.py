@@ -520,7 +520,7 @@ class Dispatcher:
 
         Of a tenant whose requests wait because places are kept for others, many may come before the others' first one.
         """
-        running: dict[int, Request] = {}
+        runnable: dict[int, Request] = {}
         if self._cache.tenants.calling > 1 and places:
             trial = Places(self._concurrency.limit, self._cache.tenants.calling, self.running.values())
 
@@ -531,12 +531,12 @@ class Dispatcher:
                 trial.take(request)
                 return True
 
-            running = {each.id: self.waiting[each.id] for each in self.queue.window(places, self._clock(), may_run)}
+            runnable = {each.id: self.waiting[each.id] for each in self.queue.window(places, self._clock(), may_run)}
         admitted = self.queue.window(
-            n, self._clock(), lambda queued: queued.id in running or quotas.admits(self.waiting[queued.id])
+            n, self._clock(), lambda queued: queued.id in runnable or quotas.admits(self.waiting[queued.id])
         )
-        others = [self.waiting[each.id] for each in admitted if each.id not in running]
-        return [*running.values(), *others][:n]
+        others = [self.waiting[each.id] for each in admitted if each.id not in runnable]
+        return [*runnable.values(), *others][:n]
 
     async def _bring_near(self, window: list[Request], beyond: int, places: int) -> None:
         """The prefetcher's second stage, of the window from the place `beyond` on."""

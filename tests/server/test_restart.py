@@ -11,9 +11,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -198,7 +200,10 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     assert remote.get(who["session_id"], namespace, TOKENS) == (10, BYTES)
     pid = remote.daemon.pid
     assert remote.admin.Drain(admin_pb2.DrainRequest(shutdown=True), timeout=60).written_blocks == 12
-    assert list(events) == []
+    left: list[pb.SessionEvent] = []
+    with suppress(grpc.RpcError):  # the connection may be at its end before the client has read the stream's
+        left.extend(events)
+    assert left == []
     assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0
     remote.daemon.stop()
     again = start(SIDECAR)

@@ -399,6 +399,17 @@ def _of_tenants(tenants: Sequence[pb.TenantStats]) -> Iterator[Metric]:
             for tier in tenant.tiers:
                 family.add_metric([tenant.name, _name(tier.tier)], getattr(tier, field))
         yield family
+    quotas = {
+        "guaranteed_bytes": "bytes of a tier that a tenant is guaranteed",
+        "most_bytes": "bytes of a tier that a tenant may have, where that has a limit",
+    }
+    for field, text in quotas.items():
+        family = GaugeMetricFamily(f"prefixd_tenant_{field}", text, labels=["tenant", "tier"])
+        for tenant in tenants:
+            for quota in tenant.quota.tiers:
+                if quota.HasField(field):
+                    family.add_metric([tenant.name, _name(quota.tier)], getattr(quota, field))
+        yield family
     counts = {
         "sessions": "a tenant's open sessions",
         "grants": "its leases and reservations",

@@ -20,12 +20,13 @@ import grpc
 
 from prefixd.errors import ExhaustedError
 from prefixd.server.audit import AuditLog
+from prefixd.server.call_pool import CallPool
 from prefixd.server.call_turns import CallTurns
 from prefixd.server.caller import Caller, set_caller
 from prefixd.server.identities import Identities, UnknownCallerError
 from prefixd.server.receiving import RECEIVE_S, Receiving, set_door
 from prefixd.server.refusals import Refusals, set_refusal_turn
-from prefixd.server.rpc import Context
+from prefixd.server.rpc import Context, abort
 from prefixd.server.strangers import Strangers, StrangersDoor
 from prefixd.tenants import Role, Tenant, Tenants
 
@@ -33,11 +34,14 @@ log = logging.getLogger(__name__)
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _ADMIN_SERVICES = ("/prefixd.v1.Admin/",)
-_UNCOUNTED = ("/prefixd.v1.PrefixCache/OpenSession", "/prefixd.v1.Inference/Generate")
-"""They last, and have limits of their own: sessions, and requests that wait."""
+_SESSION = "/prefixd.v1.PrefixCache/OpenSession"
+"""It lasts, and has a limit of its own: sessions."""
+_GENERATE = "/prefixd.v1.Inference/Generate"
 CALLS = 1024
 """Calls that are under way at once at the TCP door, beside those that last. From half of it on, no tenant gets more
 than its part of that half: nobody takes the last ones from others."""
+HEALTH_CALLS = 512
+"""Calls that ask for the daemon's health, of all tenants (`SharedLimit`)."""
 
 _METHOD = 100  # characters of a method's name that are written down
 
@@ -47,10 +51,13 @@ class CallLimits:
 
     Args:
         tenants: all of them.
+        generations: calls of Generate at once, of all tenants (`SharedLimit`).
     """
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: Tenants, generations: int) -> None:
         self._tenants = tenants
+        self._generations = CallPool("generations", "calls of Generate", generations, tenants)
+        self._health = CallPool("health_calls", "calls to the health service", HEALTH_CALLS, tenants)
         self._calls: Counter[Tenant] = Counter()
         self._all = 0
         self.refusals = Refusals(tenants)
@@ -62,9 +69,17 @@ class CallLimits:
         """Calls of a tenant that are under way and counted."""
         return self._calls[tenant]
 
-    def begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
+    def begin(self, method: str, caller: Caller, call: asyncio.Task[Any]) -> None:
         """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may; operators
         may always call."""
+        if method == _GENERATE:
+            self._generations.begin(caller, call)
+        elif method.startswith(_OPEN_SERVICES):
+            self._health.begin(caller, call)
+        elif method != _SESSION:
+            self._begin(caller, call)
+
+    def _begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
         tenant, tenants = caller.tenant, self._tenants.calling
         have = self._calls[tenant]
         if caller.role is not Role.ADMIN:
@@ -173,9 +188,12 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             if method.startswith(_OPEN_SERVICES):
                 _by_peer.set(self._let_stranger_in)
                 return await continuation(handler_call_details)
-            return _refuse(*await self._unknown(method, error))
+            return _refusing(partial(self._unknown, method, str(error)))
         refusal = await self._admit(method, caller)
-        return await continuation(handler_call_details) if refusal is None else _refuse(*refusal)
+        if refusal is None:
+            return await continuation(handler_call_details)
+        code, why = refusal
+        return _refusing(lambda context: context.abort(code, why))
 
     async def _check_certificate(self, method: str, context: Context) -> None:
         """As `intercept_service`, inside the handler, by the peer's certificate and host; ends the call if refused."""
@@ -188,14 +206,20 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             if method.startswith(_OPEN_SERVICES):
                 await self._let_stranger_in(context)
                 return
-            await context.abort(*await self._unknown(method, error))
+            await self._unknown(method, str(error), context)
         refusal = await self._admit(method, caller)
         if refusal is not None:
             await context.abort(*refusal)
 
     async def _let_stranger_in(self, context: Context) -> None:
         set_refusal_turn(partial(self._limits.refusals.turn, None))
-        set_door(StrangersDoor(self._limits.strangers, _host(context)))
+        host, call = _host(context), asyncio.current_task()
+        assert call is not None
+        try:
+            self._limits.strangers.begin(host, call)
+        except ExhaustedError as error:
+            await abort(context, error)
+        set_door(StrangersDoor(self._limits.strangers, host))
 
     async def _admit(self, method: str, caller: Caller) -> tuple[grpc.StatusCode, str] | None:
         """Makes this the call's caller, in turn; or why not."""
@@ -210,32 +234,34 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             )
         call = asyncio.current_task()
         assert call is not None
-        if method not in _UNCOUNTED and not open_to_all:
-            try:
-                self._limits.begin(caller, call)
-            except ExhaustedError as error:
-                await self._refused(caller, method, str(error))
-                return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        try:
+            self._limits.begin(method, caller, call)
+        except ExhaustedError as error:
+            await self._refused(caller, method, str(error))
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
         set_caller(caller)
         set_refusal_turn(partial(self._limits.refusals.turn, caller.tenant))
         self._audit.let_in(caller)
         set_door(_CallersDoor(self._limits, caller, call))
         return None
 
-    async def _refused(self, caller: Caller | None, method: str, why: str) -> None:
+    async def _refused(self, caller: Caller, method: str, why: str) -> None:
         """Waits until a caller may be told, and writes that down."""
-        if await self._limits.refusals.turn(None if caller is None else caller.tenant):
-            self._audit.refused(caller, method[:_METHOD], why, door="" if caller else self._door)
-            if caller is None:
-                log.info("refused %s: %s", method[:_METHOD], why)
+        if await self._limits.refusals.turn(caller.tenant):
+            self._audit.refused(caller, method[:_METHOD], why)
 
-    async def _unknown(self, method: str, error: UnknownCallerError) -> tuple[grpc.StatusCode, str]:
-        await self._refused(None, method, str(error))
+    async def _unknown(self, method: str, why: str, context: Context) -> NoReturn:
+        """Inside a handler: ends the call of somebody who is not known, and writes down from where it came."""
+        if await self._limits.refusals.turn(None):
+            peer = context.peer() if self._door == "tcp" else ""
+            self._audit.refused(None, method[:_METHOD], why, door=self._door, peer=peer)
+            log.info("refused %s%s: %s", method[:_METHOD], f" from {peer}" if peer else "", why)
         remedy = (
             "; send `authorization: Bearer TOKEN`, with a token from the daemon's server.tokens "
             "(the prefixd command: --token-file, PREFIXD_TOKEN)"
         )
-        return grpc.StatusCode.UNAUTHENTICATED, f"{error}{remedy if self._door == 'tcp' else ''}"
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{why}{remedy if self._door == 'tcp' else ''}")
+        raise AssertionError("abort does not return")
 
 
 _by_peer: ContextVar[Callable[[Context], Awaitable[None]]] = ContextVar("by_peer")
@@ -254,10 +280,10 @@ def _host(context: Context) -> str:
     return peer if peer.startswith("unix:") else peer.rpartition(":")[0]
 
 
-def _refuse(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(refusal: Callable[[Context], Awaitable[None]]) -> grpc.RpcMethodHandler[Any, Any]:
     # Whatever the method's kind: nothing is read before the call is over.
     async def refuse(_requests: object, context: Context) -> NoReturn:
-        await context.abort(code, message)
+        await refusal(context)
         raise AssertionError("abort does not return")
 
     return grpc.stream_stream_rpc_method_handler(refuse)  # type: ignore[arg-type, unused-ignore]

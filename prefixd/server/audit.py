@@ -72,9 +72,9 @@ class AuditLog:
             self._known.popitem(last=False)
         self.tell("let in", caller)
 
-    def refused(self, caller: Caller | None, what: str, why: str, *, door: str = "") -> None:
-        """A call, a visit or a request was refused."""
-        self.tell("refused", caller, door=door, what=what, why=why)
+    def refused(self, caller: Caller | None, what: str, why: str, *, door: str = "", peer: str = "") -> None:
+        """A call was refused. Of a caller who is not known, there are the door and the peer's address."""
+        self.tell("refused", caller, door=door, peer=peer, what=what, why=why)
 
     def tell(self, event: str, caller: Caller | None, **what: str | float | None) -> None:
         """Any event, such as "evicted", once it has happened; `what` says of what. Never waits."""

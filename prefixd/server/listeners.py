@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 
 from prefixd.errors import ConfigError
+from prefixd.server import strangers
 from prefixd.server.access import SocketAccess
-from prefixd.server.access_check import CALLS, AccessCheck, CallLimits
+from prefixd.server.access_check import CALLS, HEALTH_CALLS, AccessCheck, CallLimits
 from prefixd.server.audit import AuditLog
 from prefixd.server.identities import Identities
 from prefixd.server.messages import ServiceTable
@@ -25,6 +26,8 @@ from prefixd.settings import MEMORY_SOCKET_SUFFIX, Settings
 from prefixd.tenants import Tenants
 
 _MESSAGE_BYTES = 16 << 20
+_ENDING = 64
+"""Calls of Generate beside those that wait and run: their text is read, or their answer sent."""
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
@@ -85,7 +88,8 @@ class Listeners:
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
         """To be loaded before the listeners are opened, and watched from then on."""
         self.identities = Identities(server, settings.tenants, tenants, self.tokens, tickets)
-        self.limits = CallLimits(tenants)
+        generations = _generations(settings)
+        self.limits = CallLimits(tenants, generations)
         self._unix = grpc.aio.server(
             interceptors=[AccessCheck(self.identities, self.limits, audit, "unix")], options=_OPTIONS + _UNIX_OPTIONS
         )
@@ -93,7 +97,7 @@ class Listeners:
         if server.tcp is not None:
             self._credentials = tls_credentials(server)
             by_certificate = server.tls_client_ca is not None
-            lasting = server.max_sessions + (settings.scheduler.queue_limit if settings.worker.enabled else 0)
+            lasting = server.max_sessions + generations + HEALTH_CALLS + strangers.CALLS
             self._tcp = grpc.aio.server(
                 interceptors=[AccessCheck(self.identities, self.limits, audit, "tcp", certificates=by_certificate)],
                 options=_OPTIONS + _TCP_OPTIONS,
@@ -162,6 +166,13 @@ class Listeners:
         except RuntimeError as error:
             raise ConfigError(f"server.tcp = {address} cannot be bound; choose another address or port 0") from error
         return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _generations(settings: Settings) -> int:
+    """Calls of Generate at once: as many as may wait and run, and some."""
+    worker = settings.worker
+    models = 1 + len(worker.more_models) if worker.enabled else 0
+    return models * (settings.scheduler.queue_limit + 2 * worker.max_running) + _ENDING
 
 
 def local_door(path: Path) -> Path:

@@ -1,10 +1,13 @@
-"""Calls of strangers, who may ask for the daemon's health: a few at a time of each host, one after the other."""
+"""Calls of strangers, who may ask for the daemon's health: a few at a time of each host, one after the other, and
+some more whose answers are not read."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from prefixd.errors import ExhaustedError
 from prefixd.server.receiving import Line, message_bytes
@@ -12,29 +15,44 @@ from prefixd.server.receiving import Line, message_bytes
 AT_ONCE = 16
 """Calls whose message is not here."""
 AT_ONCE_OF_HOST = 4
+CALLS = 512
+"""Calls under way, those included that have been answered and whose answers are not read."""
+CALLS_OF_HOST = 128
 RECEIVE_S = 5.0
 """A call whose message is not here by then fails."""
 _HOSTS = 256  # whose large messages are remembered without a look at which are paid
 
 
 class Strangers:
-    """When their messages may be received."""
+    """How many calls they may make, and when their messages may be received. Hosts are told apart."""
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
+        self._sending: Counter[str] = Counter()  # of these, those whose message is not here
         self._lines: dict[str, Line] = {}
+
+    def begin(self, host: str, call: asyncio.Task[Any]) -> None:
+        """Counts a call from a host until its task is done: until its answer is sent. Raises ExhaustedError."""
+        total, of_host = self._calls.total(), self._calls[host]
+        if total >= CALLS or of_host >= CALLS_OF_HOST:
+            raise ExhaustedError(
+                f"{total} calls to the health service are under way, {of_host} of them from here; read the answers of "
+                "those before, try again later, or show a token"
+            )
+        _count(self._calls, host, 1)
+        call.add_done_callback(lambda _: _count(self._calls, host, -1))
 
     @asynccontextmanager
     async def turn(self, host: str) -> AsyncGenerator[float]:
         """Around the receiving of a message from a host: waits until that may begin. Gives the seconds that it may
         take. Raises ExhaustedError."""
-        total, of_host = self._calls.total(), self._calls[host]
+        total, of_host = self._sending.total(), self._sending[host]
         if total >= AT_ONCE or of_host >= AT_ONCE_OF_HOST:
             raise ExhaustedError(
                 f"{total} calls to the health service send their messages, {of_host} of them from here; try again "
                 "later, or show a token"
             )
-        self._calls[host] += 1
+        _count(self._sending, host, 1)
         try:
             line = self._line(host)
             await line.begin()
@@ -43,14 +61,18 @@ class Strangers:
             finally:
                 line.end(message_bytes())
         finally:
-            self._calls[host] -= 1
-            if not self._calls[host]:
-                del self._calls[host]
+            _count(self._sending, host, -1)
 
     def _line(self, host: str) -> Line:
         if len(self._lines) >= _HOSTS:
-            self._lines = {each: line for each, line in self._lines.items() if each in self._calls or not line.paid}
+            self._lines = {each: line for each, line in self._lines.items() if each in self._sending or not line.paid}
         return self._lines.setdefault(host, Line())
+
+
+def _count(calls: Counter[str], host: str, more: int) -> None:
+    calls[host] += more
+    if not calls[host]:
+        del calls[host]
 
 
 class StrangersDoor:

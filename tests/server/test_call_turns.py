@@ -13,6 +13,13 @@ from prefixd.server.call_turns import LONGEST_TURNS, CallTurns
 from prefixd.server.caller import Caller
 from prefixd.tenants import Quota, Role, Tenants
 
+MATCH, GENERATE, SESSION, HEALTH = (
+    "/prefixd.v1.PrefixCache/Match",
+    "/prefixd.v1.Inference/Generate",
+    "/prefixd.v1.PrefixCache/OpenSession",
+    "/grpc.health.v1.Health/Check",
+)
+
 
 class Calls:
     """Calls that begin when it is their turn, and end when a test says."""
@@ -112,7 +119,7 @@ async def test_a_call_that_meets_nobody_does_not_wait() -> None:
 
 async def test_where_there_is_one_tenant_calls_take_no_turns() -> None:
     async def begun(tenants: Tenants) -> int:
-        limits, ended, count = CallLimits(tenants), asyncio.Event(), 0
+        limits, ended, count = CallLimits(tenants, 16), asyncio.Event(), 0
 
         async def call() -> None:
             nonlocal count
@@ -136,14 +143,14 @@ async def test_where_there_is_one_tenant_calls_take_no_turns() -> None:
 async def test_no_tenant_takes_the_last_calls_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_check, "CALLS", 12)
     tenants = Tenants({"a": Quota(), "b": Quota(calls=4)})
-    limits, hold = CallLimits(tenants), asyncio.Event()
+    limits, hold = CallLimits(tenants, 16), asyncio.Event()
     tasks: list[asyncio.Task[bool]] = []
 
     def caller(name: str, role: Role = Role.CLIENT) -> Caller:
         return Caller(tenants.known(name), role, name, "tcp")
 
     def begin(name: str) -> None:
-        limits.begin(caller(name), task := asyncio.create_task(hold.wait()))
+        limits.begin(MATCH, caller(name), task := asyncio.create_task(hold.wait()))
         tasks.append(task)
 
     for _ in range(6):
@@ -151,7 +158,7 @@ async def test_no_tenant_takes_the_last_calls_from_the_others(monkeypatch: pytes
     with pytest.raises(ExhaustedError, match=r"tenant a: 6 calls are under way, and 6 of all .* each may have 2"):
         begin("a")
     assert tenants.known("a").refused["calls"] == 1
-    limits.begin(caller("a", Role.ADMIN), task := asyncio.create_task(hold.wait()))
+    limits.begin(MATCH, caller("a", Role.ADMIN), task := asyncio.create_task(hold.wait()))
     tasks.append(task)
     for _ in range(2):
         begin("b")
@@ -167,3 +174,33 @@ async def test_no_tenant_takes_the_last_calls_from_the_others(monkeypatch: pytes
         begin("b")
     for task in tasks:
         task.cancel()
+
+
+@pytest.mark.parametrize(("method", "what"), [(GENERATE, "calls of Generate"), (HEALTH, "calls to the health service")])
+async def test_calls_that_may_last_are_shared_apart_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, method: str, what: str
+) -> None:
+    monkeypatch.setattr(access_check, "HEALTH_CALLS", 16)
+    tenants = Tenants({"a": Quota(calls=1), "b": Quota()})
+    limits, hold = CallLimits(tenants, generations=16), asyncio.Event()
+    tasks: list[asyncio.Task[bool]] = []
+
+    def begin(name: str, method: str, role: Role = Role.CLIENT) -> None:
+        tasks.append(asyncio.create_task(hold.wait()))
+        limits.begin(method, Caller(tenants.known(name), role, name, "tcp"), tasks[-1])
+
+    for _ in range(12):  # 2 of its own and 10 for whoever comes first
+        begin("a", method)
+    with pytest.raises(ExhaustedError, match=rf"tenant a: 12 {what} are under way, and 12 of all .* have 16 together"):
+        begin("a", method)
+    begin("a", method, Role.ADMIN)
+    begin("a", MATCH)
+    begin("a", SESSION)
+    for _ in range(2):
+        begin("b", method)
+    with pytest.raises(ExhaustedError, match=f"tenant b: 2 {what}"):
+        begin("b", method)
+    hold.set()
+    await asyncio.gather(*tasks)
+    begin("a", method)
+    tasks[-1].cancel()

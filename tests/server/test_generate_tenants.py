@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -49,9 +49,9 @@ def operator(
 class Caller:
     """Generates and cancels with a token."""
 
-    def __init__(self, operator: Remote, token: str) -> None:
+    def __init__(self, operator: Remote, token: str, options: Sequence[tuple[str, int]] = ()) -> None:
         self._channel = grpc.insecure_channel(
-            operator.daemon.tcp or "", options=[("grpc.use_local_subchannel_pool", 1)]
+            operator.daemon.tcp or "", options=[("grpc.use_local_subchannel_pool", 1), *options]
         )
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = [("authorization", f"Bearer {token}")]
@@ -150,3 +150,29 @@ def test_a_read_only_request_over_the_wire_leaves_nothing(
 def token_bytes_of(prompt: Callable[..., list[int]]) -> Callable[[int], bytes]:
     """Different prompts of 70 tokens."""
     return lambda number: b"".join(token.to_bytes(4, "little") for token in prompt(70, number))
+
+
+def test_answers_of_one_that_are_not_read_leave_the_other_its_calls(
+    operator: Remote, callers: tuple[Caller, Caller], token_bytes_of: Callable[[int], bytes]
+) -> None:
+    alice, bob = callers
+    idle = Caller(operator, ALICE, [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)])
+    calls: list[Any] = []
+    while not (ended := [call for call in calls if call.done()]):
+        calls.append(idle.begin(token_bytes_of(0), 1))
+        operator.until(lambda stats: not (stats.scheduler.waiting_requests or stats.worker.running_requests))
+    assert "calls of Generate are under way" in ended[0].details() and "have 104 together" in ended[0].details()
+    assert figures(operator, "alice").refused["generations"] >= 1
+    with pytest.raises(grpc.RpcError, match="tenant alice: 70 calls of Generate"):
+        next(alice.begin(token_bytes_of(0), 1))
+    assert [event.WhichOneof("event") for event in bob.begin(token_bytes_of(1), 1)][-1] == "finished"
+    idle.close()
+
+    def answered(_: object) -> bool:
+        try:
+            return len(list(alice.begin(token_bytes_of(0), 1))) == 3
+        except grpc.RpcError as error:
+            assert "calls of Generate are under way" in str(error)
+            return False
+
+    operator.until(answered)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,11 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixd.errors import ExhaustedError
 from prefixd.server import receiving
+from prefixd.server.access_check import HEALTH_CALLS
 from prefixd.server.receiving import set_message_bytes
-from prefixd.server.strangers import AT_ONCE, AT_ONCE_OF_HOST, Strangers
+from prefixd.server.strangers import AT_ONCE, AT_ONCE_OF_HOST, CALLS, CALLS_OF_HOST, Strangers
 from prefixd.workloads.daemon_process import DaemonProcess
 
 TOKEN = "client-" + "c" * 32
+UNREAD = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
+"""Options of a channel on which an answer has no window until it is read."""
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,30 @@ def test_watchers_of_strangers_do_not_keep_others_from_watching(daemon: DaemonPr
             each.cancel()
 
 
+@pytest.mark.parametrize(
+    ("metadata", "whose"),
+    [
+        ((), f"{CALLS_OF_HOST} of them from here; read the answers"),
+        ([("authorization", f"Bearer {TOKEN}")], f"tenant default: {HEALTH_CALLS} calls to the health service"),
+    ],
+)
+def test_a_call_whose_answer_is_not_read_is_under_way(
+    daemon: DaemonProcess, metadata: list[tuple[str, str]], whose: str
+) -> None:
+    assert daemon.tcp is not None
+    options = [*UNREAD, ("grpc.use_local_subchannel_pool", 1)]
+    calls: list[Any] = []
+    with ExitStack() as stack:
+        while not (ended := [call for call in calls if call.done()]):
+            if len(calls) % 200 == 0:
+                channel = stack.enter_context(grpc.insecure_channel(daemon.tcp, options))
+            calls.append(channel.unary_stream("/grpc.health.v1.Health/Check")(b"", metadata=metadata, timeout=120))
+            calls[-1].initial_metadata()  # which comes with the answer
+        assert ended[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED and whose in ended[0].details()
+        for call in calls:
+            call.cancel()
+
+
 async def test_a_host_has_a_few_of_the_places() -> None:
     strangers = Strangers()
     async with AsyncExitStack() as held:
@@ -119,6 +147,25 @@ async def test_a_host_has_a_few_of_the_places() -> None:
             await held.enter_async_context(strangers.turn("ipv4:10.0.0.9"))
     async with strangers.turn("ipv4:10.0.0.9"):
         pass
+
+
+async def test_calls_whose_answers_are_not_read_are_bounded() -> None:
+    strangers, read = Strangers(), asyncio.Event()
+
+    def begin(host: str) -> asyncio.Task[bool]:
+        call = asyncio.create_task(read.wait())
+        strangers.begin(host, call)
+        return call
+
+    calls = [begin(f"ipv4:10.0.0.{number % 4}") for number in range(CALLS - 1)]
+    with pytest.raises(ExhaustedError, match=rf"{CALLS - 1} calls .* {CALLS_OF_HOST} of them from here; read the answ"):
+        begin("ipv4:10.0.0.2")
+    calls.append(begin("ipv4:10.0.0.3"))
+    with pytest.raises(ExhaustedError, match=rf"{CALLS} calls .* 0 of them from here"):
+        begin("ipv4:10.0.0.9")
+    read.set()
+    await asyncio.gather(*calls)
+    await begin("ipv4:10.0.0.9")
 
 
 async def test_large_messages_of_a_host_come_slowly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ metrics_port = {port}
 [tenants.alice]
 sessions = 2
 calls = 4
+cpu_guaranteed = 4096
+cpu_most = 524288
 [tenants.bob]
 """
 
@@ -150,8 +152,15 @@ def test_what_tenants_have_is_in_stats_and_metrics(house: House) -> None:
         ("alice", 1, 0),
         ("bob", 0, 0),
     ]
-    for line in ('sessions{tenant="alice"} 1.0', 'grants{tenant="default"} 1.0', 'sessions{tenant="bob"} 0.0'):
+    for line in (
+        'sessions{tenant="alice"} 1.0',
+        'grants{tenant="default"} 1.0',
+        'sessions{tenant="bob"} 0.0',
+        'guaranteed_bytes{tenant="alice",tier="cpu"} 4096.0',
+        'most_bytes{tenant="alice",tier="cpu"} 524288.0',
+    ):
         assert f"prefixd_tenant_{line}" in metrics
+    assert 'prefixd_tenant_most_bytes{tenant="bob"' not in metrics, "it has no limit"
 
 
 def test_settings_are_read_again_without_ending_a_session(house: House) -> None:
@@ -243,6 +252,8 @@ def test_the_audit_log_tells_who_was_let_in_and_refused(house: House) -> None:
         ("let in", "default", None),
         ("evicted", "default", "all"),
     }
+    (unknown,) = [line for line in before if line["event"] == "refused" and "tenant" not in line]
+    assert unknown["door"] == "tcp" and unknown["peer"].startswith("ipv4:127.0.0.1:")
     assert [line["event"] for line in before].count("let in") == 2
     assert not {"pinned", "unpinned", "resized"} & {line["event"] for line in before}, "these were refused"
     (told,) = [line for line in before if line["event"] == "quota set"]

@@ -114,9 +114,11 @@ class Mallory:
         """Waits for the end."""
         await self._stopped.wait()
 
-    async def channels(self, count: int) -> list[grpc.aio.Channel]:
-        """Connections to the TCP door that show nothing, each its own."""
+    async def channels(self, count: int, *, unread: bool = False) -> list[grpc.aio.Channel]:
+        """Connections to the TCP door that show nothing, each its own; where answers have no window if `unread`."""
         options = [("grpc.use_local_subchannel_pool", 1)]
+        if unread:
+            options += [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
         opened = (grpc.aio.insecure_channel(self.tcp, options=options) for _ in range(count))
         return [await self._clients.enter_async_context(channel) for channel in opened]
 

@@ -28,7 +28,7 @@ from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import Scene
 from prefixd.cache import BlockChain
 from prefixd.client import AsyncClient, Client, ClientError, NamespaceSpec, PartSpec
-from prefixd.v1 import cache_pb2
+from prefixd.v1 import cache_pb2, inference_pb2
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
 
 _SPEC = NamespaceSpec("secret-model", 16, (PartSpec("full", 0, 1024),))
@@ -135,6 +135,54 @@ class Strangers(Scenario):
                     next(health.Watch(health_pb2.HealthCheckRequest(), timeout=5.0, metadata=metadata))
                 except grpc.RpcError as error:
                     yield f"{who} does not learn of the daemon's health: {error.code().name}: {error.details()}"
+
+
+class UnreadAnswers(Scenario):
+    """Makes calls whose answers it gives no window: of health with and without a token, and generations of a token."""
+
+    name = "unread answers"
+    closed_by = "tests/server/test_strangers.py"
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """As many as the daemon lets it have."""
+        counted: Counter[str] = Counter()
+        unread: list[Any] = []
+
+        async def ask(channel: Any, path: str, message: bytes, metadata: list[tuple[str, str]]) -> None:
+            while mallory.going:
+                call = channel.unary_stream(path)(message, metadata=metadata, timeout=300)
+                await call.initial_metadata()  # comes with the answer, or a refusal
+                if call.done():
+                    counted[f"{path} {(await call.code()).name}"] += 1
+                    await asyncio.sleep(0.1)
+                else:
+                    counted[f"{path} unread"] += 1
+                    unread.append(call)
+
+        token = [("authorization", f"Bearer {mallory.token}")]
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=np.arange(1, 9, dtype="<u4").tobytes()),
+            sampling=inference_pb2.SamplingParams(max_tokens=1),
+        ).SerializeToString()
+        health, generate = "/grpc.health.v1.Health/Check", "/prefixd.v1.Inference/Generate"
+        sent = [(health, b"", token)] * 30 + [(health, b"", [])] * 6 + [(generate, request, token)] * 4
+        channels = await mallory.channels(len(sent), unread=True)
+        tasks = [asyncio.create_task(ask(channel, *what)) for channel, what in zip(channels, sent, strict=True)]
+        await asyncio.sleep(20.0)
+        mallory.in_place()
+        await mallory.until_stopped()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return dict(counted)
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether a tenant that comes now is served."""
+        with Client(scene.tcp, name="alice", token=scene.token(ALICE), memory="streamed", timeout_s=20.0) as alice:
+            try:
+                alice.register(_SPEC).match(_SECRET)
+            except ClientError as error:
+                yield f"who comes now is refused: {refusal(error)}"
 
 
 class LocalAdmin(Scenario):

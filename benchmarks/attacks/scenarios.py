@@ -35,6 +35,7 @@ SCENARIOS: dict[str, Scenario] = {
         hogs.LargeAnswers(),
         hogs.HoldEverything(),
         doors.Strangers(),
+        doors.UnreadAnswers(),
         doors.OpenMetrics(),
         doors.LocalAdmin(),
         doors.NoTicket(),

@@ -13,7 +13,14 @@ from typing import Any
 import grpc
 
 from prefixd.client.credentials import Credentials
-from prefixd.client.errors import CallTimeout, ClientError, InvalidArgumentError, ServerUnavailable, from_rpc_error
+from prefixd.client.errors import (
+    CallTimeout,
+    ClientClosed,
+    ClientError,
+    InvalidArgumentError,
+    ServerUnavailable,
+    from_rpc_error,
+)
 from prefixd.client.ticket import Ticket
 from prefixd.client.trust import check_default_socket, default_socket
 from prefixd.v1.admin_pb2_grpc import AdminStub
@@ -73,6 +80,7 @@ class Connection:
         self.address = parse_address(address)
         self.timeout_s = timeout_s
         self._late: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._default = default_socket() if self.address == f"unix:{default_socket()}" else None
         self._channel = credentials.channel(self.address, _OPTIONS)
         local = self.address.startswith("unix:")
@@ -151,7 +159,8 @@ class Connection:
         connection gives the channel its next attempt.
 
         Without this the first call after a daemon's restart would be refused by the channel without being
-        tried, or share the fate of an attempt that began before the daemon was back.
+        tried, or share the fate of an attempt that began before the daemon was back. Raises `ClientClosed` where the
+        connection is closed meanwhile.
         """
         if self._default is not None:
             check_default_socket(self._default)
@@ -159,14 +168,17 @@ class Connection:
             await self._ticket.fetch()
         waiting = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.CONNECTING)
         state = self._channel.get_state(try_to_connect=True)
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, grpc.aio.UsageError):  # the latter of a channel that is closed
             async with asyncio.timeout(_MAX_BACKOFF_S + 0.2):
                 while state in waiting:
                     await self._channel.wait_for_state_change(state)
                     state = self._channel.get_state(try_to_connect=True)
+        if self._closed:
+            raise ClientClosed("the client was closed during the call")
 
     async def close(self) -> None:
         """Ends every call and the channel."""
+        self._closed = True
         for late in self._late:
             late.cancel()
         await self._channel.close(None)

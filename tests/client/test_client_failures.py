@@ -411,6 +411,17 @@ async def test_closing_ends_the_wait_for_a_session(stand_in: Any, spec: Namespac
         await waiting
 
 
+async def test_closing_ends_a_call_that_waits_for_the_next_attempt_to_connect(short_folder: Path) -> None:
+    client = AsyncClient(f"unix:{short_folder}/nobody")
+    with pytest.raises(ServerUnavailable):
+        await client.stats()
+    waiting = asyncio.create_task(client.stats())
+    await asyncio.sleep(0.05)
+    await client.close()
+    with pytest.raises(ClientError):  # where it did not wait any more, that nobody answers
+        await waiting
+
+
 class Taker(cache_pb2_grpc.PrefixCacheServicer):
     """Agrees to a Put or refuses it."""
 

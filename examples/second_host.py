@@ -54,6 +54,7 @@ def main() -> None:
         # Loads even where this machine computes as fast: the example shows where the tokens come from.
         settings = {"worker.embedded": True, "scheduler.load": "always", "remote.url": options.store}
         settings["remote.secret_file"] = secret
+        settings["remote.lookup_s"] = 10  # waits for the store's answer, however busy this machine is
         with DaemonProcess(settings) as first, Client(first.address) as client:
             print("the first host:")
             answers, _ = ask_all(client)

@@ -70,7 +70,7 @@ class Host:
         assert len({answer.tokens for answer in answers}) == 1
         return answers[-1]
 
-    def wait_until_shared(self, blocks: int, seconds: float = 20.0) -> None:
+    def wait_until_shared(self, blocks: int, seconds: float = 60.0) -> None:
         """Until the store has so many blocks of this host."""
         self.wait(lambda: self.client.stats().remote.shared_blocks >= blocks, seconds, "its blocks are shared")
 

@@ -29,7 +29,8 @@ from tests.remote.processes import free_port
 from tests.remote.s3_server import s3_server
 from tests.remote.valkey_server import ValkeyServer, valkey_server
 
-RESUMED_S = 5.0
+RESUMED_S = 30.0  # a daemon asks a store that is out of service again every four seconds
+TOLD_S = 30.0
 BLOCKS = 20
 _SEEDS = itertools.count(1)
 
@@ -117,7 +118,7 @@ def pair(both: Pair) -> Iterator[Pair]:
     """Well at the beginning, and checked at the end."""
     both.link.latency_s, both.link.bytes_per_s = 0.0, math.inf
     for each in (both.a, both.b):
-        each.wait(lambda each=each: not each.trouble(), 10, "no trouble is left from the test before")
+        each.wait(lambda each=each: not each.trouble(), RESUMED_S, "no trouble is left from the test before")
     yield both
     both.link.latency_s, both.link.bytes_per_s = 0.0, math.inf
     both.a.check()
@@ -137,7 +138,7 @@ def test_a_store_killed_in_the_middle_of_a_load(pair: Pair) -> None:
     pair.store.kill()
     asking.join(30)
     assert [answer.tokens for answer in answers] == [want.tokens]
-    pair.b.wait(pair.b.trouble, 10, "the trouble is told")
+    pair.b.wait(pair.b.trouble, TOLD_S, "the trouble is told")
     pair.same()
     pair.store.start()
     pair.link.bytes_per_s = math.inf
@@ -156,7 +157,7 @@ def test_a_store_killed_in_the_middle_of_a_save(pair: Pair) -> None:
     assert not asking.is_alive()
     assert pair.b.ask(made).tokens == first.tokens
     pair.same()
-    pair.a.wait(pair.a.trouble, 10, "the trouble is told")
+    pair.a.wait(pair.a.trouble, TOLD_S, "the trouble is told")
     pair.store.start()
     pair.resumes()
     # What the store has lost is written again by who still has it.
@@ -168,7 +169,7 @@ def test_a_frozen_store(pair: Pair) -> None:
     pair.store.server.process.freeze()
     got = pair.b.ask(made)
     assert (got.tokens, got.remote) == (want.tokens, 0)
-    pair.b.wait(pair.b.trouble, 5, "the trouble is told")
+    pair.b.wait(pair.b.trouble, TOLD_S, "the trouble is told")
     pair.same()
     pair.store.server.process.thaw()
     pair.resumes()
@@ -189,11 +190,11 @@ def test_a_full_store(pair: Pair) -> None:
     pair.store.server.ask(b"CONFIG", b"SET", b"maxmemory", b"12mb")
     made = [prompt(next(_SEEDS), 30) for _ in range(3)]
     wants = [pair.a.ask(each) for each in made]
-    pair.a.wait(pair.a.trouble, 15, "the trouble is told")
+    pair.a.wait(pair.a.trouble, TOLD_S, "the trouble is told")
     assert [pair.b.ask(each).tokens for each in made] == [want.tokens for want in wants]
     pair.store.server.ask(b"CONFIG", b"SET", b"maxmemory", b"0")
     for each in (pair.a, pair.b):
-        each.wait(lambda each=each: not each.trouble(), 15, "the trouble ends")
+        each.wait(lambda each=each: not each.trouble(), RESUMED_S, "the trouble ends")
     pair.resumes()
 
 
@@ -215,13 +216,13 @@ def test_altered_objects(pair: Pair, tmp_path: Path) -> None:
     for name in names:
         pair.store.server.ask(b"SETRANGE", name, b"300", b"altered")
     url = f"valkey://127.0.0.1:{pair.store.port}"
-    with host(tmp_path / "c", url) as c:
+    with host(tmp_path / "c", url, remote__timeout_s=20) as c:
         assert c.ask(made).tokens == want.tokens
         altered = c.client.stats().remote.bad_objects["altered"]
         assert altered > 0
         # Who has computed them writes them anew.
         c.wait_until_shared(altered)
-    with host(tmp_path / "d", url) as d:
+    with host(tmp_path / "d", url, remote__timeout_s=20) as d:
         repaired = d.ask(made)
         assert repaired.tokens == want.tokens
         assert repaired.found > 0
@@ -232,12 +233,13 @@ def test_an_encrypted_store_serves_those_with_the_key(pair: Pair, tmp_path: Path
     key.write_text("a key of thirty-two bytes or more")
     key.chmod(0o600)
     url, (made, want) = f"valkey://127.0.0.1:{pair.store.port}", pair.shared()
-    with host(tmp_path / "c", url, remote__encryption_key_file=key) as c:
+    encrypted = {"remote__encryption_key_file": key, "remote__timeout_s": 20}
+    with host(tmp_path / "c", url, **encrypted) as c:
         got = c.ask(made)
         assert (got.tokens, got.remote) == (want.tokens, 0), "hosts without the key have names of their own"
         c.wait_until_shared(BLOCKS)
         assert not c.client.stats().remote.bad_objects
-        with host(tmp_path / "d", url, remote__encryption_key_file=key) as d:
+        with host(tmp_path / "d", url, **encrypted) as d:
             got = d.ask(made)
             assert (got.tokens, got.found) == (want.tokens, BLOCKS * BLOCK)
 
@@ -341,5 +343,5 @@ def test_certificates_that_cannot_be_used_are_refused_at_the_start(tmp_path: Pat
 
 def test_a_store_that_is_not_there_is_a_trouble_from_the_start(tmp_path: Path) -> None:
     with host(tmp_path / "a", f"valkey://127.0.0.1:{free_port()}", worker__embedded=False, gpu__bytes=0) as a:
-        a.wait(a.trouble, 10, "the trouble is told")
+        a.wait(a.trouble, TOLD_S, "the trouble is told")
         assert "cannot connect" in a.trouble()

@@ -242,17 +242,21 @@ async def test_a_frozen_server_ends_every_call_at_its_deadline(own_s3: S3Server)
 
 
 async def test_the_server_dies_in_the_middle(own_s3: S3Server, folder: Path) -> None:
-    options = own_s3.options(own_s3.new_bucket())
-    async with host(options) as store:
-        writes = [new_write(1 << 20) for _ in range(32)]
-        await store.put(writes, 0, DEADLINE_S)
-        call = asyncio.ensure_future(store.get([read_of(write) for write in writes], 5.0))
-        await asyncio.sleep(0.01)
-        own_s3.process.end()
-        with pytest.raises(RemoteStoreError):
-            await call
-        with pytest.raises(RemoteStoreError):
-            await store.put(writes[:1], 0, 3.0)
+    with SlowLink("127.0.0.1", own_s3.port) as link:
+        async with host(own_s3.options(own_s3.new_bucket(), port=link.port)) as store:
+            writes = [new_write(1 << 20) for _ in range(32)]
+            await store.put(writes, 0, DEADLINE_S)
+            link.bytes_per_s = 2e6
+            before = link.forwarded_bytes[1]
+            call = asyncio.ensure_future(store.get([read_of(write) for write in writes], 5.0))
+            while link.forwarded_bytes[1] < before + (1 << 20):
+                assert not call.done()
+                await asyncio.sleep(0.01)
+            own_s3.process.end()
+            with pytest.raises(RemoteStoreError):
+                await call
+            with pytest.raises(RemoteStoreError):
+                await store.put(writes[:1], 0, 3.0)
 
 
 def test_heads() -> None:

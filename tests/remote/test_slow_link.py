@@ -43,11 +43,12 @@ async def round_trip(port: int, data: bytes) -> float:
 async def test_latency_and_shared_bandwidth() -> None:
     async with echo() as port:
         with SlowLink("127.0.0.1", port, latency_s=0.03, bytes_per_s=10e6) as link:
-            assert 0.06 <= await round_trip(link.port, b"x") < 0.3
+            trips_s = [await round_trip(link.port, b"x") for _ in range(5)]
+            assert 0.06 <= min(trips_s) < 0.3, "the machine may hold up some"
             data = os.urandom(1_000_000)
             took_s = await asyncio.gather(round_trip(link.port, data), round_trip(link.port, data))
             assert 0.25 <= max(took_s) < 1.0  # 2 MB at 10 MB/s, both directions at once
-            assert link.forwarded_bytes == [2_000_001, 2_000_001]
+            assert link.forwarded_bytes == [2_000_005, 2_000_005]
 
 
 async def test_nobody_listens_behind_it() -> None:

@@ -141,11 +141,16 @@ async def test_frozen_in_the_middle_of_a_value(folder: Path) -> None:
             writes = [new_write(64, 1 << 20) for _ in range(4)]
             await store.put(writes, 0, DEADLINE_S)
             reads = [read_of(write) for write in writes]
+            getting = asyncio.ensure_future(store.get(reads, 2.0))
+            while bytes(reads[0].into[1]) != bytes(writes[0].pieces[1]):
+                assert not getting.done()
+                await asyncio.sleep(0.01)
+            link.bytes_per_s = 5e5
             with pytest.raises(RemoteStoreError, match="has not ended within"):
-                await store.get(reads, 0.65)
+                await getting
             partial = [bytes(read.into[1]) for read in reads]
             assert partial[0] == bytes(writes[0].pieces[1]) and partial[3] != bytes(writes[3].pieces[1])
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)  # more of them arrive
             assert [bytes(read.into[1]) for read in reads] == partial
             await assert_works(store)
 
@@ -317,8 +322,8 @@ async def test_a_server_that_lies(nonsense: bytes) -> None:
 
 
 async def test_a_slow_network(shared_valkey: ValkeyServer) -> None:
-    """0.25 s each way: one round trip a call, and a pipeline's parts do not wait for each other."""
-    with SlowLink("127.0.0.1", shared_valkey.port, latency_s=0.25) as link:
+    """0.5 s each way: one round trip a call, and a pipeline's parts do not wait for each other."""
+    with SlowLink("127.0.0.1", shared_valkey.port, latency_s=0.5) as link:
         async with opened(ValkeyOptions(port=link.port)) as store:
             await asyncio.gather(*(store.ping(DEADLINE_S) for _ in range(8)))  # all connections are made
             await store.exists([new_name()], DEADLINE_S)  # and the script is known
@@ -332,7 +337,7 @@ async def test_a_slow_network(shared_valkey: ValkeyServer) -> None:
                 began_s = time.monotonic()
                 await call
                 took_s.append(time.monotonic() - began_s)
-            assert all(0.5 <= each_s < 1.0 for each_s in took_s), took_s
+            assert all(1.0 <= each_s < 2.0 for each_s in took_s), took_s
 
 
 async def test_the_loop_stays_free(shared_valkey: ValkeyServer) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.remote.processes import free_port
 from tests.vllm.served import poll
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,11 +184,3 @@ class Served:
     def hits(self) -> int:
         (line,) = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", self.get("/metrics"), re.MULTILINE)
         return int(float(line))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

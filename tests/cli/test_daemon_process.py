@@ -66,7 +66,7 @@ def test_one_that_does_not_start_tells_why_and_leaves_nothing() -> None:
 
 
 def test_one_that_is_too_slow_is_given_up() -> None:
-    daemon = DaemonProcess(SMALL, start_timeout_s=0.001)
+    daemon = DaemonProcess(SMALL, start_timeout_s=0.001, program=("-c", "import time; time.sleep(600)"))
     with pytest.raises(DaemonFailed, match=r"was not ready within 0\.001 s"):
         daemon.__enter__()
     assert not daemon.directory.exists()

@@ -216,19 +216,25 @@ def test_a_plan_that_is_ended_takes_its_processes_along(tmp_path: Path, number: 
     finally:
         plan.kill()
     assert "Traceback" not in said
+    deadline = time.monotonic() + 60
     while (left := [pid for pid in workers if _runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
 
 
 def _spawned_by(parent: int) -> list[int]:
-    children = Path(f"/proc/{parent}/task/{parent}/children")
-    pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
-    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [pid for pid in map(int, children.split()) if "spawn_main" in _read(pid, "cmdline")]
 
 
 def _runs(pid: int) -> bool:
+    status = _read(pid, "status")
+    return bool(status) and "\nState:\tZ" not in status
+
+
+def _read(pid: int, file: str) -> str:
+    """Of what the system says of a process; nothing of one that is gone."""
     try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        return Path(f"/proc/{pid}/{file}").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return ""

@@ -39,6 +39,7 @@ _SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _IOS: tuple[DiskIo, ...] = get_args(DiskIo)
 _BATCHES = 4  # durable batches a round of modes
 _COMPARED = ("store", "load", "scattered_load")
+_DECIMALS = 6  # of GB/s: of a small round on a busy disk three would leave nothing
 
 
 def main() -> None:
@@ -102,7 +103,7 @@ def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: i
         for what in ("store", "load")
     }
     rounded = {f"{name}_gbps": value for name, value in gbps.items()} | ratios
-    return {name: round(value, 3) for name, value in rounded.items()}
+    return {name: round(value, _DECIMALS) for name, value in rounded.items()}
 
 
 def modes(folder: Path, sizes: Sequence[int], nbytes: int, depth: int, rounds: int) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def modes(folder: Path, sizes: Sequence[int], nbytes: int, depth: int, rounds: i
             figures = measured[f"slabs_{io}"]
             direct = measured["slabs_direct"]
             ratios = {f"{what}_ratio": figures[f"{what}_gbps"] / direct[f"{what}_gbps"] for what in _COMPARED}
-            rounded = {name: round(value, 3) for name, value in (figures | ratios).items()}
+            rounded = {name: round(value, _DECIMALS) for name, value in (figures | ratios).items()}
             rows.append({"block_bytes": size, "io": io, **rounded})
     means = {
         io: statistics.geometric_mean(row[f"{what}_ratio"] for row in rows if row["io"] == io for what in _COMPARED)

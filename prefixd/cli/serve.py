@@ -195,6 +195,7 @@ def _ready_json(endpoints: Endpoints) -> str:
         {
             "socket": str(endpoints.socket),
             "tcp": endpoints.tcp,
+            "metrics_port": endpoints.metrics_port,
             "pid": os.getpid(),
             "opening_s": round(endpoints.opening_s, 3),
         }

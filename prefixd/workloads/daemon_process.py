@@ -55,6 +55,8 @@ class DaemonProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="prefixd-")) if directory is None else directory
         self.tcp: str | None = None
         """host:port where it listens for other hosts, when its settings say so and it runs."""
+        self.metrics_port: int | None = None
+        """Where it serves metrics, when its settings say so and it runs."""
         self.opening_s = 0.0
         """From opening its tiers, restoring what is on disk among it, until it took calls; of its last start."""
         self._settings = dict(settings or {})
@@ -133,7 +135,8 @@ class DaemonProcess:
             raise DaemonFailed("the daemon is not running; launch it first")
         try:
             ready = self._announcement(self._process)
-            self.tcp, self.opening_s = ready.get("tcp"), float(ready["opening_s"])
+            self.tcp, self.metrics_port = ready.get("tcp"), ready.get("metrics_port")
+            self.opening_s = float(ready["opening_s"])
         except BaseException:
             self._end(signal.SIGTERM)
             raise

@@ -430,15 +430,9 @@ def remote_type() -> type[Remote]:
 
 
 @pytest.fixture(scope="session")
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="session")
-def model_daemon(with_model: dict[str, str | int], free_port: int) -> Iterator[Remote]:
-    """A daemon with the small model that many modules share; its metrics are at `free_port`."""
-    settings = {**with_model, "gpu.bytes": "4MiB", "server.metrics_port": free_port}
+def model_daemon(with_model: dict[str, str | int]) -> Iterator[Remote]:
+    """A daemon with the small model that many modules share; it has metrics."""
+    settings = {**with_model, "gpu.bytes": "4MiB", "server.metrics_port": 0}
     with DaemonProcess(settings) as daemon, Remote(daemon) as remote:
         ready = admin_pb2.WorkerStats.STATE_READY
         remote.until(lambda stats: stats.worker.state == ready and all(model.namespace for model in stats.models))

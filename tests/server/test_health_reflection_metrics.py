@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -30,17 +28,6 @@ SERVICES = {"prefixd.v1.PrefixCache", "prefixd.v1.Inference", "prefixd.v1.Admin"
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote]) -> Remote:
     return launch({"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "server.metrics_port": 0})
-
-
-@pytest.fixture(scope="module")
-def metrics_port(remote: Remote) -> int:
-    """The port that the daemon chose: the only one on which its process listens."""
-    sockets = {os.readlink(path) for path in Path(f"/proc/{remote.daemon.pid}/fd").iterdir()}
-    for line in Path(f"/proc/{remote.daemon.pid}/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_, inode = line.split()[:10]
-        if state == "0A" and f"socket:[{inode}]" in sockets:
-            return int(local.rpartition(":")[2], 16)
-    raise AssertionError("the daemon listens on no port")
 
 
 def test_every_service_is_healthy(remote: Remote) -> None:
@@ -109,9 +96,9 @@ def test_reflection_lists_the_services_and_has_their_contracts(remote: Remote) -
     assert b"ReserveRequest" in b"".join(contract.file_descriptor_response.file_descriptor_proto)
 
 
-def scrape(port: int) -> dict[tuple[str, str], float]:
+def scrape(remote: Remote) -> dict[tuple[str, str], float]:
     """(metric, its only label's value) -> value."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{remote.daemon.metrics_port}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name, next(iter(sample.labels.values()), "")): sample.value
@@ -120,12 +107,12 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
         }
 
 
-def test_metrics_say_what_the_statistics_say(remote: Remote, metrics_port: int) -> None:
+def test_metrics_say_what_the_statistics_say(remote: Remote) -> None:
     with remote.session() as session:
         namespace = remote.register(session.session_id, "metrics", 500)
         remote.put(session.session_id, namespace, range(20), bytes(2500), durable=True)
         remote.get(session.session_id, namespace, range(24))
-        figures = scrape(metrics_port)
+        figures = scrape(remote)
         stats = remote.stats()
     for tier in stats.tiers:
         label = {2: "cpu", 3: "disk"}[tier.tier]
@@ -171,11 +158,11 @@ def test_a_prompt_is_counted_once_by_scheduler_and_ranks_and_a_miss_counts(remot
         assert counted() == (asked + 8, hit), "a lease of nothing is a miss"
 
 
-def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote, free_port: int) -> None:
-    before = scrape(free_port)
+def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote) -> None:
+    before = scrape(model_daemon)
     for _ in range(2):
         model_daemon.generate([5, 77, *range(200, 238)])
-    after = scrape(free_port)
+    after = scrape(model_daemon)
     grown = {
         name: after[name] - before.get(name, 0)
         for name in (

@@ -369,10 +369,8 @@ def test_topics_by_namespace(start: Callable[..., Remote], subscriber: Callable[
     two.until(lambda: two.has("CPU"))
 
 
-def test_figures(
-    start: Callable[..., Remote], subscriber: Callable[..., Subscriber], folder: Path, free_tcp_port: int
-) -> None:
-    remote = start({"server.metrics_port": free_tcp_port, "disk.bytes": 0})
+def test_figures(start: Callable[..., Remote], subscriber: Callable[..., Subscriber], folder: Path) -> None:
+    remote = start({"server.metrics_port": 0, "disk.bytes": 0})
     router = subscriber()
     keys = hashes(put(remote), TOKENS)
     router.until(lambda: router.has("CPU", *keys))
@@ -380,7 +378,7 @@ def test_figures(
     events = sum(len(msgspec.msgpack.decode(payload)[1]) for _, _, payload in batches)
     stats = remote.stats().kv_events
     assert (stats.events, stats.batches, stats.overruns, stats.subscriptions) == (events, len(batches), 0, 1)
-    with urllib.request.urlopen(f"http://127.0.0.1:{free_tcp_port}", timeout=WAIT_S) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{remote.daemon.metrics_port}", timeout=WAIT_S) as answer:
         lines = answer.read().decode().splitlines()
     for line in (
         f"prefixd_kv_events_total {events:.1f}",
@@ -393,16 +391,9 @@ def test_figures(
     remote.until(lambda stats: stats.kv_events.subscriptions == 0)
 
 
-@pytest.fixture
-def free_tcp_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def test_a_router_that_listens_itself(launch: Callable[..., Remote], free_tcp_port: int) -> None:
+def test_a_router_that_listens_itself(launch: Callable[..., Remote]) -> None:
     with Subscriber("inproc://unused") as router:
-        endpoint = f"tcp://127.0.0.1:{free_tcp_port}"
-        router._socket.bind(endpoint)
+        endpoint = f"tcp://127.0.0.1:{router._socket.bind_to_random_port('tcp://127.0.0.1')}"
         remote = launch({"disk.bytes": 0, "events.endpoint": endpoint, "events.connect": "true"})
         router.read()
         keys = hashes(put(remote), TOKENS)

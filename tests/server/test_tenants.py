@@ -39,7 +39,7 @@ tcp = "127.0.0.1:0"
 insecure_tcp = true
 tokens = "{tokens}"
 audit_log = "{audit}"
-metrics_port = {port}
+metrics_port = 0
 [tenants.alice]
 sessions = 2
 calls = 4
@@ -52,7 +52,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as ano
 
 
 @pytest.fixture
-def house(tmp_path: Path, unused_tcp_port: int) -> Any:
+def house(tmp_path: Path) -> Any:
     """A daemon with tokens of two tenants, a scraper and an operator; its settings are in `prefixd.toml`."""
     tokens = tmp_path / "tokens"
     tokens.write_text(
@@ -60,18 +60,17 @@ def house(tmp_path: Path, unused_tcp_port: int) -> Any:
     )
     tokens.chmod(0o600)
     config = tmp_path / "prefixd.toml"
-    config.write_text(TOML.format(tokens=tokens, audit=tmp_path / "audit.log", port=unused_tcp_port))
+    config.write_text(TOML.format(tokens=tokens, audit=tmp_path / "audit.log"))
     with DaemonProcess({}, directory=tmp_path / "d", config=config, log_level="info") as daemon:
-        yield House(daemon, config, unused_tcp_port)
+        yield House(daemon, config)
 
 
 class House:
     """A daemon under test."""
 
-    def __init__(self, daemon: DaemonProcess, config: Path, metrics_port: int) -> None:
+    def __init__(self, daemon: DaemonProcess, config: Path) -> None:
         self.daemon = daemon
         self.config = config
-        self.metrics_port = metrics_port
 
     def client(self, token: str) -> Client:
         return Client(self.daemon.tcp, token=token)
@@ -98,9 +97,9 @@ class House:
         return [json.loads(line) for line in (self.config.parent / "audit.log").read_text().splitlines()]
 
 
-def scraped(port: int, token: str) -> str:
+def scraped(house: House, token: str) -> str:
     """The metrics, as somebody with this token gets them."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
+    request = urllib.request.Request(f"http://127.0.0.1:{house.daemon.metrics_port}/metrics")
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -133,9 +132,9 @@ def test_each_role_has_its_door(house: House) -> None:
 
     for token in ("", ALICE, "x" * 40):
         with pytest.raises(urllib.error.HTTPError) as caught:
-            scraped(house.metrics_port, token)
+            scraped(house, token)
         assert caught.value.code == 401 and b"role metrics or admin" in caught.value.read()
-    assert all("prefixd_" in scraped(house.metrics_port, token) for token in (SCRAPER, OPERATOR))
+    assert all("prefixd_" in scraped(house, token) for token in (SCRAPER, OPERATOR))
 
 
 def test_what_tenants_have_is_in_stats_and_metrics(house: House) -> None:
@@ -145,7 +144,7 @@ def test_what_tenants_have_is_in_stats_and_metrics(house: House) -> None:
         cache.store(range(8), bytes(256))
         with cache.acquire(range(8)):
             stats = operator.stats()
-            metrics = scraped(house.metrics_port, SCRAPER)
+            metrics = scraped(house, SCRAPER)
     assert {(session.tenant, session.leases) for session in stats.sessions} == {("alice", 0), ("default", 1)}
     assert [(tenant.name, tenant.sessions, tenant.grants) for tenant in stats.tenants] == [
         ("default", 1, 1),
@@ -294,7 +293,7 @@ def test_calls_of_a_tenant_have_a_limit(house: House) -> None:
         assert "tenant alice: 4 of 4 calls are under way (limit tenants.alice.calls)" in caught.value.details()
         with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
             cache.Match(cache_pb2.MatchRequest(), metadata=bob, timeout=60)
-        metrics = scraped(house.metrics_port, SCRAPER)
+        metrics = scraped(house, SCRAPER)
         assert 'prefixd_tenant_calls{tenant="alice"} 4.0' in metrics
         assert 'prefixd_tenant_refused_total{limit="calls",tenant="alice"} 1.0' in metrics
         for call in calls:

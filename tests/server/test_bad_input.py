@@ -6,6 +6,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -35,9 +36,18 @@ def sidecar(launch: Callable[..., Remote]) -> Remote:
     return launch({"cpu.bytes": "4MiB", "disk.bytes": 0, "server.max_lease_ttl_s": 90})
 
 
+@contextmanager
+def session_of(remote: Remote) -> Iterator[pb.SessionOpened]:
+    """A session that is gone from the figures when it is left."""
+    before = len(remote.stats().sessions)
+    with remote.session() as opened:
+        yield opened
+    remote.until(lambda stats: len(stats.sessions) == before)
+
+
 @pytest.fixture
 def session(sidecar: Remote) -> Iterator[str]:
-    with sidecar.session() as opened:
+    with session_of(sidecar) as opened:
         yield opened.session_id
     sidecar.settled()
 
@@ -187,7 +197,7 @@ def test_what_every_call_checks(
     rejected(call(namespace_id=b""), "PERMISSION_DENIED", "empty", "RegisterNamespace")
     rejected(call(session_id="nobody"), "NOT_FOUND", "session nobody", "OpenSession")
     rejected(call(session_id=""), "NOT_FOUND", "OpenSession")
-    with sidecar.session() as other:  # the id alone opens nothing
+    with session_of(sidecar) as other:  # the id alone opens nothing
         rejected(call(session_id=other.session_id), "PERMISSION_DENIED", namespace.hex(), "register it in this session")
     if method not in ("Match", "Prefetch"):
         rejected(call(parts=[2]), "INVALID_ARGUMENT", "part 2", "0 to 1")
@@ -217,7 +227,7 @@ def test_commit_and_release(
     reservation = sidecar.cache.Reserve(pb.ReserveRequest(**wanted, token_ids=tokens)).reservation_id
     rejected(commit(reservation, 3), "INVALID_ARGUMENT", "3 blocks", "has 2")
     rejected(commit(reservation, 2, durable=True), "FAILED_PRECONDITION", "disk tier", "disk.bytes")
-    with sidecar.session() as other:
+    with session_of(sidecar) as other:
         rejected(commit(reservation, 2, other.session_id), "NOT_FOUND", "never granted to this session")
         rejected(release(reservation, other.session_id), "NOT_FOUND", "never granted to this session")
     assert sidecar.match(session, namespace, range(300, 308)).blocks == 0
@@ -360,7 +370,7 @@ def test_an_unknown_session_is_told_from_an_unknown_lease(sidecar: Remote) -> No
         return [tuple(pair) for pair in refusal.value.trailing_metadata()]  # type: ignore[attr-defined]
 
     assert ("prefixd-session", "ended") in trailers("nobody")
-    with sidecar.session() as opened:
+    with session_of(sidecar) as opened:
         assert ("prefixd-session", "ended") not in trailers(opened.session_id)
 
 
@@ -369,7 +379,7 @@ def test_a_long_name_comes_back_short(sidecar: Remote, namespace: bytes, rejecte
     long = "ä" * 100_000
     release = pb.ReleaseRequest(session_id=long, lease_id=long)
     rejected(lambda: sidecar.cache.Release(release, timeout=60), "NOT_FOUND", "OpenSession")
-    with sidecar.session() as opened:
+    with session_of(sidecar) as opened:
         release.session_id = opened.session_id
         rejected(lambda: sidecar.cache.Release(release, timeout=60), "NOT_FOUND", "check the id")
 
@@ -399,7 +409,7 @@ def test_raw_bytes_on_the_sockets(sidecar: Remote, suffix: str) -> None:
                 pass
     os.kill(sidecar.daemon.pid, 0)
     sidecar.settled()
-    with sidecar.session() as opened:
+    with session_of(sidecar) as opened:
         assert opened.memory_socket
 
 

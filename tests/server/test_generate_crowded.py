@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from prefixd.v1 import admin_pb2
+
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
@@ -111,7 +113,7 @@ def test_two_that_write_the_same_answer_do_not_starve_each_other(
 
 
 def test_a_full_queue_refuses(remote: Remote, prompt: Callable[..., list[int]], refused: Callable[..., Any]) -> None:
-    worker = remote.until(lambda stats: stats.worker.pid > 0).worker.pid
+    worker = remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY).worker.pid
     os.kill(worker, signal.SIGSTOP)
     try:
         streams = []

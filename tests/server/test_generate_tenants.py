@@ -26,7 +26,7 @@ max_running = 2
 queue_limit = 36
 [tenants.alice]
 [tenants.bob]
-requests_per_s = 0.5
+requests_per_s = 0.01
 """
 WAIT_S = 60.0
 
@@ -81,6 +81,7 @@ def callers(operator: Remote) -> Iterator[tuple[Caller, Caller]]:
     yield alice, bob
     for caller in (alice, bob):
         caller.close()
+    operator.settled()  # who comes next has a connection of its own, and may be heard before the end of these
 
 
 def figures(operator: Remote, name: str) -> admin_pb2.TenantStats:
@@ -113,7 +114,7 @@ def test_a_flood_of_one_leaves_the_other_its_place_and_its_turn(
         stream.cancel()
     assert [event.WhichOneof("event") for event in late][-1] == "finished", "before all of the flood"
     assert figures(operator, "alice").waiting_requests
-    with pytest.raises(grpc.RpcError, match=r"tenant bob: more than 0.5 requests a second .* send it again in"):
+    with pytest.raises(grpc.RpcError, match=r"tenant bob: more than 0.01 requests a second .* send it again in"):
         next(bob.begin(token_bytes_of(101), 2))
     for stream in flood:
         stream.cancel()

@@ -44,7 +44,7 @@ async def test_each_tenant_waits_for_itself(tenants: Tenants) -> None:
 
 async def test_so_many_wait_and_more_are_told_at_once(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "_AT_ONCE", 0)
-    monkeypatch.setattr(refusals, "PER_S", 1)
+    monkeypatch.setattr(refusals, "PER_S", 1 / 600)
     monkeypatch.setattr(refusals, "WAITING", 64)
     refusing, a = Refusals(tenants), tenants.known("a")
     assert await told_at_once(refusing, a, 40 + 3) == 3, "eight are kept for each of the others"

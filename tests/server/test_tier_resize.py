@@ -149,6 +149,8 @@ def test_the_audit_log_tells_of_a_resize_that_was_made_and_of_none_that_was_refu
         lines = map(json.loads, audit_log.read_text().splitlines())
         return [line["nbytes"] for line in lines if line["event"] == "resized"]
 
+    resize(remote, 2 * SMALL)
+    remote.until(lambda _: told()[-1:] == [2 * SMALL])  # a thread writes them, in order
     before = len(told())
     with refused("INVALID_ARGUMENT"):
         resize(remote, 1)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 PROMPT = 7 * BLOCK + 5
-NEW, LONG = 24, 120
+NEW, LONG = 24, 480
 FRAME = 4096
 # A block of llama is 12,288 bytes, three common frames; each of the two groups of gemma has 8,192, two frames.
 LLAMA = tiny_config("LlamaConfig", GROUP_SIZES, num_hidden_layers=3)
@@ -38,6 +38,7 @@ GEMMA = tiny_config(
     query_pre_attn_scalar=16,
     sliding_window=WINDOW,
     layer_types=["sliding_attention", "full_attention"],
+    max_position_embeddings=1024,
 )
 READY, FAILED = admin_pb2.WorkerStats.STATE_READY, admin_pb2.WorkerStats.STATE_FAILED
 

@@ -139,9 +139,9 @@ async def test_one_at_a_time_and_ended_between_two_slices(resizing: Any) -> None
     with pytest.raises(PreconditionError):  # its slice is still under way
         await anext(resize.resize(8 * FRAME, 1.0))
     supervisor.lets_go.set()
-    await bench.until(lambda: bench.cache.tiers.frames.memory.chunk_count == 12)
-    await bench.quiet()
-    assert bench.cache.tiers.frames.lasting == 12, "it has the size that it has come to"
+    await bench.until(lambda: not resize._begun)
+    frames = bench.cache.tiers.frames
+    assert frames.lasting == frames.memory.chunk_count == 12, "it has the size that it has come to"
     assert (await to(resize, 16)).nbytes == 16 * FRAME
 
 

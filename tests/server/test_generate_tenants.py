@@ -157,6 +157,7 @@ def test_answers_of_one_that_are_not_read_leave_the_other_its_calls(
     operator: Remote, callers: tuple[Caller, Caller], token_bytes_of: Callable[[int], bytes]
 ) -> None:
     alice, bob = callers
+    operator.admin.SetTenant(admin_pb2.SetTenantRequest(name="bob", unlimited=["requests_per_s"]), timeout=WAIT_S)
     idle = Caller(operator, ALICE, [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)])
     calls: list[Any] = []
     while not (ended := [call for call in calls if call.done()]):

@@ -37,8 +37,8 @@ its kind. honest_failures: their calls that failed, had other bytes or tokens th
 had stored and are guaranteed.
 
 Scenarios that need a second user of the host are skipped for who is not root. closed_by names the test that shows an
-attack without its fix, where the fix is older than this harness; hostile_before.json in benchmarks/results has the
-others.
+attack without its fix, where the fix is older than this harness; hostile_before.json and hostile_unread_before.json in
+benchmarks/results have the others.
 
 example: python -m benchmarks.hostile --only "silent Put" --only "key squatting" --json hostile.json"""
 

@@ -141,7 +141,6 @@ class UnreadAnswers(Scenario):
     """Makes calls whose answers it gives no window: of health with and without a token, and generations of a token."""
 
     name = "unread answers"
-    closed_by = "tests/server/test_strangers.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """As many as the daemon lets it have."""

@@ -37,11 +37,15 @@ _ADMIN_SERVICES = ("/prefixd.v1.Admin/",)
 _SESSION = "/prefixd.v1.PrefixCache/OpenSession"
 """It lasts, and has a limit of its own: sessions."""
 _GENERATE = "/prefixd.v1.Inference/Generate"
+_GET = "/prefixd.v1.PrefixCache/Get"
 CALLS = 1024
 """Calls that are under way at once at the TCP door, beside those that last. From half of it on, no tenant gets more
 than its part of that half: nobody takes the last ones from others."""
 HEALTH_CALLS = 512
 """Calls that ask for the daemon's health, of all tenants (`SharedLimit`)."""
+GETS = 256
+"""Calls of Get, of all tenants (`SharedLimit`). A piece of each waits in memory, some 4 MiB with its copies, also of
+one that is given up since nobody reads it."""
 
 _METHOD = 100  # characters of a method's name that are written down
 
@@ -58,6 +62,7 @@ class CallLimits:
         self._tenants = tenants
         self._generations = CallPool("generations", "calls of Generate", generations, tenants)
         self._health = CallPool("health_calls", "calls to the health service", HEALTH_CALLS, tenants)
+        self._gets = CallPool("gets", "calls of Get", GETS, tenants)
         self._calls: Counter[Tenant] = Counter()
         self._all = 0
         self.refusals = Refusals(tenants)
@@ -78,6 +83,8 @@ class CallLimits:
             self._health.begin(caller, call)
         elif method != _SESSION:
             self._begin(caller, call)
+            if method == _GET:
+                self._gets.begin(caller, call)
 
     def _begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
         tenant, tenants = caller.tenant, self._tenants.calling

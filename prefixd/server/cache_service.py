@@ -41,7 +41,6 @@ _GRANTED_PARTS = 1 << 20
 """Parts, hence offsets, in one answer: 10 MiB at the most, of the 16 that a message can have."""
 _UNREAD_S = 30.0
 """For a client to read a piece of an answer; at 0.3 Mbit/s it does."""
-_FAREWELL_S = 1.0
 _OFFSETS_AT_ONCE = 1 << 13
 _AGREED = (("prefixd-agreed", "1"),)
 
@@ -268,12 +267,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             await self._get(request, send)
         except grpc.aio.InternalError:  # the caller has gone
             raise
-        except TooSlowError as error:
-            with suppress(TimeoutError):  # it will hear of it when it reads on
-                async with asyncio.timeout(_FAREWELL_S):
-                    await abort(context, error)
         except Exception as error:
-            await abort(context, error)
+            await abort(context, error)  # who does not read hears of it when it reads on; until then its call counts
 
     async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
         cache = self._cache

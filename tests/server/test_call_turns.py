@@ -13,8 +13,9 @@ from prefixd.server.call_turns import LONGEST_TURNS, CallTurns
 from prefixd.server.caller import Caller
 from prefixd.tenants import Quota, Role, Tenants
 
-MATCH, GENERATE, SESSION, HEALTH = (
+MATCH, GET, GENERATE, SESSION, HEALTH = (
     "/prefixd.v1.PrefixCache/Match",
+    "/prefixd.v1.PrefixCache/Get",
     "/prefixd.v1.Inference/Generate",
     "/prefixd.v1.PrefixCache/OpenSession",
     "/grpc.health.v1.Health/Check",
@@ -203,4 +204,28 @@ async def test_calls_that_may_last_are_shared_apart_from_the_others(
     hold.set()
     await asyncio.gather(*tasks)
     begin("a", method)
+    tasks[-1].cancel()
+
+
+async def test_of_calls_under_way_some_may_be_of_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_check, "GETS", 16)
+    tenants = Tenants({"a": Quota(calls=14), "b": Quota()})
+    limits, hold = CallLimits(tenants, 16), asyncio.Event()
+    tasks: list[asyncio.Task[bool]] = []
+
+    def begin(name: str, method: str = GET) -> None:
+        tasks.append(asyncio.create_task(hold.wait()))
+        limits.begin(method, Caller(tenants.known(name), Role.CLIENT, name, "tcp"), tasks[-1])
+
+    for _ in range(12):
+        begin("a")
+    with pytest.raises(ExhaustedError, match=r"tenant a: 12 calls of Get are under way"):
+        begin("a")
+    begin("a", MATCH)
+    with pytest.raises(ExhaustedError, match=r"tenant a: 14 of 14 calls are under way"):
+        begin("a")
+    begin("b")
+    hold.set()
+    await asyncio.gather(*tasks)
+    begin("a")
     tasks[-1].cancel()

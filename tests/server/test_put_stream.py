@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -24,6 +25,7 @@ from prefixd.cache import (
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, TooSlowError
 from prefixd.server import cache_service, put_stream
 from prefixd.server.put_stream import Put
+from prefixd.server.rpc import abort
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
@@ -286,6 +288,15 @@ async def test_a_reader_that_does_not_read_loses_its_lease(
 ) -> None:
     monkeypatch.setattr(cache_service, "_UNREAD_S", 2.0)
     monkeypatch.setattr(cache_service, "PIECE_BYTES", 1 << 16)
+    told = asyncio.Event()
+
+    async def tell(context: Any, error: Exception) -> None:
+        try:
+            await abort(context, error)
+        finally:
+            told.set()
+
+    monkeypatch.setattr(cache_service, "abort", tell)
     cache_server.add_insecure_port(f"unix:{tmp_path}/s")
     await cache_server.start()
     options = [("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0)]
@@ -306,6 +317,10 @@ async def test_a_reader_that_does_not_read_loses_its_lease(
         async with asyncio.timeout(60):
             while cache.leases.sessions[session].grants:
                 await asyncio.sleep(0.01)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await told.wait()
+        assert not told.is_set(), "what is not read stays in memory, so the call is not over"
         with pytest.raises(grpc.aio.AioRpcError, match=r"DEADLINE_EXCEEDED(.|\n)*not read for 2 s"):
             while await stalled.read() is not grpc.aio.EOF:
                 pass

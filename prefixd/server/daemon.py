@@ -111,7 +111,10 @@ async def serve(
             ready(endpoints)
         await daemon.ended.wait()
         await daemon.drain()
-    return 1 if daemon.failed else 0
+    code = 1 if daemon.failed else 0
+    if daemon.doors is not None and daemon.doors.stuck:
+        os._exit(code)  # else Python waits for gRPC's thread, and that for those who do not read
+    return code
 
 
 class Daemon:
@@ -137,6 +140,7 @@ class Daemon:
         self._signalled_s: float | None = None
         self._health = Health()
         self.models: Models | None = None
+        self.doors: Listeners | None = None
 
     async def start(self, stack: AsyncExitStack) -> Endpoints:
         """Starts everything, innermost first."""
@@ -147,7 +151,7 @@ class Daemon:
         tickets = Tickets(time.time)
         audit = AuditLog(settings.server.audit_log)
         stack.callback(audit.close)
-        doors = Listeners(settings, tenants, tickets, audit)
+        doors = self.doors = Listeners(settings, tenants, tickets, audit)
         if doors.tokens is not None:
             stack.callback(doors.tokens.close)
             await doors.tokens.load()

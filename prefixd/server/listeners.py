@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import replace
@@ -28,21 +29,23 @@ from prefixd.tenants import Tenants
 _MESSAGE_BYTES = 16 << 20
 _ENDING = 64
 """Calls of Generate beside those that wait and run: their text is read, or their answer sent."""
+_LATE_S = 5.0
+"""For connections to be closed when the daemon ends, beside the time that calls have."""
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_frame_size", 1 << 20),
+    # A prompt of 131,072 tokens is 512 KiB: let it come in one go. No more: each call that waits may have as much here,
+    # and windows would grow with what a caller sends.
+    ("grpc.http2.lookahead_bytes", 1 << 20),
+    ("grpc.http2.bdp_probe", 0),
     # A client on another host that vanishes without a word is dead after half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
-# A prompt of 131,072 tokens is 512 KiB: let it come in one go.
-_UNIX_OPTIONS = [("grpc.http2.lookahead_bytes", 8 << 20)]
 # Strangers reach this one: what a connection can make us keep is bounded, and so is their number.
 _TCP_OPTIONS = [
-    ("grpc.http2.lookahead_bytes", 1 << 20),
-    ("grpc.http2.bdp_probe", 0),  # else windows grow with what a stranger sends
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_allowed_incoming_connections", 512),
     ("grpc.server_handshake_timeout_ms", 10_000),
@@ -60,6 +63,7 @@ class _CallerHungUp(logging.Filter):
 
 
 _caller_hung_up = _CallerHungUp()
+log = logging.getLogger(__name__)
 
 
 class Listeners:
@@ -83,6 +87,8 @@ class Listeners:
     def __init__(self, settings: Settings, tenants: Tenants, tickets: Tickets, audit: AuditLog) -> None:
         server = settings.server
         self.access = _socket_access(settings)
+        self.stuck = False
+        """Whether, once this is closed, connections are left that gRPC could not close."""
         self._settings = server
         logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
@@ -91,7 +97,7 @@ class Listeners:
         generations = _generations(settings)
         self.limits = CallLimits(tenants, generations)
         self._unix = grpc.aio.server(
-            interceptors=[AccessCheck(self.identities, self.limits, audit, "unix")], options=_OPTIONS + _UNIX_OPTIONS
+            interceptors=[AccessCheck(self.identities, self.limits, audit, "unix")], options=_OPTIONS
         )
         self._tcp: grpc.aio.Server | None = None
         if server.tcp is not None:
@@ -150,9 +156,16 @@ class Listeners:
             access.open(path)
 
     async def close(self, grace_s: float) -> None:
-        """Takes no more calls, and ends those that still run after `grace_s`."""
-        for server in self._servers:
-            await server.stop(grace_s)
+        """Takes no more calls, and ends those that still run after `grace_s`.
+
+        A connection is not closed by gRPC before what is being written to it is written. Who does not read from its
+        socket is waited for no longer than a moment: what is cached is still to be kept.
+        """
+        stops = [asyncio.create_task(server.stop(grace_s)) for server in self._servers]
+        _, late = await asyncio.wait(stops, timeout=grace_s + _LATE_S)
+        if late:
+            self.stuck = True
+            log.warning("callers do not read what is sent to them: their connections end with the process")
 
     def _bind_tcp(self) -> str | None:
         address = self._settings.tcp

@@ -210,3 +210,44 @@ def test_without_access_control_lists_the_remedy_is_named(folder: Path, monkeypa
         monkeypatch.setattr(os, "setxattr", unsupported)
         with pytest.raises(ConfigError, match=r"allow_uids = \[7\].*Operation not supported.*socket_mode = 0660"):
             SocketAccess(uids=(7,)).open(folder / "s")
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def test_a_call_that_waits_has_at_most_a_mebibyte_in_memory(folder: Path) -> None:
+    with DaemonProcess(SIDECAR, directory=folder / "d") as daemon, socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(daemon.socket))
+        caller.sendall(PREFACE + frame(4, 0, 0))
+        with caller.makefile("rb") as answer:
+            settings = answer.read(int.from_bytes(answer.read(9)[:3], "big"))
+    values = {settings[at + 1]: int.from_bytes(settings[at + 2 : at + 6], "big") for at in range(0, len(settings), 6)}
+    assert values[4] == 1 << 20, "the window of a stream"
+
+
+def test_a_caller_that_reads_nothing_does_not_keep_the_daemon_from_ending(folder: Path) -> None:
+    head = [(":method", "POST"), (":scheme", "http"), (":path", "/x"), (":authority", "x")]
+    headers = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in (*head, ("content-type", "application/grpc"))
+    )
+    daemon = DaemonProcess({**SIDECAR, "disk.bytes": 0}, directory=folder / "d", stop_timeout_s=30)
+    daemon.start()
+    try:
+        with socket.socket(socket.AF_UNIX) as idle:
+            idle.settimeout(60)
+            idle.connect(str(daemon.socket))
+            idle.sendall(PREFACE + frame(4, 0, 0))
+            for call in range(5000):
+                idle.sendall(frame(1, 5, 2 * call + 1, headers))
+            with Client(daemon.address, memory="streamed") as client:
+                client.stats()
+            assert daemon.stop() == 0
+    finally:
+        if daemon.alive:
+            daemon.kill()

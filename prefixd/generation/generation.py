@@ -25,7 +25,7 @@ from prefixd.errors import (
     UnsupportedError,
 )
 from prefixd.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens
-from prefixd.generation.inbox import Inbox
+from prefixd.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
 from prefixd.generation.params import GenerateParams, check_sampling, image_bytes
 from prefixd.generation.rates import RequestRates
 from prefixd.generation.sequence import SequenceOutput
@@ -39,7 +39,7 @@ from prefixd.server.shared_bytes import SharedBytes
 from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
 from prefixd.tenants import Tenant
 from prefixd.worker.protocol import blocks_needed
-from prefixd_scheduler import QueuedRequest, QueueFullError
+from prefixd_scheduler import QueuedRequest, QueueFullError, SharedLimit
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class Generation:
 
         self._images = SharedBytes(most_image_bytes, "images", "worker.images_bytes", tenants)
         self._messages = SharedBytes(MOST_MESSAGE_BYTES, "prompt and parameters", "the daemon", tenants)
+        self._unread = SharedLimit(MOST_UNREAD_OF_ALL, tenants)
         self._rates = RequestRates(clock)
         self._live: dict[str, dict[str, _Live]] = {}  # by the request's id and the tenant's name
         self._ids = itertools.count(1)
@@ -152,8 +153,12 @@ class Generation:
         model = await chosen.model()
         self._check_name(tenant, params.request_id)
         values = 1 if params.logprobs is None else 2 + params.logprobs
-        inbox = Inbox(values, lambda: _cancel(dispatcher, requests))
-        requests = self._requests(params, tenant, ids, images, model, inbox)
+        requests: list[Request] = []
+        inbox = Inbox(
+            *(values, lambda: _cancel(dispatcher, requests), tenant, self._unread),
+            keeps=params.sequences > params.answers,
+        )
+        requests += self._requests(params, tenant, ids, images, model, inbox)
         stops = StopStrings(params.stop) if params.stop else None
         searched = params.beam_width is not None
         sequences = [
@@ -189,6 +194,7 @@ class Generation:
             if not of_name:
                 del self._live[name]
             _cancel(dispatcher, [sequence.request for sequence in going.values()])
+            inbox.close()
             requests.clear()  # the inbox refers to them and they to it: what they use would stay until it is collected
 
     async def _wish(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:

@@ -14,7 +14,9 @@ from prefixd.errors import ExhaustedError, UnavailableError
 from prefixd.generation import inbox
 from prefixd.server import concurrency_limit, dispatcher
 from prefixd.server.request import RequestState
+from prefixd.tenants import Tenants
 from prefixd.worker.protocol import Cancel, Done, Start
+from prefixd_scheduler import SharedLimit
 
 if TYPE_CHECKING:
     from prefixd.server.request import Request
@@ -430,7 +432,8 @@ async def test_a_call_that_is_not_read_ends_its_requests_and_no_others(
         for request in unread:
             bench.dispatcher.cancel(request)
 
-    shared = inbox.Inbox(1, end)
+    of_all = SharedLimit(100)
+    shared = inbox.Inbox(1, end, Tenants().default, of_all)
     for index, request in enumerate(unread):
         request.events = shared.sink(index)
     bench.dispatcher.submit(unread[0])
@@ -447,3 +450,4 @@ async def test_a_call_that_is_not_read_ends_its_requests_and_no_others(
     assert events(other) == (expected(TWO, 20), "length")
     with pytest.raises(ExhaustedError, match="4 tokens and logprobs wait to be read"):
         await shared.get()
+    assert not of_all.total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -180,10 +179,13 @@ async def test_who_gave_way_resumes_from_his_tail(
     bench = await make_bench(62, cpu_slots=300, model="states", preemption=mode, load="always")
     old, young = bench.submit(LONG[:33], max_tokens=60), bench.submit(range(300, 333), max_tokens=60)
     await bench.running(young)
-    while len(bench.runs[young.id].tokens) < 33 + 20:
+    while len(bench.runs[young.id].tokens) < 33 + 12:
         bench.step(young)
-        await asyncio.sleep(0.001)
-    await bench.finish(old, young)
+        await bench.quiet()
+    while {old.id, young.id} & {*bench.dispatcher.waiting, *bench.dispatcher.running}:
+        bench.answer_cancels()
+        bench.step()
+        await bench.quiet()  # the older one gets its frames: else the younger one may end before it has to give way
     counters = bench.dispatcher.preemption.counters
     assert young.resumed and counters.preempted
     cached = [message.cached_blocks for message in bench.sent if isinstance(message, Start) and message.id == young.id]

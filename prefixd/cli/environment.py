@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +54,11 @@ def _peer(address: str) -> int:
 
 def _disk_path(pid: int) -> Path | None:
     """The disk tier's directory: the one with the daemon's lock and slabs. None when we may not look."""
+    held: list[Path] = []
     try:
-        held = [Path(os.readlink(entry)) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it has been closed meanwhile
+                held.append(entry.readlink())
     except OSError:
         return None
     return next((path.parent for path in held if path.name == "LOCK" and (path.parent / "slabs").is_dir()), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,12 @@ def test_the_daemon_accounts_for_everything(launch: Callable[..., Remote]) -> No
         assert (found.blocks, found.slots, found.sessions) == (1, 1, 1)
 
 
-def test_doctor_looks_at_the_daemon_behind_the_socket(launch: Callable[..., Remote]) -> None:
+def test_doctor_looks_at_the_daemon_behind_the_socket(
+    launch: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
     remote = launch(SETTINGS)
+    entries = Path.iterdir
+    # A descriptor that is closed while the daemon's are looked at.
+    monkeypatch.setattr(Path, "iterdir", lambda path: itertools.chain([path / "999999"], entries(path)))
     checks = {check.name: check for check in check_environment(remote.daemon.address, remote.stats())}
     assert str(remote.daemon.directory / "data/blocks") in checks["disk space"].found

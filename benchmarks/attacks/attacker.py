@@ -122,11 +122,11 @@ class Mallory:
         opened = (grpc.aio.insecure_channel(self.tcp, options=options) for _ in range(count))
         return [await self._clients.enter_async_context(channel) for channel in opened]
 
-    async def go_on(self, attacks: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Does all of these at once; the attack is in place after a moment. Raises what one of them fails with: an
+    async def go_on(self, attacks: Iterable[Coroutine[Any, Any, None]], in_place_s: float = 2.0) -> None:
+        """Does all of these at once; the attack is in place after so long. Raises what one of them fails with: an
         attack that did not take place holds nothing off."""
         tasks = [asyncio.create_task(attack) for attack in attacks]
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(in_place_s)
         self.in_place()
         await self.until_stopped()
         for task in tasks:

@@ -166,13 +166,8 @@ class UnreadAnswers(Scenario):
         health, generate = "/grpc.health.v1.Health/Check", "/prefixd.v1.Inference/Generate"
         sent = [(health, b"", token)] * 30 + [(health, b"", [])] * 6 + [(generate, request, token)] * 4
         channels = await mallory.channels(len(sent), unread=True)
-        tasks = [asyncio.create_task(ask(channel, *what)) for channel, what in zip(channels, sent, strict=True)]
-        await asyncio.sleep(20.0)
-        mallory.in_place()
-        await mallory.until_stopped()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        asking = [ask(channel, *what) for channel, what in zip(channels, sent, strict=True)]
+        await mallory.go_on(asking, in_place_s=20.0)
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:

@@ -154,10 +154,8 @@ class Generation:
         self._check_name(tenant, params.request_id)
         values = 1 if params.logprobs is None else 2 + params.logprobs
         requests: list[Request] = []
-        inbox = Inbox(
-            *(values, lambda: _cancel(dispatcher, requests), tenant, self._unread),
-            keeps=params.sequences > params.answers,
-        )
+        keeps = params.sequences > params.answers
+        inbox = Inbox(values, lambda: _cancel(dispatcher, requests), tenant, self._unread, keeps=keeps)
         requests += self._requests(params, tenant, ids, images, model, inbox)
         stops = StopStrings(params.stop) if params.stop else None
         searched = params.beam_width is not None

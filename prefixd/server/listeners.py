@@ -26,6 +26,8 @@ from prefixd.server.tokens import TokenFile
 from prefixd.settings import MEMORY_SOCKET_SUFFIX, Settings
 from prefixd.tenants import Tenants
 
+log = logging.getLogger(__name__)
+
 _MESSAGE_BYTES = 16 << 20
 _ENDING = 64
 """Calls of Generate beside those that wait and run: their text is read, or their answer sent."""
@@ -63,7 +65,6 @@ class _CallerHungUp(logging.Filter):
 
 
 _caller_hung_up = _CallerHungUp()
-log = logging.getLogger(__name__)
 
 
 class Listeners:
@@ -162,7 +163,9 @@ class Listeners:
         socket is waited for no longer than a moment: what is cached is still to be kept.
         """
         stops = [asyncio.create_task(server.stop(grace_s)) for server in self._servers]
-        _, late = await asyncio.wait(stops, timeout=grace_s + _LATE_S)
+        stopped, late = await asyncio.wait(stops, timeout=grace_s + _LATE_S)
+        for stop in stopped:
+            stop.result()
         if late:
             self.stuck = True
             log.warning("callers do not read what is sent to them: their connections end with the process")

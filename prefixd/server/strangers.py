@@ -33,12 +33,7 @@ class Strangers:
 
     def begin(self, host: str, call: asyncio.Task[Any]) -> None:
         """Counts a call from a host until its task is done: until its answer is sent. Raises ExhaustedError."""
-        total, of_host = self._calls.total(), self._calls[host]
-        if total >= CALLS or of_host >= CALLS_OF_HOST:
-            raise ExhaustedError(
-                f"{total} calls to the health service are under way, {of_host} of them from here; read the answers of "
-                "those before, try again later, or show a token"
-            )
+        _check(self._calls, host, CALLS, CALLS_OF_HOST, "are under way", "read the answers of those before, try again")
         _count(self._calls, host, 1)
         call.add_done_callback(lambda _: _count(self._calls, host, -1))
 
@@ -46,12 +41,7 @@ class Strangers:
     async def turn(self, host: str) -> AsyncGenerator[float]:
         """Around the receiving of a message from a host: waits until that may begin. Gives the seconds that it may
         take. Raises ExhaustedError."""
-        total, of_host = self._sending.total(), self._sending[host]
-        if total >= AT_ONCE or of_host >= AT_ONCE_OF_HOST:
-            raise ExhaustedError(
-                f"{total} calls to the health service send their messages, {of_host} of them from here; try again "
-                "later, or show a token"
-            )
+        _check(self._sending, host, AT_ONCE, AT_ONCE_OF_HOST, "send their messages", "try again")
         _count(self._sending, host, 1)
         try:
             line = self._line(host)
@@ -67,6 +57,14 @@ class Strangers:
         if len(self._lines) >= _HOSTS:
             self._lines = {each: line for each, line in self._lines.items() if each in self._sending or not line.paid}
         return self._lines.setdefault(host, Line())
+
+
+def _check(calls: Counter[str], host: str, most: int, most_of_host: int, what: str, remedy: str) -> None:
+    total, of_host = calls.total(), calls[host]
+    if total >= most or of_host >= most_of_host:
+        raise ExhaustedError(
+            f"{total} calls to the health service {what}, {of_host} of them from here; {remedy} later, or show a token"
+        )
 
 
 def _count(calls: Counter[str], host: str, more: int) -> None:

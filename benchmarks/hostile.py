@@ -27,14 +27,14 @@ socket, have guarantees and a client each that matches, loads, stores and genera
 byte and answer; Carol only comes by. Mallory has limits, and attacks. Bystanders and Mallory are processes of their own
 and, for root, users of their own. Mallory's process is nice to the others: its cores are not the daemon's, in truth.
 
-For each attack: a quiet phase, in which Mallory does nothing, then the attack. Once it is in place, a new client of
-Alice's has to get a session, a namespace, room and an answer, and the judge of the scenario looks whether the attack
-has achieved what it is for. Then Mallory goes, and the same is asked once more: the daemon's accounts must add up, and
-what was taken must be given back. breached: it achieved something (breaches says what), or the daemon and its worker
-grew by more memory than the scenario's bound, or ended. bystander_p99_ratio: the 99th percentile of the bystanders'
-calls meanwhile against the median of those of all quiet phases with the same settings, each call counted in medians of
-its kind. honest_failures: their calls that failed, had other bytes or tokens than they should, or found less than they
-had stored and are guaranteed.
+For each attack: a quiet phase, in which Mallory does nothing, then the attack. In the quiet phase, once the attack is
+in place, and when Mallory has gone, a new client of Alice's has to get a session, a namespace, room and an answer: what
+it costs the others counts in both phases. During the attack the judge of the scenario looks whether it has achieved
+what it is for; afterwards the daemon's accounts must add up, and what was taken must be given back. breached: it
+achieved something (breaches says what), or the daemon and its worker grew by more memory than the scenario's bound, or
+ended. bystander_p99_ratio: the 99th percentile of the bystanders' calls meanwhile against the median of those of all
+quiet phases with the same settings, each call counted in medians of its kind. honest_failures: their calls that failed,
+had other bytes or tokens than they should, or found less than they had stored and are guaranteed.
 
 Scenarios that need a second user of the host are skipped for who is not root. closed_by names the test that shows an
 attack without its fix, where the fix is older than this harness; hostile_before.json and hostile_unread_before.json in
@@ -102,7 +102,8 @@ def _run_one(
     with Attacker(order) as attacker:
         scene.take_samples()
         begin_s = time.monotonic()
-        time.sleep(seconds)
+        verdict.fail([f"before it, {what}" for what in _judged(scene.newcomer)])
+        time.sleep(max(0.0, begin_s + seconds - time.monotonic()))
         end_s = time.monotonic()
         scene.drained(end_s)
         samples, failures = scene.take_samples()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -295,7 +295,10 @@ NONSENSE = [
 
 @pytest.mark.parametrize("nonsense", NONSENSE, ids=lambda data: repr(data[:12]))
 async def test_a_server_that_lies(nonsense: bytes) -> None:
+    connections: list[asyncio.StreamWriter] = []
+
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
         await reader.read(1 << 16)
         writer.write(nonsense)
         await reader.read(1 << 16)
@@ -319,6 +322,10 @@ async def test_a_server_that_lies(nonsense: bytes) -> None:
                     continue
                 assert outcome in (None, [False], [False, False])
     server.close()
+    for connection in connections:  # what nobody reads any more is still to be sent
+        connection.transport.abort()
+        with suppress(ConnectionError):
+            await connection.wait_closed()
 
 
 async def test_a_slow_network(shared_valkey: ValkeyServer) -> None:

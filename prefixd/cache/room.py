@@ -142,7 +142,7 @@ class Room:
             own: the tenant is at its most: only its own blocks go.
 
         Returns:
-            Whether something went; False when nothing may go.
+            Whether something went, here or elsewhere; False when nothing may go.
         """
         needed: Callable[[], int] | None = None
         if own and tenant is not None:
@@ -174,6 +174,8 @@ class Room:
         if freed:
             self._chances[tier] += 1
             self._placement.changed.set()
+            return True
+        if needed is not None and needed() <= 0:  # while blocks were looked for, others of the tenant's went
             return True
         if await self._others_give_a_chance(tier, chances, movement):
             return True

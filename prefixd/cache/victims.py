@@ -152,7 +152,7 @@ async def find_victims(
         tries: all tries, by ordinal.
         tier: the tier that needs room.
         want: how many, at most some thousand; fewer are returned when no more may go, or when tenants have lost what
-            they may while others have more.
+            they may while others have more, or have to, which others may do meanwhile.
         policy: gives every block a score, lowest goes first.
         demotable: a block's last copy may go too, because it will be written a tier down before.
         spare_copies: spare blocks that are in a tier above as well.
@@ -182,11 +182,14 @@ async def find_victims(
                 await pacer.worked(part.stop - part.start)
         candidates = lowest.ascending()
         await give_way()
+        losses = limits()
+        if losses is not None and losses.wanted is not None and losses.wanted <= 0:  # enough has gone meanwhile
+            return []
         chosen = _choose(
             *(tries, tier, want, candidates, may_go, policy),
             above=above,
             demotable=demotable,
-            losses=limits(),
+            losses=losses,
             now_s=now_s if lowest.has_priorities else None,
         )
         if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile; there may be others

@@ -16,7 +16,7 @@ from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.rule_specs import SlidingWindowSpec
 from prefixd.cache.sessions import Process
 from prefixd.cache.tenant_use import Losses
-from prefixd.cache.victims import find_victims
+from prefixd.cache.victims import Limits, find_victims
 from prefixd.errors import ExhaustedError
 from tests.cache.tenant_rig import Home
 
@@ -246,6 +246,30 @@ async def test_two_who_make_room_for_a_tenant_at_its_most_evict_no_more_than_bot
     assert [len((await each).slots) for each in waiting] == [1, 1]
     assert a.used(rig.cache.tiers.shared) == 4
     assert rig.cache.tiers.counters(rig.cache.tiers.shared).evicted == 4
+
+
+async def test_room_that_comes_while_own_blocks_are_looked_for_is_taken_and_no_block_goes(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8)
+    a = Home(rig, "a", {CPU: (0, 4)})
+    await a.put([1, 2, 3])
+    given = await a.reserve([4])
+    looks = 0
+
+    async def meanwhile(*arguments: Any, limits: Limits, **named: Any) -> Any:
+        def limits_now() -> Losses | None:
+            nonlocal looks
+            looks += 1
+            if looks == 2:  # all blocks have been looked at, and none is chosen yet
+                a.release(given)
+            return limits()
+
+        return await find_victims(*arguments, limits=limits_now, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefixd.cache.room.find_victims", meanwhile)
+        async with asyncio.timeout(20):
+            assert len((await a.reserve([5])).slots) == 1
+    assert (looks, a.has([1, 2, 3], CPU)) == (2, 3)
 
 
 async def test_where_all_is_guaranteed_only_own_blocks_go(make_rig: MakeRig) -> None:

@@ -12,9 +12,10 @@ import grpc
 import numpy as np
 
 from benchmarks.attacks.attacker import Given, Mallory, refusal, until_refused, varint
-from benchmarks.attacks.people import CAROL, MIB
+from benchmarks.attacks.people import CAROL, MALLORY, MIB
+from benchmarks.attacks.relay import Relay
 from benchmarks.attacks.scenario import Scenario
-from benchmarks.attacks.scene import Scene, fresh_bytes
+from benchmarks.attacks.scene import TOKENS_OF_EACH, Scene, fresh_bytes
 from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Tier
 from prefixd.v1 import cache_pb2 as pb
 
@@ -22,6 +23,8 @@ _BLOCK = 64 << 10
 _SPEC = NamespaceSpec("hog", 16, (PartSpec("full", 0, _BLOCK),))
 _PIECE = 128  # blocks of a prompt that it stores
 _HOUR_S = 3600.0
+_OF_TOKEN = 4  # messages on their way that the daemon lets a caller have
+_LAST_BYTES = 1 << 18
 
 
 class SilentPut(Scenario):
@@ -244,21 +247,56 @@ class LargeCalls(Scenario):
     name = "16 MiB calls"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """On many connections, so that no window slows them down."""
-        clients = [await mallory.client() for _ in range(32)]
-        ids = bytes(15 << 20)
+        """On many connections, so that no window slows them down. The message is made once: what Mallory's cores do is
+        nothing to the daemon's, in truth."""
+        message = pb.MatchRequest(session_id="s" * 32, token_ids=bytes(15 << 20)).SerializeToString()
+        metadata = [("authorization", f"Bearer {mallory.token}")]
         counted: Counter[str] = Counter()
 
-        async def send(client: AsyncClient) -> None:
-            raw = client.connection.cache
+        async def send(channel: Any) -> None:
+            match = channel.unary_unary("/prefixd.v1.PrefixCache/Match")
             while mallory.going:
                 try:
-                    await raw.Match(pb.MatchRequest(session_id="s" * 32, token_ids=ids), timeout=20)
+                    await match(message, metadata=metadata, timeout=20)
                 except grpc.aio.AioRpcError as error:
                     counted[error.code().name] += 1
 
-        await mallory.go_on(send(client) for client in clients for _ in range(8))
+        await mallory.go_on(send(channel) for channel in await mallory.channels(32) for _ in range(8))
         return dict(counted)
+
+
+class LargeAtOnce(Scenario):
+    """Calls of 15 MiB whose last bytes come at the same moment: they could be put together in one turn of the loop."""
+
+    name = "16 MiB at one moment"
+    closed_by = "tests/server/test_receiving.py"
+
+    def prepare(self, scene: Scene) -> Given:
+        """Somebody with one token could have no more than a few on their way."""
+        return {"tokens": [scene.token(MALLORY, number) for number in range(TOKENS_OF_EACH)]}
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """As many as a tenant may have on their way."""
+        message = pb.MatchRequest(session_id="s" * 32, token_ids=bytes(15 << 20)).SerializeToString()
+        tokens = mallory.given["tokens"] * _OF_TOKEN
+        together = asyncio.Barrier(len(tokens))
+        relays = [Relay(mallory.tcp, len(message) - _LAST_BYTES, together) for _ in tokens]
+        counted: Counter[str] = Counter()
+
+        async def send(relay: Relay, token: str) -> None:
+            async with await relay.listen() as server:
+                address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+                async with grpc.aio.insecure_channel(address) as channel:
+                    match: Any = channel.unary_unary("/prefixd.v1.PrefixCache/Match")
+                    while mallory.going:
+                        relay.begin()
+                        try:
+                            await match(message, metadata=[("authorization", f"Bearer {token}")], timeout=20)
+                        except grpc.aio.AioRpcError as error:
+                            counted[error.code().name] += 1
+
+        await mallory.go_on(map(send, relays, tokens))
+        return {**counted, "moments": max(relay.moments for relay in relays)}
 
 
 class LargeStreams(Scenario):

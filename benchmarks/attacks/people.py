@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """The only member of the tenant `name`: over TCP by its token, at the unix socket as the user `uid`."""
+    """The only member of the tenant `name`: over TCP by its tokens, at the unix socket as the user `uid`."""
 
     name: str
     uid: int

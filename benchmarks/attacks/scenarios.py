@@ -31,6 +31,7 @@ SCENARIOS: dict[str, Scenario] = {
         hogs.LongSessionNames(),
         hogs.ManySessions(),
         hogs.LargeCalls(),
+        hogs.LargeAtOnce(),
         hogs.LargeStreams(),
         hogs.LargeAnswers(),
         hogs.HoldEverything(),

@@ -34,6 +34,8 @@ PLAIN: Mapping[str, object] = {
     "scheduler.queue_limit": 256,
 }
 """What the daemon has, unless a scenario says otherwise."""
+TOKENS_OF_EACH = 4
+"""Tokens by which a person can come in over TCP, each for the same tenant."""
 
 _PROGRAM = ("-m", "benchmarks.attacks.few_descriptors", "-m", "prefixd.workloads.tethered")
 _CALL_S = 30.0
@@ -76,7 +78,7 @@ class Scene:
     def _start(self) -> None:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-hostile-")))
         folder.chmod(0o711)  # the way to the socket; who may use that, the daemon says
-        self._house = House(folder, people.QUOTAS, free_port())
+        self._house = House(folder, people.QUOTAS, free_port(), tokens=TOKENS_OF_EACH)
         metrics = {"server.metrics_port": self.metrics_port}
         settings = {**PLAIN, **self._house.settings, **people.users(), **metrics, **self._settings(folder)}
         self.daemon = DaemonProcess(settings, directory=folder / "d", program=_PROGRAM)
@@ -101,9 +103,9 @@ class Scene:
         """A client over TCP that streams."""
         return Client(self.tcp, name=person.name, token=self.token(person), memory="streamed", timeout_s=timeout_s)
 
-    def token(self, person: Person) -> str:
-        """What somebody shows to come in over TCP."""
-        return self._house.token(person.name)
+    def token(self, person: Person, number: int = 0) -> str:
+        """What somebody shows to come in over TCP; one of `TOKENS_OF_EACH`."""
+        return self._house.token(person.name, number=number)
 
     def operator(self) -> Client:
         """The operator's client: the daemon's user, at the unix socket."""

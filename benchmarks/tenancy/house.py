@@ -13,20 +13,27 @@ Quotas = Mapping[str, Mapping[str, object]]
 
 
 class House:
-    """Tenants with quotas, each with a token for each role. The default tenant has the clients at the unix socket.
+    """Tenants with quotas, each with tokens for each role. The default tenant has the clients at the unix socket.
 
     Args:
         directory: gets the file of tokens; not the daemon's own.
         quotas: of each tenant.
         port: of the TCP door; 0: any, another after a restart.
+        tokens: so many for each tenant and role; each is a caller of its own.
     """
 
-    def __init__(self, directory: Path, quotas: Quotas, port: int = 0) -> None:
+    def __init__(self, directory: Path, quotas: Quotas, port: int = 0, tokens: int = 1) -> None:
         self._file = directory / "tokens"
         self._quotas = quotas
         self._port = port
-        self._tokens = {(name, role): secrets.token_hex(16) for name in quotas for role in Role}
-        lines = [f"{name}-{role} {role} {token} {name}\n" for (name, role), token in self._tokens.items()]
+        self._tokens = {
+            (name, role): [secrets.token_hex(16) for _ in range(tokens)] for name in quotas for role in Role
+        }
+        lines = [
+            f"{name}-{role}-{number} {role} {token} {name}\n"
+            for (name, role), all_of_them in self._tokens.items()
+            for number, token in enumerate(all_of_them)
+        ]
         self._file.touch(mode=0o600)
         self._file.write_text("".join(lines))
 
@@ -43,6 +50,6 @@ class House:
             **quotas,
         }
 
-    def token(self, tenant: str, role: Role = Role.CLIENT) -> str:
+    def token(self, tenant: str, role: Role = Role.CLIENT, number: int = 0) -> str:
         """What a caller shows to be of a tenant and to have a role."""
-        return self._tokens[tenant, role]
+        return self._tokens[tenant, role][number]

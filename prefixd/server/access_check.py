@@ -24,7 +24,7 @@ from prefixd.server.call_pool import CallPool
 from prefixd.server.call_turns import CallTurns
 from prefixd.server.caller import Caller, set_caller
 from prefixd.server.identities import Identities, UnknownCallerError
-from prefixd.server.receiving import RECEIVE_S, Receiving, set_door
+from prefixd.server.receiving import RECEIVE_S, Line, Receiving, set_door
 from prefixd.server.refusals import Refusals, set_refusal_turn
 from prefixd.server.rpc import Context, abort
 from prefixd.server.strangers import Strangers, StrangersDoor
@@ -121,24 +121,26 @@ class CallLimits:
 class _CallersDoor:
     """The `Door` of one call of a caller who is known."""
 
+    within_s = RECEIVE_S
+
     def __init__(self, limits: CallLimits, caller: Caller, call: asyncio.Task[Any]) -> None:
         self._limits = limits
         self._caller = caller
         self._call = call
 
     @asynccontextmanager
-    async def first(self) -> AsyncGenerator[float]:
+    async def first(self) -> AsyncGenerator[Line | None]:
         """See `Door`: waits until the message may be received, and the call begin. Raises ExhaustedError."""
-        async with self._limits.receiving.turn(self._caller):
+        async with self._limits.receiving.first(self._caller) as line:
             await self._limits.turn(self._caller.tenant, self._call)
-            yield RECEIVE_S
+            yield line
 
     @asynccontextmanager
-    async def later(self) -> AsyncGenerator[None]:
+    async def later(self) -> AsyncGenerator[Line | None]:
         """See `Door`: each message has a turn as a call has one, or who sends many would have the event loop."""
         self._limits.pause(self._call)
-        async with self._limits.receiving.later(self._caller):
-            yield
+        async with self._limits.receiving.later(self._caller) as line:
+            yield line
         await self._limits.turn(self._caller.tenant, self._call)
 
     def stream(self) -> AbstractAsyncContextManager[None]:

@@ -1,10 +1,11 @@
 """Messages are received a few at a time for each tenant, and where there are several tenants large ones slowly.
 
 gRPC puts a message together on the event loop in one go, from 5 to 30 ms for 16 MiB, in which nobody else is served. So
-between tenants a tenant's messages are received one after the other, and after one of many bytes the next waits until
-as much time has passed as they take at `BYTES_PER_S`. How large a message is shows only when it is here; one that is
-not here soon does not keep the tenant's next one waiting for longer than a moment, and in the end its call fails. The
-pieces of a stream are not many bytes in this sense; a stream of larger ones is refused.
+between tenants those of one tenant are put together one after the other, and after one of many bytes the next waits
+until as much time has passed as they take at `BYTES_PER_S`. How large a message is shows only then, so it is this that
+waits, and not the receiving: a message that is slow to come keeps no other waiting, and those that are all here at once
+do not have the loop at once. The pieces of a stream are not many bytes in this sense; a stream of larger ones is
+refused.
 
 Operators do not wait: whatever others do, they have to see it.
 """
@@ -12,10 +13,11 @@ Operators do not wait: whatever others do, they have to see it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from prefixd.errors import ExhaustedError, TooSlowError
 from prefixd.server.caller import Caller
@@ -39,17 +41,19 @@ BYTES_PER_S = 32 << 20
 _SMALL_BYTES = 1 << 16
 _LATER_BYTES = (1 << 20) + (1 << 12)
 """More than any later message of a stream may have, with what is around its data."""
-_SOON_S = 0.03
 
 
 class Door(Protocol):
     """What a call passes while it is received."""
 
-    def first(self) -> AbstractAsyncContextManager[float]:
-        """Around the receiving of a call's first message; gives the seconds that it may take."""
+    within_s: float
+    """Seconds that its first message may take."""
+
+    def first(self) -> AbstractAsyncContextManager[Line | None]:
+        """Around the receiving of a call's first message; gives where it waits when it is here."""
         ...
 
-    def later(self) -> AbstractAsyncContextManager[None]:
+    def later(self) -> AbstractAsyncContextManager[Line | None]:
         """Around the receiving of another one."""
         ...
 
@@ -58,8 +62,8 @@ class Door(Protocol):
         ...
 
 
-Read = Callable[[], Awaitable[T | None]]
-"""Receives the next message; None: there is no more."""
+Read = Callable[[], Coroutine[Any, Any, T | None]]
+"""Receives the next message; None: there is no more. Waits once, until it is here, and puts it together then."""
 
 _door: ContextVar[Door] = ContextVar("door")
 _message_bytes: ContextVar[int] = ContextVar("message_bytes")
@@ -87,21 +91,22 @@ async def first_message(read: Read[T]) -> T | None:
         TooSlowError: it does not come.
         ExhaustedError: too many calls wait for theirs.
     """
-    async with _door.get().first() as within_s:
+    door = _door.get()
+    async with door.first() as line:
         try:
-            async with asyncio.timeout(within_s):
-                return await read()
+            async with asyncio.timeout(door.within_s):
+                return await _InTurn(read(), line)
         except TimeoutError:
             raise TooSlowError(
-                f"the call's message was not here within {within_s:g} s; send it at once, or less at a time"
+                f"the call's message was not here within {door.within_s:g} s; send it at once, or less at a time"
             ) from None
 
 
 async def later_message(read: Read[T]) -> T | None:
     """Another message of the call that is being handled; None: it has no more."""
-    async with _door.get().later():
+    async with _door.get().later() as line:
         set_message_bytes(0)
-        return await read()
+        return await _InTurn(read(), line)
 
 
 def stream() -> AbstractAsyncContextManager[None]:
@@ -124,42 +129,38 @@ class Receiving:
         self._opening = SharedLimit(OPENING, lambda: tenants.calling)
 
     @asynccontextmanager
-    async def turn(self, caller: Caller) -> AsyncGenerator[None]:
-        """Around the receiving of a caller's message: waits until that may begin. Raises ExhaustedError."""
+    async def first(self, caller: Caller) -> AsyncGenerator[Line | None]:
+        """Around the receiving of a caller's message: waits until that may begin, and gives where it waits when it is
+        here. Raises ExhaustedError."""
         if caller.role is Role.ADMIN:
-            yield
+            yield None
             return
         with self._counted(caller.tenant):
             async with self._places.place(caller):
-                if self._tenants.calling == 1:
-                    yield
-                    return
                 line = self._line(caller)
-                await line.begin()
                 try:
-                    yield
+                    yield line
                 finally:
-                    line.end(message_bytes())
+                    if line is not None:
+                        line.pay(message_bytes())
 
     @asynccontextmanager
-    async def later(self, caller: Caller) -> AsyncGenerator[None]:
-        """Around the receiving of a later message of a stream: waits until that may begin."""
-        if caller.role is Role.ADMIN or self._tenants.calling == 1:
-            yield
-            return
-        line = self._line(caller)
-        await line.begin()
+    async def later(self, caller: Caller) -> AsyncGenerator[Line | None]:
+        """Around the receiving of a later message of a stream; gives where it waits when it is here."""
+        line = None if caller.role is Role.ADMIN else self._line(caller)
         try:
-            yield
+            yield line
         finally:
-            nbytes = message_bytes()
-            line.end(nbytes if nbytes > _LATER_BYTES else 0)
+            if line is not None and (nbytes := message_bytes()) > _LATER_BYTES:
+                line.pay(nbytes)
 
     def stream(self, caller: Caller) -> AbstractAsyncContextManager[None]:
         """Around a call that sends many messages: waits for a place."""
         return self._streams.place(caller)
 
-    def _line(self, caller: Caller) -> Line:
+    def _line(self, caller: Caller) -> Line | None:
+        if self._tenants.calling == 1:
+            return None
         return self._lines.setdefault(caller.tenant, Line())
 
     @contextmanager
@@ -179,12 +180,10 @@ class Receiving:
 
 
 class Line:
-    """Messages that are received one after the other."""
+    """Messages that are here and are put together one after the other."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._here = asyncio.Event()  # the last one, or nobody waits for it any more
-        self._here.set()
         self._next_s = 0.0
 
     @property
@@ -192,20 +191,65 @@ class Line:
         """Whether nothing that was large is waited for any more."""
         return not self._turn.locked() and self._next_s <= asyncio.get_running_loop().time()
 
-    async def begin(self) -> None:
-        """Waits until the next message may be received."""
+    async def turn(self) -> None:
+        """Waits until the next message may be put together. Whoever waited does it before anything else happens."""
         async with self._turn:
-            if not self._here.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_SOON_S):
-                        await self._here.wait()
             pause_s = self._next_s - asyncio.get_running_loop().time()
             if pause_s > 0:
                 await asyncio.sleep(pause_s)
-            self._here.clear()
 
-    def end(self, nbytes: int) -> None:
-        """It is here, and so large; 0: it does not come, or the next one need not wait for its bytes."""
-        self._here.set()
+    def pay(self, nbytes: int) -> None:
+        """One of so many bytes is put together; 0: none is."""
         if nbytes > _SMALL_BYTES:
             self._next_s = max(self._next_s, asyncio.get_running_loop().time()) + nbytes / BYTES_PER_S
+
+
+class _InTurn(Generic[T]):
+    """Awaits what a `Read` gives; between the message being here and being put together it waits in line.
+
+    gRPC has it as its own memory until then, and frees it by nothing else: who is cancelled meanwhile is so afterwards.
+    """
+
+    def __init__(self, reading: Coroutine[Any, Any, T], line: Line | None) -> None:
+        self._reading = reading
+        self._line = line
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        reading, line = self._reading, self._line
+        if line is None:
+            return (yield from reading.__await__())
+        try:
+            here: asyncio.Future[None] = reading.send(None)
+        except StopIteration as ended:
+            given: T = ended.value
+            return given
+        cancelled = False
+        try:
+            yield here
+        except asyncio.CancelledError as error:
+            if here.cancelled():
+                return self._end(partial(reading.throw, error))
+            cancelled = True
+        except Exception as error:
+            return self._end(partial(reading.throw, error))
+        while True:
+            try:
+                yield from line.turn().__await__()
+                break
+            except asyncio.CancelledError:
+                cancelled = True
+        try:
+            return self._end(partial(reading.send, None))
+        finally:
+            if cancelled:
+                raise asyncio.CancelledError
+
+    @staticmethod
+    def _end(step: Callable[[], object]) -> T:
+        """What the read gives; this step ends it."""
+        try:
+            step()
+        except StopIteration as ended:
+            given: T = ended.value
+            return given
+        raise RuntimeError("the read waits a second time for a message that is here")

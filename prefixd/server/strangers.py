@@ -7,7 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from prefixd.errors import ExhaustedError
 from prefixd.server.receiving import Line, message_bytes
@@ -38,18 +38,20 @@ class Strangers:
         call.add_done_callback(lambda _: _count(self._calls, host, -1))
 
     @asynccontextmanager
-    async def turn(self, host: str) -> AsyncGenerator[float]:
-        """Around the receiving of a message from a host: waits until that may begin. Gives the seconds that it may
-        take. Raises ExhaustedError."""
+    async def receiving(self, host: str) -> AsyncGenerator[Line]:
+        """Around the receiving of a message from a host; gives where it waits when it is here.
+
+        Raises:
+            ExhaustedError: so many are on their way.
+        """
         _check(self._sending, host, AT_ONCE, AT_ONCE_OF_HOST, "send their messages", "try again")
         _count(self._sending, host, 1)
         try:
             line = self._line(host)
-            await line.begin()
             try:
-                yield RECEIVE_S
+                yield line
             finally:
-                line.end(message_bytes())
+                line.pay(message_bytes())
         finally:
             _count(self._sending, host, -1)
 
@@ -76,15 +78,17 @@ def _count(calls: Counter[str], host: str, more: int) -> None:
 class StrangersDoor:
     """The `Door` of one call from a host. The health service has no streams of messages."""
 
+    within_s = RECEIVE_S
+
     def __init__(self, strangers: Strangers, host: str) -> None:
         self._strangers = strangers
         self._host = host
 
-    def first(self) -> AbstractAsyncContextManager[float]:
+    def first(self) -> AbstractAsyncContextManager[Line]:
         """See `Door`."""
-        return self._strangers.turn(self._host)
+        return self._strangers.receiving(self._host)
 
-    def later(self) -> AbstractAsyncContextManager[None]:
+    def later(self) -> NoReturn:
         """See `Door`."""
         raise AssertionError("the health service takes one message a call")
 

@@ -14,7 +14,7 @@ import pytest
 
 from prefixd.errors import ExhaustedError, NotFoundError
 from prefixd.server.messages import ServiceTable
-from prefixd.server.receiving import set_door
+from prefixd.server.receiving import Line, message_bytes, set_door
 from prefixd.server.rpc import abort, streaming, unary
 
 
@@ -65,20 +65,45 @@ class Service:
             await abort(context, error)
 
 
+class _Line(Line):
+    """Messages wait until a test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = asyncio.Event()
+        self.let = asyncio.Event()
+
+    async def turn(self) -> None:
+        self.waiting.set()
+        await self.let.wait()
+
+
 class _Door(grpc.aio.ServerInterceptor):
-    """Lets everything in."""
+    """Lets everything in; messages that are here wait in line."""
+
+    within_s = 30.0
+
+    def __init__(self, line: Line | None) -> None:
+        self._line = line
+        self.begun = 0
+        self.ended_with: list[int] = []
+        """Bytes of the message, for each call that has received its first one or was ended before that."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         set_door(self)
         return await continuation(handler_call_details)
 
     @asynccontextmanager
-    async def first(self) -> AsyncIterator[float]:
-        yield 30.0
+    async def first(self) -> AsyncIterator[Line | None]:
+        self.begun += 1
+        try:
+            yield self._line
+        finally:
+            self.ended_with.append(message_bytes())
 
     @asynccontextmanager
-    async def later(self) -> AsyncIterator[None]:
-        yield
+    async def later(self) -> AsyncIterator[Line | None]:
+        yield self._line
 
     stream = later
 
@@ -91,9 +116,15 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "in line"])
+async def door(request: pytest.FixtureRequest) -> _Door:
+    """What the daemon has where there is one tenant, and where there are several."""
+    return _Door(Line() if request.param else None)
+
+
 @asynccontextmanager
-async def served() -> AsyncIterator[grpc.aio.Channel]:
-    service, server = Service(), grpc.aio.server(interceptors=[_Door()])
+async def served(door: _Door) -> AsyncIterator[grpc.aio.Channel]:
+    service, server = Service(), grpc.aio.server(interceptors=[door])
     kinds = {"Last": grpc.unary_stream_rpc_method_handler, "Take": grpc.stream_unary_rpc_method_handler}
     handlers = {
         name: kinds.get(name, grpc.unary_unary_rpc_method_handler)(getattr(service, name), Message, bytes)
@@ -127,16 +158,16 @@ async def gone() -> bool:
         ("Exhaust", grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
-async def test_a_message_goes_with_its_call(method: str, code: grpc.StatusCode) -> None:
-    async with served() as channel:
+async def test_a_message_goes_with_its_call(method: str, code: grpc.StatusCode, door: _Door) -> None:
+    async with served(door) as channel:
         call = channel.unary_unary(f"/test.Test/{method}")(b"x" * 10)
         assert await call.code() is code
         assert await gone()
 
 
 @pytest.mark.usefixtures("no_collection")
-async def test_a_message_goes_with_a_call_that_is_cancelled() -> None:
-    async with served() as channel:
+async def test_a_message_goes_with_a_call_that_is_cancelled(door: _Door) -> None:
+    async with served(door) as channel:
         call = channel.unary_stream("/test.Test/Last")(b"x" * 10)
         assert await call.read() == b"x" * 10 and Message.alive() == 1
         call.cancel()
@@ -145,8 +176,8 @@ async def test_a_message_goes_with_a_call_that_is_cancelled() -> None:
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("last", [2, 3])
-async def test_messages_of_a_stream_go_one_by_one_and_with_it(last: int) -> None:
-    async with served() as channel:
+async def test_messages_of_a_stream_go_one_by_one_and_with_it(last: int, door: _Door) -> None:
+    async with served(door) as channel:
         call = channel.stream_unary("/test.Test/Take")()
         for nbytes in range(8, 1, -1):
             await call.write(b"x" * nbytes)
@@ -155,3 +186,35 @@ async def test_messages_of_a_stream_go_one_by_one_and_with_it(last: int) -> None
         await call.done_writing()
         assert await call.code() is (grpc.StatusCode.OK if last == 2 else grpc.StatusCode.NOT_FOUND)
         assert await gone()
+
+
+@pytest.mark.usefixtures("no_collection")
+async def test_a_message_of_a_call_that_is_cancelled_in_line_is_put_together_in_its_turn() -> None:
+    """gRPC would keep its memory else. And it counts: who cancels has not sent it for nothing."""
+    line = _Line()
+    door = _Door(line)
+    async with served(door) as channel:
+        call = channel.unary_unary("/test.Test/Answer")(b"x" * (1 << 20))
+        async with asyncio.timeout(30):
+            await line.waiting.wait()
+            line.waiting.clear()
+            call.cancel()
+            await line.waiting.wait()  # again
+            assert not door.ended_with
+            line.let.set()
+            while not door.ended_with:
+                await asyncio.sleep(0.01)
+            assert door.ended_with == [1 << 20]
+        assert await gone()
+
+
+async def test_a_call_that_ends_before_its_message_is_here_pays_nothing(door: _Door) -> None:
+    async with served(door) as channel:
+        call = channel.stream_unary("/test.Test/Answer")()
+        async with asyncio.timeout(30):
+            while not door.begun:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            while not door.ended_with:
+                await asyncio.sleep(0.01)
+        assert door.ended_with == [0]

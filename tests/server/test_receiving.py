@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from prefixd.errors import ExhaustedError, TooSlowError
 from prefixd.server import receiving
 from prefixd.server.caller import Caller
 from prefixd.server.receiving import (
+    Line,
     Receiving,
     first_message,
     later_message,
@@ -26,6 +28,25 @@ from prefixd_swap.simulated_time import SimulatedTimeLoop
 _LARGE = 16 << 20
 
 
+class TenantsDoor:
+    """The door of a caller's calls."""
+
+    within_s = 60.0
+
+    def __init__(self, receiving_: Receiving, caller: Caller) -> None:
+        self._receiving = receiving_
+        self._caller = caller
+
+    def first(self) -> AbstractAsyncContextManager[Line | None]:
+        return self._receiving.first(self._caller)
+
+    def later(self) -> AbstractAsyncContextManager[Line | None]:
+        return self._receiving.later(self._caller)
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        return self._receiving.stream(self._caller)
+
+
 class Calls:
     """Calls of tenants whose messages arrive when a test says.
 
@@ -37,6 +58,8 @@ class Calls:
         self._receiving = Receiving(self.tenants)
         self._arrive: dict[str, asyncio.Future[int]] = {}
         self.receiving: list[str] = []
+        self.put_together: list[tuple[str, float]] = []
+        """In order, and when."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def send(self, *names: str, role: Role = Role.CLIENT) -> None:
@@ -44,17 +67,25 @@ class Calls:
             self._arrive[name] = asyncio.get_running_loop().create_future()
             self.tasks[name] = asyncio.create_task(self._call(name, role))
 
-    def arrive(self, name: str, nbytes: int = 100) -> None:
-        self._arrive[name].set_result(nbytes)
+    def arrive(self, *names: str, nbytes: int = 100) -> None:
+        for name in names:
+            self._arrive[name].set_result(nbytes)
 
     async def _call(self, name: str, role: Role) -> None:
         tenant = self.tenants.get(name[0]) or self.tenants.default
-        async with self._receiving.turn(Caller(tenant, role, name[:2], "tcp")):
+
+        async def read() -> str:
             self.receiving.append(name)
             try:
-                set_message_bytes(await self._arrive[name])
+                nbytes = await self._arrive[name]
             finally:
                 self.receiving.remove(name)
+            self.put_together.append((name, asyncio.get_running_loop().time()))
+            set_message_bytes(nbytes)
+            return name
+
+        set_door(TenantsDoor(self._receiving, Caller(tenant, role, name[:2], "tcp")))
+        assert await first_message(read) == name
 
 
 async def turns(count: int = 8) -> None:
@@ -83,7 +114,7 @@ async def test_so_many_messages_of_a_caller_and_of_a_tenant_are_on_their_way() -
         calls.send(*(f"-x{number}" for number in range(receiving.AT_ONCE_OF_CALLER + 2)))
         await turns()
         assert len(calls.receiving) == receiving.AT_ONCE_OF_CALLER
-        calls.arrive("-x1", _LARGE)
+        calls.arrive("-x1", nbytes=_LARGE)
         calls.tasks["-x0"].cancel()
         await turns()
         assert len(calls.receiving) == receiving.AT_ONCE_OF_CALLER and {"-x4", "-x5"} < set(calls.receiving)
@@ -114,54 +145,97 @@ async def test_calls_whose_message_is_not_here_are_bounded(monkeypatch: pytest.M
         assert calls.tenants.known("a").refused["opening"] == 1
 
 
-async def test_between_tenants_one_comes_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_SOON_S", 60.0)
-    calls = Calls("a", "b")
-    async with ended(calls):
-        calls.send("a1", "a2", "a3", "b1")
-        await turns()
-        assert calls.receiving == ["a1", "b1"]
-        calls.arrive("a1")
-        await turns()
-        assert calls.receiving == ["b1", "a2"]
-        calls.tasks["a2"].cancel()
-        await turns()
-        assert calls.receiving == ["b1", "a3"]
-
-
-def test_after_a_large_one_the_next_of_its_tenant_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_tenants_those_that_are_here_at_once_are_put_together_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(receiving, "BYTES_PER_S", 4 * _LARGE)
 
     async def work() -> None:
         calls = Calls("a", "b")
         async with ended(calls):
-            calls.send("a1", "a2", "b1")
+            calls.send("a1", "a2", "ax1", "b1", "b2", "ax2")
             await turns()
-            begin_s = asyncio.get_running_loop().time()
-            calls.arrive("a1", _LARGE)
-            calls.arrive("b1")
-            calls.send("b2")
-            await turns()
-            assert calls.receiving == ["b2"], "nobody else waits"
-            while "a2" not in calls.receiving:
-                await asyncio.sleep(0.005)
-            assert 0.25 <= asyncio.get_running_loop().time() - begin_s < 0.26
+            assert calls.receiving == ["a1", "a2", "ax1", "b1", "b2", "ax2"]
+            calls.arrive("a1", "a2", "b1", nbytes=_LARGE)
+            calls.arrive("b2", "ax1")
+            await asyncio.sleep(1.0)
+            expected = [("a1", 0.0), ("b1", 0.0), ("a2", 0.25), ("b2", 0.25), ("ax1", 0.5)]
+            assert [name for name, _ in calls.put_together] == [name for name, _ in expected]
+            assert [at_s for _, at_s in calls.put_together] == pytest.approx([at_s for _, at_s in expected], abs=0.01)
+            assert calls.receiving == ["ax2"], "one that does not come keeps no other waiting"
 
     simulate(work())
 
 
-def test_one_that_does_not_come_keeps_the_next_for_a_moment() -> None:
+async def test_a_lone_tenant_waits_in_no_line() -> None:
+    calls = Calls()
+    async with ended(calls):
+        calls.send("-x1", "-x2", "-x3")
+        await turns()
+        calls.arrive("-x1", "-x2", "-x3", nbytes=_LARGE)
+        await turns()
+        assert [name for name, _ in calls.put_together] == ["-x1", "-x2", "-x3"]
+
+
+def test_who_is_cancelled_in_line_keeps_its_place_there_and_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "BYTES_PER_S", 4 * _LARGE)
+
     async def work() -> None:
-        calls = Calls("a")
+        calls = Calls("a", "b")
+        async with ended(calls):
+            calls.send(*(f"ax{number}" for number in range(receiving.AT_ONCE_OF_CALLER + 1)))
+            await turns()
+            calls.arrive("ax0", "ax1", "ax2", "ax3", nbytes=_LARGE)
+            await turns()
+            calls.tasks["ax1"].cancel()
+            calls.tasks["ax2"].cancel()
+            await asyncio.sleep(0.1)
+            calls.arrive("ax4", nbytes=_LARGE)
+            assert not calls.tasks["ax1"].done() and not calls.tasks["ax2"].done()
+            assert calls.receiving == ["ax1", "ax2", "ax3", "ax4"], "the first one's place alone was free"
+            await asyncio.sleep(2.0)
+            assert [at_s for _, at_s in calls.put_together] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0], abs=0.01)
+            assert [name for name, task in calls.tasks.items() if task.cancelled()] == ["ax1", "ax2"]
+
+    simulate(work())
+
+
+def test_who_waits_in_line_for_longer_than_a_message_may_take_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "BYTES_PER_S", _LARGE / 100)
+
+    async def work() -> None:
+        calls = Calls("a", "b")
         async with ended(calls):
             calls.send("a1", "a2")
             await turns()
-            assert calls.receiving == ["a1"]
-            while calls.receiving != ["a1", "a2"]:
-                await asyncio.sleep(0.005)
-            assert asyncio.get_running_loop().time() < 0.04
+            calls.arrive("a1", "a2", nbytes=_LARGE)
+            with pytest.raises(TooSlowError, match=r"not here within 60 s"):
+                await calls.tasks["a2"]
 
     simulate(work())
+
+
+async def test_what_a_read_fails_with_or_gives_instead_is_the_calls() -> None:
+    """gRPC's gives None where its future has failed."""
+    tenants = Tenants({"a": Quota(), "b": Quota()})
+    set_door(TenantsDoor(Receiving(tenants), Caller(tenants.known("a"), Role.CLIENT, "x", "tcp")))
+
+    async def read(failing: asyncio.Future[int]) -> int | None:
+        try:
+            return await failing
+        except LookupError:
+            return None
+
+    for error in (LookupError(), ValueError("five")):
+        failing: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(first_message(partial(read, failing)))
+        await turns()
+        failing.set_exception(error)
+        if isinstance(error, LookupError):
+            assert await task is None
+        else:
+            with pytest.raises(ValueError, match="five"):
+                await task
 
 
 async def test_all_processes_of_a_user_and_all_calls_from_a_host_are_one_caller() -> None:
@@ -172,14 +246,14 @@ async def test_all_processes_of_a_user_and_all_calls_from_a_host_are_one_caller(
         return Caller(tenants.default, Role.CLIENT, name, "unix" if pid else "tcp", pid, host)
 
     async def hold(who: Caller) -> None:
-        async with receiving_.turn(who):
+        async with receiving_.first(who):
             await asyncio.Event().wait()
 
     silent = [caller("uid 1001", pid) for pid in range(1, 9)] + [caller("anybody", host="ipv4:10.0.0.1")] * 8
     tasks = [asyncio.create_task(hold(who)) for who in silent]
     await turns()
     for other in (caller("uid 1002", 9), caller("anybody", host="ipv4:10.0.0.2")):
-        async with asyncio.timeout(10), receiving_.turn(other):
+        async with asyncio.timeout(10), receiving_.first(other):
             pass
     for task in tasks:
         task.cancel()
@@ -193,8 +267,9 @@ async def test_a_large_later_message_of_a_stream_keeps_the_next_call(monkeypatch
     caller = Caller(tenants.known("a"), Role.CLIENT, "x", "tcp")
 
     async def turn() -> None:
-        async with calls.turn(caller):
-            pass
+        async with calls.first(caller) as line:
+            assert line is not None
+            await line.turn()
 
     for nbytes, waits in ((1 << 20, False), (_LARGE, True)):  # a piece of a Put is not large
         async with calls.later(caller):
@@ -209,18 +284,24 @@ async def test_a_large_later_message_of_a_stream_keeps_the_next_call(monkeypatch
 class _Door:
     """A door that gives a message 0.05 s."""
 
-    @asynccontextmanager
-    async def first(self) -> AsyncIterator[float]:
-        yield 0.05
+    within_s = 0.05
+
+    def __init__(self, line: Line | None) -> None:
+        self._line = line
 
     @asynccontextmanager
-    async def later(self) -> AsyncIterator[None]:
+    async def first(self) -> AsyncIterator[Line | None]:
+        yield self._line
+
+    later = first
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[None]:
         yield
 
-    stream = later
 
-
-async def test_a_call_has_a_message_in_time() -> None:
+@pytest.mark.parametrize("in_line", [False, True])
+async def test_a_call_has_a_message_in_time(in_line: bool) -> None:
     async def one() -> str:
         set_message_bytes(100)
         return "one"
@@ -228,7 +309,7 @@ async def test_a_call_has_a_message_in_time() -> None:
     async def none() -> None:
         return None
 
-    set_door(_Door())
+    set_door(_Door(Line() if in_line else None))
     assert await first_message(one) == "one" and message_bytes() == 100
     assert await later_message(none) is None and message_bytes() == 0
     with pytest.raises(TooSlowError, match=r"not here within 0\.05 s"):

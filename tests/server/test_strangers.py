@@ -139,13 +139,13 @@ async def test_a_host_has_a_few_of_the_places() -> None:
     async with AsyncExitStack() as held:
         for number in range(AT_ONCE // AT_ONCE_OF_HOST):
             for _ in range(AT_ONCE_OF_HOST):
-                await held.enter_async_context(strangers.turn(f"ipv4:10.0.0.{number}"))
+                await held.enter_async_context(strangers.receiving(f"ipv4:10.0.0.{number}"))
             if number == 0:
                 with pytest.raises(ExhaustedError, match=r"4 calls to the health service .* 4 of them from here"):
-                    await held.enter_async_context(strangers.turn("ipv4:10.0.0.0"))
+                    await held.enter_async_context(strangers.receiving("ipv4:10.0.0.0"))
         with pytest.raises(ExhaustedError, match=r"16 calls .* 0 of them from here"):
-            await held.enter_async_context(strangers.turn("ipv4:10.0.0.9"))
-    async with strangers.turn("ipv4:10.0.0.9"):
+            await held.enter_async_context(strangers.receiving("ipv4:10.0.0.9"))
+    async with strangers.receiving("ipv4:10.0.0.9"):
         pass
 
 
@@ -172,13 +172,13 @@ async def test_large_messages_of_a_host_come_slowly(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(receiving, "BYTES_PER_S", (16 << 20) // 600)
     strangers = Strangers()
     for number in range(300):
-        async with strangers.turn(f"h{number}"):
+        async with strangers.receiving(f"h{number}"):
             set_message_bytes(16 << 20)
     set_message_bytes(0)
 
     async def turn(host: str) -> None:
-        async with strangers.turn(host):
-            pass
+        async with strangers.receiving(host) as line:
+            await line.turn()
 
     tasks = {host: asyncio.create_task(turn(host)) for host in ("h299", "another")}
     for _ in range(8):

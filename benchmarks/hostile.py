@@ -32,9 +32,10 @@ in place, and when Mallory has gone, a new client of Alice's has to get a sessio
 it costs the others counts in both phases. During the attack the judge of the scenario looks whether it has achieved
 what it is for; afterwards the daemon's accounts must add up, and what was taken must be given back. breached: it
 achieved something (breaches says what), or the daemon and its worker grew by more memory than the scenario's bound, or
-ended. bystander_p99_ratio: the 99th percentile of the bystanders' calls meanwhile against the median of those of all
-quiet phases with the same settings, each call counted in medians of its kind. honest_failures: their calls that failed,
-had other bytes or tokens than they should, or found less than they had stored and are guaranteed.
+ended. not_made: what ended an attack before it took place, where that is not what closes it. bystander_p99_ratio: the
+99th percentile of the bystanders' calls meanwhile against the median of those of all quiet phases with the same
+settings, each call counted in medians of its kind. honest_failures: their calls that failed, had other bytes or tokens
+than they should, or found less than they had stored and are guaranteed.
 
 Scenarios that need a second user of the host are skipped for who is not root. closed_by names the test that shows an
 attack without its fix, where the fix is older than this harness; hostile_before.json and hostile_unread_before.json in
@@ -118,6 +119,9 @@ def _run_one(
             found = attacker.stop()
             end_s = time.monotonic()
     verdict.found = {name: value for name, value in {**facts, **found}.items() if len(str(value)) <= _SHOWN}
+    ended_by = str(verdict.found.get("ended_by", verdict.found.get("error", "")))
+    if ended_by and not (scenario.refused_with and scenario.refused_with in ended_by):
+        verdict.not_made = ended_by
     verdict.memory_mib = memory.grown_bytes / MIB
     if memory.grown_bytes > scenario.most_memory:
         most = scenario.most_memory // MIB
@@ -133,6 +137,7 @@ def _run_one(
         verdict.breaches.append(f"bystanders got no answer meanwhile: {', '.join(sorted(starved))}")
     verdict.breaches += _judged(lambda: scenario.judge_after(scene, found))
     verdict.breaches += [f"afterwards, {what}" for what in _judged(lambda: _left_behind(scene))]
+    verdict.breaches += [f"afterwards, {what}" for what in _judged(lambda: _forgotten(scene))]
     verdict.fail(failures)
     verdict.fail(scene.take_samples()[1])
     return verdict, [sample for sample in samples if begin_s <= sample.begin_s < end_s]
@@ -159,6 +164,16 @@ def _left_behind(scene: Scene) -> list[str]:
         time.sleep(_POLL_S)
     with scene.operator() as operator:
         return found + violations_of(operator)
+
+
+def _forgotten(scene: Scene) -> list[str]:
+    """Evicts what the attacker has in the cache: the next one is to have all that it may have; what does not go."""
+    deadline = time.monotonic() + _BACK_S
+    while left := scene.evict(MALLORY):
+        if time.monotonic() > deadline:
+            return [f"{left} blocks of {MALLORY.name} cannot be evicted"]
+        time.sleep(_POLL_S)
+    return []
 
 
 def _of_a_closed_loop(record: logging.LogRecord) -> bool:

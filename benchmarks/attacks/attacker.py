@@ -191,7 +191,7 @@ async def _serve(order: Order) -> None:
         elif (error := attack.exception()) is None:
             found = attack.result() or {}
         else:
-            found["refused"] = refusal(error)
+            found["ended_by"] = refusal(error)
         print(json.dumps(found), flush=True)
 
 
@@ -206,7 +206,7 @@ async def _tell_in_time(mallory: Mallory, attack: asyncio.Task[Given | None]) ->
     elif (error := attack.exception()) is None:
         mallory.in_place()
     elif isinstance(error, ClientError | grpc.aio.AioRpcError | OSError):
-        mallory.in_place(refused=refusal(error))
+        mallory.in_place(ended_by=refusal(error))
     else:
         mallory.in_place(error="".join(traceback.format_exception(error)))
 

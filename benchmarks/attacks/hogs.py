@@ -339,6 +339,7 @@ class LargeAnswers(Scenario):
     """Leases whose answers are larger than a message may be: the caller never learns of them, and they stay."""
 
     name = "answers too large"
+    refused_with = "the namespace takes"
     blocks = 1800
 
     async def attack(self, mallory: Mallory) -> None:
@@ -384,6 +385,7 @@ class LateWriter(Scenario):
     attacker can still write into them."""
 
     name = "two sessions"
+    refused_with = "has not mapped the arena"
     settings: ClassVar = {"tenants.mallory.map_memory": True}
     as_other_user = True
 

@@ -27,6 +27,10 @@ class Scenario:
     closed_by: ClassVar[str] = ""
     """The test that shows the breach without its fix, where the fix is older than this harness."""
 
+    refused_with: ClassVar[str] = ""
+    """A part of what the daemon says when it refuses the attack as a whole, where that is what closes it: an attack
+    that is ended by anything else has not taken place."""
+
     def prepare(self, scene: Scene) -> Given:
         """What the attacker is told."""
         return {}

@@ -107,6 +107,14 @@ class Scene:
         """What somebody shows to come in over TCP; one of `TOKENS_OF_EACH`."""
         return self._house.token(person.name, number=number)
 
+    def evict(self, person: Person) -> int:
+        """Evicts all that a tenant has in the cache, as an operator can; the blocks that are still there."""
+        with self.operator() as operator:
+            for namespace in operator.stats().namespaces:
+                if namespace.tenant == person.name and namespace.blocks:
+                    operator.evict(namespace_id=namespace.namespace_id)
+            return sum(each.blocks for each in operator.stats().namespaces if each.tenant == person.name)
+
     def operator(self) -> Client:
         """The operator's client: the daemon's user, at the unix socket."""
         return Client(self.daemon.address, name="operator", memory="streamed", timeout_s=60.0)

@@ -34,6 +34,8 @@ class Verdict:
     """What the attacker has seen."""
     memory_mib: float = 0.0
     """By how much the daemon and its worker have grown meanwhile."""
+    not_made: str = ""
+    """Why the attack did not take place; it says nothing then."""
     closed_by: str = ""
     seconds: float = 0.0
 
@@ -55,6 +57,7 @@ class Verdict:
             "bystander_p99_ratio": round(self.bystander_p99_ratio, 2),
             "honest_failures": self.honest_failures,
             "breaches": self.breaches,
+            "not_made": self.not_made,
             "failures": self.failures,
             "closed_before": bool(self.closed_by),
             "closed_by": self.closed_by,
@@ -68,6 +71,8 @@ class Verdict:
     def __str__(self) -> str:
         """In one line."""
         what = f"BREACHED: {'; '.join(self.breaches)}" if self.breaches else "held"
+        if self.not_made:
+            what = f"DID NOT TAKE PLACE ({self.not_made}), {what}"
         failures = f", {self.honest_failures} honest failures ({self.failures[0]})" if self.honest_failures else ""
         return f"{self.name}: {what}; bystanders' p99 x {self.bystander_p99_ratio:.1f}{failures} ({self.seconds:.0f} s)"
 
@@ -105,6 +110,7 @@ def totals(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> dict[str, An
     return {
         "breaches": sum(verdict.breached for verdict in verdicts),
         "honest_failures": sum(verdict.honest_failures for verdict in verdicts),
+        "not_made": sum(bool(verdict.not_made) for verdict in verdicts),
         "worst_bystander_p99_ratio": round(worst.bystander_p99_ratio, 2) if worst else 0.0,
         "worst_scenario": worst.name if worst else "",
         "skipped": skipped,
@@ -125,6 +131,8 @@ def complaints(result: dict[str, Any], wanted: Collection[str] = ()) -> list[str
     if result["honest_failures"]:
         failing = [each["name"] for each in result["scenarios"] if each["honest_failures"]]
         found.append(f"{result['honest_failures']} calls of honest clients failed: {', '.join(failing)}")
+    if idle := [f"{each['name']} ({each['not_made']})" for each in result["scenarios"] if each["not_made"]]:
+        found.append(f"attacks did not take place: {', '.join(idle)}")
     slow = [each for each in result["scenarios"] if each["bystander_p99_ratio"] > MOST_RATIO]
     if slow:
         named = ", ".join(f"{each['name']} ({each['bystander_p99_ratio']:g})" for each in slow)

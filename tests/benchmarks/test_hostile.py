@@ -53,6 +53,7 @@ def test_calls_are_compared_by_kind_whatever_each_takes() -> None:
     [
         (verdict_with(breaches=["it got in"]), "1 of 2 attacks succeed: an attack"),
         (verdict_with(honest_failures=3, failures=["match: gone"]), "3 calls of honest clients failed: an attack"),
+        (verdict_with(not_made="no room"), "attacks did not take place: an attack (no room)"),
         (verdict_with(bystander_p99_ratio=5.01), "bystanders' p99 grew to more than 5 times: an attack (5.01)"),
     ],
 )

@@ -16,6 +16,7 @@ from benchmarks.attacks.people import CAROL, MALLORY, MIB
 from benchmarks.attacks.relay import Relay
 from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import TOKENS_OF_EACH, Scene, fresh_bytes
+from benchmarks.common.harness import BenchmarkError
 from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Tier
 from prefixd.v1 import cache_pb2 as pb
 
@@ -296,7 +297,9 @@ class LargeAtOnce(Scenario):
                             counted[error.code().name] += 1
 
         await mallory.go_on(map(send, relays, tokens))
-        return {**counted, "moments": max(relay.moments for relay in relays)}
+        if not (moments := max(relay.moments for relay in relays)):
+            raise BenchmarkError("the last bytes of all messages never came at one moment")
+        return {**counted, "moments": moments}
 
 
 class LargeStreams(Scenario):

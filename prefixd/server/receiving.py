@@ -87,6 +87,8 @@ def message_bytes() -> int:
 async def first_message(read: Read[T]) -> T | None:
     """The first message of the call that is being handled, or its only one; None: it has none.
 
+    The door's time is that until it is here; in line it may wait for longer.
+
     Raises:
         TooSlowError: it does not come.
         ExhaustedError: too many calls wait for theirs.
@@ -94,8 +96,8 @@ async def first_message(read: Read[T]) -> T | None:
     door = _door.get()
     async with door.first() as line:
         try:
-            async with asyncio.timeout(door.within_s):
-                return await _InTurn(read(), line)
+            async with asyncio.timeout(door.within_s) as timeout:
+                return await _InTurn(read(), line, partial(timeout.reschedule, None))
         except TimeoutError:
             raise TooSlowError(
                 f"the call's message was not here within {door.within_s:g} s; send it at once, or less at a time"
@@ -207,12 +209,19 @@ class Line:
 class _InTurn(Generic[T]):
     """Awaits what a `Read` gives; between the message being here and being put together it waits in line.
 
-    gRPC has it as its own memory until then, and frees it by nothing else: who is cancelled meanwhile is so afterwards.
+    gRPC has it as its own memory until then, and frees it by nothing else: who is cancelled meanwhile goes to the end
+    of the line, and is cancelled afterwards.
+
+    Args:
+        on_here: is called before it waits.
     """
 
-    def __init__(self, reading: Coroutine[Any, Any, T], line: Line | None) -> None:
+    def __init__(
+        self, reading: Coroutine[Any, Any, T], line: Line | None, on_here: Callable[[], None] = lambda: None
+    ) -> None:
         self._reading = reading
         self._line = line
+        self._on_here = on_here
 
     def __await__(self) -> Generator[Any, Any, T]:
         reading, line = self._reading, self._line
@@ -226,11 +235,13 @@ class _InTurn(Generic[T]):
         cancelled = False
         try:
             yield here
+            self._on_here()
         except asyncio.CancelledError as error:
             if here.cancelled():
                 return self._end(partial(reading.throw, error))
             cancelled = True
         except Exception as error:
+            del here  # which has the error, which has this frame
             return self._end(partial(reading.throw, error))
         while True:
             try:

@@ -14,6 +14,7 @@ import pytest
 
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Session, TieredCache, Tiers, check_integrity
 from prefixd.cache.index.trie import Rows
+from prefixd.tenants import Quota, Tenants
 from prefixd_swap import create_eviction_policy
 from prefixd_swap.simulated_time import SimulatedTimeLoop
 from prefixd_swap.tiers.simulated import (
@@ -99,7 +100,9 @@ def simulate(work: Callable[[], Awaitable[T]]) -> T:
 
 
 @asynccontextmanager
-async def house(*, urgency: bool = True, near: int = 8, middle: int = 1024) -> AsyncIterator[House]:
+async def house(
+    *, urgency: bool = True, near: int = 8, middle: int = 1024, tenants: Tenants | None = None
+) -> AsyncIterator[House]:
     clock = asyncio.get_running_loop().time
     transfers = Transfers(urgency_enabled=urgency, clock=clock)
     first = SimulatedMemoryTier(near * BLOCK, name="near", level=0, on_device=True)
@@ -117,7 +120,8 @@ async def house(*, urgency: bool = True, near: int = 8, middle: int = 1024) -> A
     tiers = Tiers(transfers, compute=first, shared=second, durable=third)
     engine = SimulatedCopyEngine(SimulatedLink(COPY_BYTES_PER_S, 0.0, clock, asyncio.sleep))
     policy = create_eviction_policy("lru", 0)
-    cache = TieredCache(tiers, engine, policy, clock, write_back=False, reserved_bytes=second.capacity_bytes)
+    kept = {"write_back": False, "reserved_bytes": second.capacity_bytes}
+    cache = TieredCache(tiers, engine, policy, clock, tenants=tenants, **kept)
     namespace = cache.register(NamespaceSpec("model", TOKENS, (PartSpec("all", 0, BLOCK),)))
     yield House(
         cache, first, second, third, faults, cache.leases.open("test", 1, 0.0, cache.tenants.default), namespace
@@ -203,6 +207,36 @@ def test_sessions_of_one_tenant_share_its_prefetches() -> None:
             assert not cache._prefetches._bytes_of.total()
 
     simulate(work)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_between_tenants_prefetches_of_one_have_half_of_the_time(alone: bool) -> None:
+    """512 blocks take 0.34 s, some at a time and one after the other, if nobody else has to be served."""
+
+    async def work() -> tuple[float, float]:
+        async with house(tenants=Tenants({} if alone else {"a": Quota(), "b": Quota()})) as here:
+            cache = here.cache
+            for prompt in (1, 2):
+                await here.put_far(prompt, 256)
+            tenant = cache.tenants.default if alone else cache.tenants.known("a")
+            sessions = [cache.leases.open(name, 1, 0.0, tenant) for name in "xy"]
+            begin_s, moved = now_s(), here.far.link.moved_bytes
+            for session, prompt in zip(sessions, (1, 2), strict=True):
+                assert await cache.prefetch(session, here.namespace, here.chain(prompt, 256)) == 256
+            while here.far.link.moved_bytes < moved + 256 * BLOCK:
+                await asyncio.sleep(0.001)
+            half_s = now_s() - begin_s
+            await cache.mover.quiesce()
+            assert not cache._prefetches._bytes_of.total()
+            for prompt in (1, 2):
+                assert await here.load(prompt, 256) < 0.01, "it is there"
+            return half_s, now_s() - begin_s
+
+    half_s, all_s = simulate(work)
+    alone_s = 512 * BLOCK / STORE_BYTES_PER_S
+    # The last pause keeps nobody waiting.
+    assert all_s == pytest.approx(alone_s if alone else alone_s * 7 / 4, rel=0.1)
+    assert half_s == pytest.approx(alone_s / 2 if alone else alone_s * 3 / 4, rel=0.1)
 
 
 def test_a_prefetch_ends_with_its_session_and_holds_nothing_then() -> None:

@@ -119,8 +119,8 @@ proto: $(INSTALLED)
 # both halves are ended when their time is up, and the benchmark has then written the parts that it has measured. It also
 # runs when a test has failed, since a GPU is rarely at hand.
 GPU_PYTHON ?= $(BIN)/python python3 python3.13 python3.12 python3.11
-GPU_TEST_SECONDS ?= 215
-GPU_BENCHMARK_SECONDS ?= 320
+GPU_TEST_SECONDS ?= 300
+GPU_BENCHMARK_SECONDS ?= 235
 GPU_TESTS := tests/server/test_generate_on_cuda.py tests/worker tests/swap tests/cache tests/integrations
 GPU_RESULTS ?= benchmarks/results
 

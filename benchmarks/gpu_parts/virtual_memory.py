@@ -14,6 +14,9 @@ from prefixd_swap.vmem.cuda_driver import open_device
 
 _RUNS = (1, 8, 64, 512)
 _SMALL_RUNS = (1, 8)
+_SIZES = (8 << 20, 32 << 20, 128 << 20)  # of chunks, besides CHUNK_BYTES
+_SMALL_SIZES = (4 << 20,)
+_SIZED_RUN = 8
 _WARM_UP = 2
 _OPERATIONS = ("create", "map", "access", "unmap", "release")
 
@@ -21,37 +24,42 @@ _OPERATIONS = ("create", "map", "access", "unmap", "release")
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     """Microseconds a chunk of each operation, for each length of a run: driver calls, and the same through our classes.
 
-    The driver is called as `CudaMemory` calls it: a create, map and release a chunk, an access and unmap a run.
+    The driver is called as `CudaMemory` calls it: a create, map and release a chunk, an access and unmap a run. sizes:
+    the driver's calls for runs of 8 chunks that are larger, to tell what costs by the chunk and what by the byte.
     """
     if device.kind == "cpu":
         raise Unavailable("the CUDA driver's calls are measured, and host memory has none")
-    runs, rounds = (_RUNS, 20) if device.measures else (_SMALL_RUNS, 2)
-    points = []
+    runs, sizes, rounds = (_RUNS, _SIZES, 20) if device.measures else (_SMALL_RUNS, _SMALL_SIZES, 2)
+    points, larger = [], []
     with device.memory() as memory:
         assert isinstance(memory, CudaMemory)
         for run in runs:
             if budget.allows(name := f"run of {run}"):
                 with budget.attempt(name):
-                    point = {"chunks": run, **_driver(device, memory, run, rounds)}
+                    point = {"chunks": run, **_driver(device, memory, run, CHUNK_BYTES, rounds)}
                     points.append({**point, **_classes(device, memory, run, rounds)})
-    return {"chunk_bytes": CHUNK_BYTES, "points": points}
+        for size in sizes:
+            if budget.allows(name := f"chunks of {size} bytes"):
+                with budget.attempt(name):
+                    larger.append({"chunk_bytes": size, **_driver(device, memory, _SIZED_RUN, size, rounds)})
+    return {"chunk_bytes": CHUNK_BYTES, "points": points, "sizes": larger}
 
 
-def _driver(device: Device, memory: CudaMemory, run: int, rounds: int) -> dict[str, float]:
+def _driver(device: Device, memory: CudaMemory, run: int, chunk_bytes: int, rounds: int) -> dict[str, float]:
     cuda = open_device(device.ordinal)
     cuda.use_context()
     properties, access = memory._properties, [memory._access]
-    base = int(cuda.call("cuMemAddressReserve", run * CHUNK_BYTES, 0, 0, 0))
+    base = int(cuda.call("cuMemAddressReserve", run * chunk_bytes, 0, 0, 0))
     times: dict[str, list[float]] = {name: [] for name in _OPERATIONS}
     for number in range(_WARM_UP + rounds):
         handles: list[Any] = []
 
         def create(into: list[Any] = handles) -> None:
-            into.extend(cuda.call("cuMemCreate", CHUNK_BYTES, properties, 0) for _ in range(run))
+            into.extend(cuda.call("cuMemCreate", chunk_bytes, properties, 0) for _ in range(run))
 
         def map_(of: list[Any] = handles) -> None:
             for index, handle in enumerate(of):
-                cuda.call("cuMemMap", base + index * CHUNK_BYTES, CHUNK_BYTES, 0, handle, 0)
+                cuda.call("cuMemMap", base + index * chunk_bytes, chunk_bytes, 0, handle, 0)
 
         def release(of: list[Any] = handles) -> None:
             for handle in of:
@@ -60,8 +68,8 @@ def _driver(device: Device, memory: CudaMemory, run: int, rounds: int) -> dict[s
         operations: dict[str, Callable[[], object]] = {
             "create": create,
             "map": map_,
-            "access": lambda: cuda.call("cuMemSetAccess", base, run * CHUNK_BYTES, access, 1),
-            "unmap": lambda: cuda.call("cuMemUnmap", base, run * CHUNK_BYTES),
+            "access": lambda: cuda.call("cuMemSetAccess", base, run * chunk_bytes, access, 1),
+            "unmap": lambda: cuda.call("cuMemUnmap", base, run * chunk_bytes),
             "release": release,
         }
         for name, work in operations.items():
@@ -69,7 +77,7 @@ def _driver(device: Device, memory: CudaMemory, run: int, rounds: int) -> dict[s
             work()
             if number >= _WARM_UP:
                 times[name].append((time.perf_counter() - begin) / run)
-    cuda.call("cuMemAddressFree", base, run * CHUNK_BYTES)
+    cuda.call("cuMemAddressFree", base, run * chunk_bytes)
     return {f"{name}_us": round(statistics.median(taken) * 1e6, 3) for name, taken in times.items()}
 
 

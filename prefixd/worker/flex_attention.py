@@ -5,12 +5,16 @@ the segments need: all others, mapped or not, are never touched. A mask block mu
 block of KV that has memory, so its size divides `block_tokens`. For the same reason nothing is read before the mask
 block of a window's first key.
 
-Unverified on a GPU; the tests run its masks on a CPU.
+The kernel counts elements in 32 bits, so a call gets the rows that lie within as many: one call for all where their
+reservation is that small, as it is in the layout "layer", else one for a few rows or for one.
+
+`make gpu-check` runs it on a GPU; the tests run its masks on a CPU.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,9 +24,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from prefixd.worker.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.errors import ModelError
-from prefixd.worker.kv_memory import StepKv
+from prefixd.worker.kv_memory import Segment, StepKv
 from prefixd.worker.to_device import to_device
 from prefixd.worker.virtual_kv import VirtualStep
+from prefixd_swap.geometry import KvGeometry
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -33,6 +38,14 @@ else:
 
 _LARGEST_BLOCK = 128
 _SMALLEST_BLOCK = 16  # of a matrix product in Triton
+# Tiles of the kernel that fit the shared memory of small GPUs too, for 16-bit and for 32-bit numbers.
+_TILE_QUERIES = {2: 64, 4: 32}
+_TILE_KEYS = 32
+_MOST_ELEMENTS = 1 << 31  # from the first to the last of a call's keys
+# It is compiled for one and for several queries, blocks of queries and blocks of keys, for less and for more than 128
+# queries, and all that for each kind of layer. Beyond the limit torch computes over all keys, mapped or not, without a
+# word, or raises an error if it is to compile whole graphs.
+_MOST_KERNELS = 128
 
 
 class FlexAttention:
@@ -61,8 +74,23 @@ class FlexAttention:
         return "it reads keys and values from memory alone; set worker.device to cpu" if kind.expanded else None
 
 
+def check_reach(geometry: KvGeometry, tokens: int) -> None:
+    """Raise ModelError when the kernel cannot reach the last of a sequence's `tokens` tokens."""
+    elements = geometry.token_bytes // geometry.element_bytes // geometry.pieces
+    if tokens * elements > _MOST_ELEMENTS:
+        raise ModelError(
+            f"FlexAttention reaches {_MOST_ELEMENTS // elements} tokens of {elements} numbers each, not {tokens}; set "
+            "worker.max_model_tokens to no more than that"
+            + (', or worker.layout to "layer"' if geometry.pieces < geometry.layers else "")
+        )
+
+
 class FlexStep:
-    """One pass; see `StepAttention`."""
+    """One pass; see `StepAttention`.
+
+    Attributes:
+        parts: its segments, in order, as the kernel takes them.
+    """
 
     def __init__(self, step: StepKv, block: int, kernel: Any) -> None:
         self._kernel = kernel
@@ -70,33 +98,47 @@ class FlexStep:
             raise ModelError('FlexAttention runs on virtual tensors alone; set worker.kv to "virtual"')
         self._step = step
         self._block = block
-        self._masks: dict[int | None, BlockMask] = {}  # by window
-        self._tokens = sum(len(segment) for segment in step.segments)
+        self.parts = _parts(step, block)
 
     def attend(
         self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
     ) -> torch.Tensor:
         """See `StepAttention.attend`."""
         keys, values = self._step.flat(layer)
-        result = self._kernel(
-            query[:, :, : self._tokens],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            score_mod=None if kind.softcap is None else _softcap(kind.softcap),
-            block_mask=self.mask(kind.window),
-            scale=scaling,
-            enable_gqa=True,
-            **({} if kind.sinks is None else _WITH_LSE),
-        )
-        if kind.sinks is not None:
-            result, sums = result
-            lse = sums if isinstance(sums, torch.Tensor) else sums.lse
-            # A sink adds exp(sink) to the sum exp(lse) that the values were divided by.
-            share = torch.sigmoid(lse - kind.sinks.float()[None, :, None])
-            result = (result * share[..., None]).to(query.dtype)
         output = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
-        output[:, : self._tokens] = result.transpose(1, 2)
+        for part in self.parts:
+            reach = slice(part.first_key, part.first_key + part.keys)
+            result = self._kernel(
+                query[:, :, part.queries],
+                keys[reach].transpose(0, 1)[None],
+                values[reach].transpose(0, 1)[None],
+                score_mod=None if kind.softcap is None else _softcap(kind.softcap),
+                block_mask=part.mask(kind.window),
+                scale=scaling,
+                enable_gqa=True,
+                kernel_options=self._tiles(query.dtype),
+                **({} if kind.sinks is None else _WITH_LSE),
+            )
+            if kind.sinks is not None:
+                result, sums = result
+                lse = sums if isinstance(sums, torch.Tensor) else sums.lse
+                # A sink adds exp(sink) to the sum exp(lse) that the values were divided by.
+                share = torch.sigmoid(lse - kind.sinks.float()[None, :, None])
+                result = (result * share[..., None]).to(query.dtype)
+            output[:, part.queries] = result.transpose(1, 2)
         return output
+
+    def _tiles(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Of the kernel: its own choice is tiles of up to 128, which have to divide the blocks of the mask.
+
+        And its kernel for few queries takes all of them and their heads as one tile: none of up to 127 queries divides
+        a block of 16, and one of 128 in 32-bit numbers took more than a minute to compile.
+        """
+        return {
+            "FORCE_USE_FLEX_ATTENTION": True,
+            "BLOCK_M": min(self._block, _TILE_QUERIES[dtype.itemsize]),
+            "BLOCK_N": min(self._block, _TILE_KEYS),
+        }
 
     def expands(self, layer: int) -> bool:
         """Never."""
@@ -109,18 +151,72 @@ class FlexStep:
         """Refused when the model is loaded."""
         raise ModelError("FlexAttention reads keys and values from memory alone")
 
+
+class FlexPart:
+    """Segments of a pass that the kernel takes in one call.
+
+    segments, starts: those of the pass, and where the first key of each lies in what `VirtualStep.flat` returns.
+    queries: of the pass.  first_key, keys: what the call reaches of `flat`.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        starts: Sequence[int],
+        queries: slice,
+        first_key: int,
+        keys: int,
+        make_mask: Callable[[Sequence[_Seen], int], BlockMask],
+    ) -> None:
+        self.queries = queries
+        self.first_key = first_key
+        self.keys = keys
+        self._segments = segments
+        self._starts = starts
+        self._make_mask = make_mask
+        self._masks: dict[int | None, BlockMask] = {}  # by window
+
     def mask(self, window: int | None) -> BlockMask:
-        """Which keys each query of the pass sees."""
+        """Which keys each query sees."""
         if window not in self._masks:
             seen = []
-            for start, segment in zip(self._step.starts, self._step.segments, strict=True):
+            for start, segment in zip(self._starts, self._segments, strict=True):
+                start -= self.first_key
                 lasts = {at: end - 1 for first, end in segment.both_ways for at in range(first, end)}
                 for position in range(segment.start, segment.stop):
                     first = 0 if window is None else max(0, position - window + 1)
                     seen.append(_Seen(start, start + first, start + lasts.get(position, position)))
-            keys = self._step.flat(0)[0]
-            self._masks[window] = _block_mask(seen, keys.shape[0], self._block, keys.device)
+            self._masks[window] = self._make_mask(seen, self.keys)
         return self._masks[window]
+
+
+def _parts(step: VirtualStep, block: int) -> list[FlexPart]:
+    """The segments in order, as many in a part as lie within the kernel's reach."""
+    flat = step.flat(0)[0]
+    rows, most = flat.shape[0] // step.row_tokens, _MOST_ELEMENTS // flat.stride(0) // step.row_tokens
+    if most < 1:
+        raise ModelError(f"FlexAttention does not reach all of {step.row_tokens} tokens {flat.stride(0)} numbers apart")
+    parts: list[FlexPart] = []
+    first = tokens = 0
+    numbers = [start // step.row_tokens for start in step.starts]
+    while first < len(numbers):
+        low, high, end = (0, rows, len(numbers)) if rows <= most else (numbers[first], numbers[first] + 1, first + 1)
+        while end < len(numbers) and max(high, numbers[end] + 1) - min(low, numbers[end]) <= most:
+            low, high, end = min(low, numbers[end]), max(high, numbers[end] + 1), end + 1
+        segments = step.segments[first:end]
+        queries = slice(tokens, tokens + sum(map(len, segments)))
+        parts.append(
+            FlexPart(
+                segments,
+                step.starts[first:end],
+                queries,
+                low * step.row_tokens,
+                (high - low) * step.row_tokens,
+                functools.partial(_block_mask, block=block, device=flat.device),
+            )
+        )
+        first, tokens = end, queries.stop
+    return parts
 
 
 class _Seen(NamedTuple):
@@ -142,7 +238,7 @@ def _block_mask(seen: Sequence[_Seen], keys: int, block: int, device: torch.devi
             reach[sequence] = min(before[0], first), max(before[1], last)
         runs = [range(first // block, last // block + 1) for first, last in reach.values()]
         per_query_block.append([needed for run in runs for needed in run])
-    width = max(map(len, per_query_block))
+    width = max(2, *map(len, per_query_block))  # one is a kernel of its own
     indices = [[*needed, *[0] * (width - len(needed))] for needed in per_query_block]
     firsts = to_device([each.first for each in seen], torch.int64, device)
     lasts = to_device([each.last for each in seen], torch.int64, device)
@@ -180,4 +276,6 @@ def _softcap(cap: float) -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.recompile_limit = max(config.recompile_limit, _MOST_KERNELS)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

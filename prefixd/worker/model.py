@@ -19,7 +19,7 @@ from prefixd.worker.decode_graphs import DecodeStep
 from prefixd.worker.errors import ModelError
 from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
-from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.flex_attention import FlexAttention, check_reach
 from prefixd.worker.grouped_attention import GroupedAttention
 from prefixd.worker.grouped_kv import GroupedStep, places
 from prefixd.worker.images import FeatureStore, ImageEncoder, attention_names, image_kind, read_processor
@@ -311,6 +311,8 @@ def _choose_on_cuda(spec: ModelSpec, kinds: Mapping[int, AttentionKind], *, page
     flex = FlexAttention(geometry.block_tokens)
     if refused := refusal(flex, kinds.values()):
         raise ModelError(refused)
+    for group in spec.groups.own.attention:
+        check_reach(group.geometry, spec.sequence_capacity)
     return flex
 
 

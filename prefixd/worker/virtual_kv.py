@@ -108,14 +108,16 @@ class VirtualStep:
     kv: ``[requests, tokens, layers, 2, kv_heads, head_dim]``; rows[i] is where segment i lies.
 
     Attributes:
-        starts: where each segment's first key lies in what `flat` returns: row * stride (vAttention, 5.2.3).
+        row_tokens: tokens from a row to the next.
+        starts: where each segment's first key lies in what `flat` returns: row * row_tokens (vAttention, 5.2.3).
     """
 
     def __init__(self, kv: torch.Tensor, segments: Sequence[Segment], rows: Sequence[int]) -> None:
         self.segments = tuple(segments)
         self._kv = kv
         self._rows = tuple(rows)
-        self.starts = [row * kv.shape[1] for row in rows]
+        self.row_tokens = kv.shape[1]
+        self.starts = [row * self.row_tokens for row in rows]
         self._lengths = [len(segment) for segment in segments]
         if kv.is_cuda:
             slots = [
@@ -157,7 +159,7 @@ class VirtualStep:
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
         """Sequence i begins at `starts[i]`, and `seqused_k` says how far it reaches."""
-        stride, device = self._kv.shape[1], self._kv.device
+        stride, device = self.row_tokens, self._kv.device
         lengths = [segment.stop for segment in self.segments]
         return self.flat, {
             "cu_seq_k": to_device([*self.starts, self.starts[-1] + stride], torch.int32, device),

@@ -194,8 +194,7 @@ class VAttention:
         requests are live; waits for the streams of a freed one if need be.
         """
         manager = self._owned()
-        if manager.virtual.idle_count == 0:
-            manager.poll(wait=manager.releasing_count > 0)
+        manager.poll(wait=manager.virtual.idle_count == 0)  # so that the memory of one that has just ended is found
         tensor = manager.create()
         self._requests[tensor.row] = _Request(tensor)
         return tensor.row

@@ -624,6 +624,7 @@ def test_auto_copies_only_while_more_than_the_watermark_is_free(make: Make, wate
     parent, ended = kv.alloc_reqid(), kv.alloc_reqid()
     assert kv.step(at(10, parent)) == 0 and kv.step(at(8, ended)) == 0
     kv.free_reqid(ended)
+    vattention._synchronize(layers(kv)[0][0])
     kv.costs.map_s, kv.costs.copy_s = 1.0, 1e-6
     child = kv.alloc_reqid()
     assert child == ended, "a copy needs no mapping here, so it pays"

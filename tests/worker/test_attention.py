@@ -13,17 +13,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.varlen_reference import varlen_reference
+from prefixd.worker import flex_attention
 from prefixd.worker.attention import AttentionBackend
 from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.errors import ModelError
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
-from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.flex_attention import FlexAttention, check_reach
 from prefixd.worker.kv_memory import Segment
 from prefixd.worker.model import choose_attention, load_model
 from prefixd.worker.model_spec import ModelSpec, read_model_spec
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.tile_attention import TileAttention
 from prefixd.worker.virtual_kv import VirtualStep
+from prefixd_swap.geometry import KvGeometry
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
@@ -121,9 +123,13 @@ def test_flash_attention_never_reads_behind_the_last_token(rig_with, reference, 
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, reference):
+@pytest.mark.parametrize("rows_of_a_call", ["all", 1, 2])
+def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, reference, monkeypatch, rows_of_a_call):
     """Computed without its kernel, which reads all keys: so every row is mapped here, to the last block."""
     rig = rig_with(FlexAttention(16, compiled=False))
+    if rows_of_a_call != "all":
+        row = rig.manager.virtual.kv[0].numel()
+        monkeypatch.setattr(flex_attention, "_MOST_ELEMENTS", rows_of_a_call * row)
     zero = rig.frames(1)
     rig.window(zero[0]).zero_()
     for row in rig.manager.virtual.rows:
@@ -134,18 +140,50 @@ def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, referenc
 def test_flex_attention_names_only_the_blocks_that_are_needed(rig_with):
     segments = [Segment(None, 40, 60), Segment(None, 33, 34), Segment(None, 0, 1)]
     step = FlexAttention(16, compiled=False).begin(VirtualStep(torch.empty(8, 64, 1, 2, 2, 16), segments, [1, 4, 0]))
-    mask = step.mask(None)
+    (part,) = step.parts
+    mask = part.mask(None)
     assert mask.kv_num_blocks.tolist() == [[[4, 8]]], "two blocks of queries"
     named = mask.kv_indices[0, 0].tolist()
     assert named[0][:4] == [4, 5, 6, 7]
     assert sorted(named[1][:8]) == [0, 4, 5, 6, 7, 16, 17, 18]
-    windowed = step.mask(10)
+    windowed = part.mask(10)
     assert windowed.kv_num_blocks.tolist() == [[[3, 5]]]
     named = windowed.kv_indices[0, 0].tolist()
     assert named[0][:3] == [5, 6, 7], "query 40 of the row sees keys from 31 on"
     assert sorted(named[1][:5]) == [0, 6, 7, 17, 18]
     with pytest.raises(ModelError, match="multiple of 16 tokens, not of 24"):
         FlexAttention(24)
+
+
+def test_flex_attention_reaches_each_row_within_32_bits_of_the_first_of_a_call():
+    """The kernel's offsets are so wide: 64 rows of 32 Ki tokens in the layout "token" are 64 times as much."""
+    kv = torch.empty((64, 32 << 10, 32, 2, 8, 128), device="meta")
+    segments = [Segment(None, 8, 10), Segment(None, 0, 5), Segment(None, 3, 4)]
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(kv, segments, [63, 7, 8]))
+    assert [(part.first_key, part.keys, part.queries) for part in step.parts] == [
+        (63 * 32768, 32768, slice(0, 2)),
+        (7 * 32768, 32768, slice(2, 7)),
+        (8 * 32768, 32768, slice(7, 8)),
+    ]
+    assert step.parts[1].mask(None).seq_lengths == (5, 32768)
+    narrow = torch.empty((64, 16 << 10, 32, 2, 8, 128), device="meta")
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(narrow, segments, [63, 7, 8]))
+    assert [(part.first_key, part.keys, part.queries) for part in step.parts] == [
+        (63 * 16384, 16384, slice(0, 2)),
+        (7 * 16384, 2 * 16384, slice(2, 8)),
+    ]
+
+
+def test_flex_attention_refuses_sequences_that_it_does_not_reach():
+    wide = KvGeometry(32, 8, 128, "float32", 16)
+    check_reach(wide, 32 << 10)
+    with pytest.raises(ModelError, match=r"reaches 32768 tokens of 65536 numbers.*max_model_tokens.*layout"):
+        check_reach(wide, (32 << 10) + 16)
+    by_layer = KvGeometry(32, 8, 128, "float32", 16, "layer")
+    check_reach(by_layer, 1 << 20)
+    with pytest.raises(ModelError, match=r"reaches 1048576 tokens of 2048 numbers") as refused:
+        check_reach(by_layer, 1 << 21)
+    assert "layout" not in str(refused.value)
 
 
 def test_flex_attention_makes_a_pass_without_waiting_for_the_device(monkeypatch):
@@ -160,7 +198,7 @@ def test_flex_attention_makes_a_pass_without_waiting_for_the_device(monkeypatch)
     segments = [Segment(None, 3, 20), Segment(None, 0, 5)]
     monkeypatch.setattr(torch, "tensor", on_the_host)
     step = FlexAttention(16, compiled=False).begin(VirtualStep(kv, segments, [2, 0]))
-    mask = step.mask(None)
+    mask = step.parts[0].mask(None)
     assert mask.kv_indices.device.type == "meta"
     assert mask.seq_lengths == (22, 4 * 64)
 

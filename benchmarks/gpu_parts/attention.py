@@ -20,12 +20,14 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.kv import GQA, LAYOUTS, MHA, MQA, SMALL, Heads, Tensors, virtual_tensors
 from benchmarks.gpu_parts.part import Budget, Part, Unavailable
 from prefixd.worker.attention import AttentionBackend, StepAttention
+from prefixd.worker.errors import ModelError
 from prefixd.worker.flash_attention import FlashAttention, VarlenKernel, find_kernel
-from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.flex_attention import FlexAttention, check_reach
 from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.kv_memory import KvMemory, Segment, StepKv
 from prefixd.worker.paged_kv import PagedKv, PagedStep
 from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import VirtualMemory
 
 BATCHES, TOKENS, NEW_TOKENS = (1, 8, 64), (1024, 8192, 32768), 128
@@ -72,7 +74,10 @@ def _measure(device: Device, budget: Budget, ways: Sequence[str], shapes: Sequen
             if not budget.allows(name):
                 continue
             geometry = heads.geometry(layout, memory.chunk_bytes)
-            longest = max(lengths) + new + geometry.block_tokens
+            reached = [length for length in lengths if "flex" not in ways or _flex_reaches(geometry, length + new)]
+            budget.skipped += [f"{name} {tokens}: over 32 bits" for tokens in lengths if tokens not in reached]
+            block = geometry.block_tokens
+            longest = max(-(-(max(reached) + new) // block), 2) * block  # two for `_Bench.check`
             with virtual_tensors(device, memory, chunks, geometry, max(3, *batches), longest) as tensors:
                 bench = _Bench(device, heads, tensors, longest)
                 right = []
@@ -81,7 +86,7 @@ def _measure(device: Device, budget: Budget, ways: Sequence[str], shapes: Sequen
                     with budget.attempt(f"{name} {way}"):
                         errors[f"{name} {way}"] = bench.check(way)
                         right.append(way)
-                for tokens, batch in itertools.product(lengths, batches):
+                for tokens, batch in itertools.product(reached, batches):
                     if bench.blocks(tokens + new) * batch > len(tensors.frames):
                         budget.skipped.append(f"{name} {batch} x {tokens}: not enough memory")
                     elif budget.allows(point := f"{name} {batch} x {tokens}"):
@@ -281,6 +286,15 @@ class GatheredStep:
             return gathered[:, 0], gathered[:, 1]
 
         return layer, self._arguments
+
+
+def _flex_reaches(geometry: KvGeometry, tokens: int) -> bool:
+    """Whether FlexAttention reaches the last of so many tokens in whole blocks."""
+    try:
+        check_reach(geometry, -(-tokens // geometry.block_tokens) * geometry.block_tokens)
+    except ModelError:
+        return False
+    return True
 
 
 def _all_layers(attend: Attend, query: torch.Tensor, layers: int) -> None:

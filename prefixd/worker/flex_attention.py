@@ -38,8 +38,10 @@ else:
 
 _LARGEST_BLOCK = 128
 _SMALLEST_BLOCK = 16  # of a matrix product in Triton
-# Tiles of the kernel that fit the shared memory of small GPUs too, for 16-bit and for 32-bit numbers.
+# Tiles of the kernel that fit the shared memory of small GPUs too, for 16-bit and for 32-bit numbers. Where segments
+# are short, as in decoding, a wide tile would go through the keys of many of them.
 _TILE_QUERIES = {2: 64, 4: 32}
+_TILE_SHORT_QUERIES = 16
 _TILE_KEYS = 32
 _MOST_ELEMENTS = 1 << 31  # from the first to the last of a call's keys
 # It is compiled for one and for several queries, blocks of queries and blocks of keys, for less and for more than 128
@@ -97,8 +99,18 @@ class FlexStep:
         if not isinstance(step, VirtualStep):
             raise ModelError('FlexAttention runs on virtual tensors alone; set worker.kv to "virtual"')
         self._step = step
-        self._block = block
-        self.parts = _parts(step, block)
+        itemsize = step.flat(0)[0].dtype.itemsize
+        short = all(len(segment) <= _TILE_SHORT_QUERIES for segment in step.segments)
+        query_block = _TILE_SHORT_QUERIES if short else _TILE_QUERIES[itemsize]
+        # By itself torch takes tiles of up to 128, which have to divide the blocks of the mask. And for few queries it
+        # takes another kernel, in which all of them and their heads are one tile: that of 17 to 127 queries divides no
+        # block of 16, and one of 128 in 32-bit numbers took more than a minute to compile.
+        self._options = {
+            "FORCE_USE_FLEX_ATTENTION": True,
+            "BLOCK_M": query_block,
+            "BLOCK_N": min(block, _TILE_KEYS),
+        }
+        self.parts = _parts(step, functools.partial(_block_mask, query_block=query_block, block=block))
 
     def attend(
         self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
@@ -116,7 +128,7 @@ class FlexStep:
                 block_mask=part.mask(kind.window),
                 scale=scaling,
                 enable_gqa=True,
-                kernel_options=self._tiles(query.dtype),
+                kernel_options=self._options,
                 **({} if kind.sinks is None else _WITH_LSE),
             )
             if kind.sinks is not None:
@@ -127,18 +139,6 @@ class FlexStep:
                 result = (result * share[..., None]).to(query.dtype)
             output[:, part.queries] = result.transpose(1, 2)
         return output
-
-    def _tiles(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Of the kernel: its own choice is tiles of up to 128, which have to divide the blocks of the mask.
-
-        And its kernel for few queries takes all of them and their heads as one tile: none of up to 127 queries divides
-        a block of 16, and one of 128 in 32-bit numbers took more than a minute to compile.
-        """
-        return {
-            "FORCE_USE_FLEX_ATTENTION": True,
-            "BLOCK_M": min(self._block, _TILE_QUERIES[dtype.itemsize]),
-            "BLOCK_N": min(self._block, _TILE_KEYS),
-        }
 
     def expands(self, layer: int) -> bool:
         """Never."""
@@ -166,7 +166,7 @@ class FlexPart:
         queries: slice,
         first_key: int,
         keys: int,
-        make_mask: Callable[[Sequence[_Seen], int], BlockMask],
+        make_mask: Callable[..., BlockMask],
     ) -> None:
         self.queries = queries
         self.first_key = first_key
@@ -190,7 +190,7 @@ class FlexPart:
         return self._masks[window]
 
 
-def _parts(step: VirtualStep, block: int) -> list[FlexPart]:
+def _parts(step: VirtualStep, make_mask: Callable[..., BlockMask]) -> list[FlexPart]:
     """The segments in order, as many in a part as lie within the kernel's reach."""
     flat = step.flat(0)[0]
     rows, most = flat.shape[0] // step.row_tokens, _MOST_ELEMENTS // flat.stride(0) // step.row_tokens
@@ -212,7 +212,7 @@ def _parts(step: VirtualStep, block: int) -> list[FlexPart]:
                 queries,
                 low * step.row_tokens,
                 (high - low) * step.row_tokens,
-                functools.partial(_block_mask, block=block, device=flat.device),
+                functools.partial(make_mask, device=flat.device),
             )
         )
         first, tokens = end, queries.stop
@@ -227,13 +227,13 @@ class _Seen(NamedTuple):
     last: int
 
 
-def _block_mask(seen: Sequence[_Seen], keys: int, block: int, device: torch.device) -> BlockMask:
-    """The mask of queries, in blocks of `block` keys."""
+def _block_mask(seen: Sequence[_Seen], keys: int, query_block: int, block: int, device: torch.device) -> BlockMask:
+    """The mask of queries, in blocks of `query_block` queries and `block` keys."""
     queries = len(seen)
     per_query_block: list[list[int]] = []
-    for query in range(0, queries, block):
+    for query in range(0, queries, query_block):
         reach: dict[int, tuple[int, int]] = {}  # by sequence: the first and the last key that these queries see
-        for sequence, first, last in seen[query : query + block]:
+        for sequence, first, last in seen[query : query + query_block]:
             before = reach.get(sequence, (first, last))
             reach[sequence] = min(before[0], first), max(before[1], last)
         runs = [range(first // block, last // block + 1) for first, last in reach.values()]
@@ -257,7 +257,7 @@ def _block_mask(seen: Sequence[_Seen], keys: int, block: int, device: torch.devi
         q_indices=None,
         full_q_num_blocks=None,
         full_q_indices=None,
-        BLOCK_SIZE=(block, block),
+        BLOCK_SIZE=(query_block, block),
         mask_mod=mask_mod,
     )
 

@@ -138,19 +138,24 @@ def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, referenc
 
 
 def test_flex_attention_names_only_the_blocks_that_are_needed(rig_with):
-    segments = [Segment(None, 40, 60), Segment(None, 33, 34), Segment(None, 0, 1)]
+    segments = [Segment(None, 28, 63), Segment(None, 33, 34), Segment(None, 0, 1)]
     step = FlexAttention(16, compiled=False).begin(VirtualStep(torch.empty(8, 64, 1, 2, 2, 16), segments, [1, 4, 0]))
     (part,) = step.parts
     mask = part.mask(None)
-    assert mask.kv_num_blocks.tolist() == [[[4, 8]]], "two blocks of queries"
+    assert mask.kv_num_blocks.tolist() == [[[4, 8]]], "two blocks of queries, of 32"
     named = mask.kv_indices[0, 0].tolist()
     assert named[0][:4] == [4, 5, 6, 7]
     assert sorted(named[1][:8]) == [0, 4, 5, 6, 7, 16, 17, 18]
     windowed = part.mask(10)
-    assert windowed.kv_num_blocks.tolist() == [[[3, 5]]]
+    assert windowed.kv_num_blocks.tolist() == [[[3, 4]]]
     named = windowed.kv_indices[0, 0].tolist()
-    assert named[0][:3] == [5, 6, 7], "query 40 of the row sees keys from 31 on"
-    assert sorted(named[1][:5]) == [0, 6, 7, 17, 18]
+    assert named[0][:3] == [5, 6, 7], "query 28 of the row sees keys from 19 on"
+    assert sorted(named[1][:4]) == [0, 7, 17, 18]
+    rows = list(range(8)) * 3
+    decoding = FlexAttention(16, compiled=False).begin(
+        VirtualStep(torch.empty(8, 64, 1, 2, 2, 16), [Segment(None, 8, 9)] * 24, rows)
+    )
+    assert decoding.parts[0].mask(None).kv_num_blocks.tolist() == [[[8, 8]]], "16 queries, of 8 rows, then 8"
     with pytest.raises(ModelError, match="multiple of 16 tokens, not of 24"):
         FlexAttention(24)
 

@@ -569,7 +569,7 @@ class WorkerSettings(_Section):
     draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
     """How many tokens the draft proposes at a time."""
     cuda_graphs: bool = False
-    """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
+    """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs."""
     max_running: Count = 8
     """Requests computed at once."""
     max_step_tokens: Count = 512

@@ -620,7 +620,7 @@ class Mover:
     ) -> None:
         """Reads into memory that a file cannot be read into, by way of the shared tier; sets `arrived` [m].
 
-        A pipeline: while some blocks are copied on, others are read. On CUDA unverified: never ran on a GPU.
+        A pipeline: while some blocks are copied on, others are read.
         """
         sizes = [trie.part_bytes[part] for part in parts]
         shared, read_from = self.tiers.shared, self._reader(source)

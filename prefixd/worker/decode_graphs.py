@@ -5,7 +5,7 @@ and go, so one graph a batch size serves all batches: what differs between passe
 written before each replay. A batch that is smaller than its graph is filled up with copies of its last request: they
 compute and write the same values at the same place.
 
-Unverified on a GPU; the tests replay without one.
+`benchmarks.gpu` replays them on a GPU; the tests replay without one.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class DecodeGraphs:
 
 
 def capture_graph(compute: Compute) -> Replay:
-    """Capture `compute` on the current CUDA device. Unverified on a GPU."""
+    """Capture `compute` on the current CUDA device."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # the first calls allocate and choose kernels, which cannot be captured

@@ -7,7 +7,8 @@ nothing behind the last token is read.
 Windows are the kernel's own. It reads keys in blocks that begin at multiples of at most `READ_BLOCK` tokens, and none
 before the block of the first key that the segment's first query sees: memory before that may be gone.
 
-Unverified on a GPU; the tests run it with a stand-in for the kernel.
+`make gpu-check` runs it on a GPU; without block tables so far, which torch has from 2.12 on. Elsewhere the tests
+run it with a stand-in for the kernel.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class CudaCopyEngine(CopyEngine):
     """Copies between host and GPU on streams of its own, one a direction, and host to host like
     `HostCopyEngine`.
 
-    Host memory should be pinned (`register_host`): pageable memory is correct too, but slow. Unverified on a GPU.
+    Host memory should be pinned (`register_host`): pageable memory is correct too, but slow.
     Raises DeviceError without a usable GPU, OutOfMemoryError when the system gives no threads.
     """
 

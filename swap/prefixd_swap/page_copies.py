@@ -13,7 +13,8 @@ than of PCIe.
         layer 0: [ b7 .. b2 .. ]     part 0: | L0 b7 b2 | L1 b7 b2 |    part 0 at any address
         layer 1: [ b7 .. b2 .. ] <-> part 1: | L0 b4 b9 | L1 b4 b9 |    part 1 at any address
 
-Unverified on a GPU; the tests run it against a stand-in driver, and its kernels on a CPU's tensors.
+`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver, its kernels on a
+CPU's tensors.
 """
 
 from __future__ import annotations

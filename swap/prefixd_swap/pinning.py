@@ -5,7 +5,7 @@ copies go on meanwhile: those of registered slices are fast early, the others ar
 copy whose host memory is registered in part or by two calls (CUDA driver API, `cuMemcpy` on host memory: "entirely
 registered [...] or not registered at all"), so every copy is cut at the borders of the slices, see `pieces`.
 
-Unverified on a GPU; the tests run it against a stand-in driver.
+`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver.
 """
 
 from __future__ import annotations

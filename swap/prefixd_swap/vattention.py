@@ -87,7 +87,7 @@ class VAttention:
 
     It is closed, by `close` or by a `with` block: nobody else knows when the tensors are used no more.
 
-    Unverified on a GPU; the tests run it on the stand-in driver.
+    `make gpu-check` runs it on a GPU; elsewhere the tests run it on a stand-in driver.
     """
 
     def __init__(self) -> None:

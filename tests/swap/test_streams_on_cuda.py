@@ -1,4 +1,4 @@
-"""The manager while a GPU's kernels still run: the stand-in has none, so only a GPU runs this. Unverified on one."""
+"""The manager while a GPU's kernels still run: the stand-in has none, so only a GPU runs this."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an engine on CUDA needs beside copies: the arena registered with the driver, and fences in the compute stream.
 
-Unverified on a GPU; the tests run it against a stand-in driver.
+`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver.
 """
 
 from __future__ import annotations

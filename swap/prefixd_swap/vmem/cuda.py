@@ -1,13 +1,14 @@
 """Virtual memory on a GPU through CUDA's driver API.
 
-One chunk is one allocation, since `cuMemMap` takes no offset into an allocation. What costs, as others have measured,
-is `cuMemSetAccess` (about 37 us a call, whatever it covers) and creating (29 to 195 us a chunk): access is set
-and chunks are unmapped once a run, and chunks are created once and recycled by the pool above.
+One chunk is one allocation, since `cuMemMap` takes no offset into an allocation. What costs (`benchmarks.gpu`, on an
+H100) is `cuMemSetAccess` (24 to 38 us a chunk), `cuMemUnmap` (16 to 25) and creating (12 to 21), for chunks of 2 MiB as
+of 128: a call for a run of chunks saves nothing but Python's time, and larger chunks map as many bytes in fewer of
+them. Chunks are created once and recycled by the pool above.
 
 The device has a chunk's memory back when every process that attached it has released its handle and unmapped it:
 after `destroy` here, `drop` there.
 
-Unverified on a GPU; the tests run it against a stand-in driver.
+`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calling the CUDA driver: errors as exceptions, and the context that every thread needs.
 
-Unverified on a GPU; the tests run it against a stand-in driver.
+`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver.
 """
 
 from __future__ import annotations

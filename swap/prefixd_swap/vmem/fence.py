@@ -56,7 +56,7 @@ class HostFence(Fence):
 
 
 class CudaFence(Fence):
-    """Records an event on every stream; events are reused. Unverified on a GPU."""
+    """Records an event on every stream; events are reused."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device

@@ -60,6 +60,10 @@ class Losses:
         """[len(rows)]: what each block has in the tier."""
         return self._use.bytes_of(trie, rows, self._tier)
 
+    def cost(self, trie: Trie, row: int) -> tuple[int, int]:
+        """Of one block, its owner and its bytes: what `owners` and `bytes_of` say, in a quarter of the time."""
+        return min(self._use.owner_number(trie, row), len(self.left) - 1), self._use.bytes_of_row(trie, row, self._tier)
+
     def may_go(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
         """[len(rows)]: which blocks' copies could go if no other did before."""
         left = self.left[self.owners(trie, rows)]
@@ -99,6 +103,7 @@ class _Sizes:
 
     tier: Tier
     part_bytes: tuple[int, ...]
+    each: list[int]
     parts: Int64s
     groups: Int64s
 
@@ -142,9 +147,13 @@ class TenantUse:
         owners: Rows = self._owner_of[trie.namespace[rows]]
         return owners
 
+    def owner_number(self, trie: Trie, row: int) -> int:
+        """The ordinal of the tenant that a block belongs to."""
+        return 0 if len(self.tenants) == 1 else int(self._owner_of[trie.namespace[row]])
+
     def owner(self, trie: Trie, row: int) -> Tenant:
         """The tenant that a block belongs to."""
-        return self.tenants.at(int(self.owners(trie, np.array([row], np.int64))[0]))
+        return self.tenants.at(self.owner_number(trie, row))
 
     def by_owner(self, trie: Trie, rows: Rows) -> list[tuple[Tenant, Rows]]:
         """Each tenant's part of `rows`, in their order."""
@@ -175,6 +184,13 @@ class TenantUse:
         nbytes: Int64s = (trie.slots[rows, tier.level] != NO_SLOT) @ self.part_bytes(trie, tier)
         return nbytes
 
+    def bytes_of_row(self, trie: Trie, row: int, tier: Tier) -> int:
+        """Bytes of the slots that one block has in a tier."""
+        sizes = self._sizes(trie, tier).each
+        return sum(
+            size for slot, size in zip(trie.slots[row, tier.level].tolist(), sizes, strict=True) if slot != NO_SLOT
+        )
+
     def _sizes(self, trie: Trie, tier: Tier) -> _Sizes:
         known = self._slot_bytes.get((trie.ordinal, tier.level))
         # Another pool may have other frames, and a trie can get another geometry.
@@ -183,10 +199,11 @@ class TenantUse:
             or known.part_bytes is not trie.part_bytes
             or (known.tier is not tier and self._tiers.exists(tier))
         ):
-            parts = np.array([_slot_bytes(tier, nbytes) for nbytes in trie.part_bytes], np.int64)
+            each = [_slot_bytes(tier, nbytes) for nbytes in trie.part_bytes]
+            parts = np.array(each, np.int64)
             masks = np.arange(trie.all_groups + 1, dtype=np.uint8)
             groups = ((masks[:, None] & trie.part_mask) != 0) @ parts
-            known = self._slot_bytes[trie.ordinal, tier.level] = _Sizes(tier, trie.part_bytes, parts, groups)
+            known = self._slot_bytes[trie.ordinal, tier.level] = _Sizes(tier, trie.part_bytes, each, parts, groups)
         return known
 
     # -- what is where --------------------------------------------------------------------------------------------

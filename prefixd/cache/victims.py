@@ -305,7 +305,7 @@ def _choose(
         if wanted is not None and wanted <= 0:
             return False
         if identity not in costs and losses is not None:
-            costs.update(_costs(tries[identity >> _ROW_BITS], np.array([identity & _ROW_MASK]), losses))
+            costs[identity] = losses.cost(tries[identity >> _ROW_BITS], identity & _ROW_MASK)
         owner, nbytes = costs[identity]
         if nbytes > left[owner]:
             return False

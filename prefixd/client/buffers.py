@@ -106,6 +106,22 @@ class BlockBuffers:
                 for begin in range(0, data.nbytes, piece_bytes):
                     yield data[begin : begin + piece_bytes]
 
+    def messages(self, first: int, blocks: int, message_bytes: int) -> Iterator[bytes]:
+        """Copies of the same pieces, several together while they have at most `message_bytes`.
+
+        A message takes a tenth of a millisecond of the daemon's event loop, however small it is.
+        """
+        held: list[memoryview] = []
+        room = message_bytes
+        for piece in self.pieces(first, blocks, message_bytes):
+            if piece.nbytes > room:
+                yield b"".join(held)
+                held, room = [], message_bytes
+            held.append(piece.data)
+            room -= piece.nbytes
+        if held:
+            yield b"".join(held)
+
 
 class StreamSink:
     """Fills blocks from the start of `buffers` with the bytes of a stream, whatever its pieces.

@@ -13,7 +13,7 @@ from prefixd.client.session import Session
 from prefixd.client.spec import StoreResult
 from prefixd.v1 import cache_pb2
 
-_PIECE_BYTES = 1 << 20
+_MESSAGE_BYTES = 256 << 10
 
 
 async def get(
@@ -91,8 +91,8 @@ async def put(
             durable=durable,
             retention=wishes,
         )
-        pieces = buffers.pieces(start - first_block, total - start, _PIECE_BYTES)
-        data = (cache_pb2.PutRequest(data=piece.tobytes()) for piece in pieces)
+        messages = buffers.messages(start - first_block, total - start, _MESSAGE_BYTES)
+        data = (cache_pb2.PutRequest(data=message) for message in messages)
         response = await connection.upload(connection.cache.Put, cache_pb2.PutRequest(header=header), data)
         if durable and not response.committed:
             return None

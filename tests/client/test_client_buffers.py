@@ -100,3 +100,19 @@ def test_a_stream_fills_blocks_whatever_its_pieces(cuts: list[int], separate: bo
     assert target == ([whole[:, :6].tobytes(), whole[:, 6:].tobytes()] if separate else data)
     with pytest.raises(ServerError, match="1 bytes more"):
         sink.write(b"x")
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_messages_have_several_parts_up_to_a_size_and_all_bytes_in_order(separate: bool) -> None:
+    parts = (3, 10)
+    content = np.arange(13 * 5, dtype=np.uint8)
+    if separate:
+        by_block = content.reshape(5, 13)
+        buffers = BlockBuffers([by_block[:, :3].copy(), by_block[:, 3:].copy()], parts, 5, writable=False)
+    else:
+        buffers = BlockBuffers(content, parts, 5, writable=False)
+    messages = list(buffers.messages(1, 4, 16))
+    assert b"".join(messages) == content[13:].tobytes()
+    assert [len(message) for message in messages] == [16, 13, 13, 10]
+    assert [len(message) for message in buffers.messages(1, 1, 4)] == [3, 4, 4, 2], "parts are cut where they must be"
+    assert list(buffers.messages(2, 0, 16)) == []

@@ -124,7 +124,7 @@ class FlexStep:
                 query[:, :, part.queries],
                 keys[reach].transpose(0, 1)[None],
                 values[reach].transpose(0, 1)[None],
-                score_mod=None if kind.softcap is None else _softcap(kind.softcap),
+                score_mod=None if kind.softcap is None else _softcap(kind.softcap, query.device),
                 block_mask=part.mask(kind.window),
                 scale=scaling,
                 enable_gqa=True,
@@ -263,13 +263,18 @@ def _block_mask(seen: Sequence[_Seen], keys: int, query_block: int, block: int, 
 
 
 @functools.cache
-def _softcap(cap: float) -> Callable[..., torch.Tensor]:
-    """The same function each time, so that it is compiled once."""
+def _softcap(cap: float, device: torch.device) -> Callable[..., torch.Tensor]:
+    """The same function each time, so that it is compiled once.
+
+    Its number is a tensor: one of Python is a symbol for `torch.compile` with dynamic shapes, of which no kernel can be
+    made (torch 2.11).
+    """
+    most = torch.tensor(cap, device=device)
 
     def score_mod(
         score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        return cap * torch.tanh(score / cap)
+        return most * torch.tanh(score / most)
 
     return score_mod
 

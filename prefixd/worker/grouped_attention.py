@@ -10,7 +10,7 @@ from prefixd.worker.kv_memory import StepKv
 
 
 class GroupedAttention:
-    """The backend; `backend` computes attention on the memory of each group. On CUDA unverified: never ran on a GPU."""
+    """The backend; `backend` computes attention on the memory of each group."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend

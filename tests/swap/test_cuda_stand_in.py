@@ -30,7 +30,10 @@ SUITES = {
         30,
     ),
     "worker": (
-        [TESTS / f"worker/test_{name}.py" for name in ("attention_on_cuda", "engine_on_cuda", "shared_frames")],
+        [
+            TESTS / f"worker/test_{name}.py"
+            for name in ("attention_on_cuda", "engine_on_cuda", "windows_on_cuda", "shared_frames")
+        ],
         20,
     ),
     "server": ([TESTS / "cache/test_tiers_on_cuda.py", TESTS / "server/test_generate_on_cuda.py"], 7),

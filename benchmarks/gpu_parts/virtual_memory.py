@@ -39,7 +39,10 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
                     point = {"chunks": run, **_driver(device, memory, run, CHUNK_BYTES, rounds)}
                     points.append({**point, **_classes(device, memory, run, rounds)})
         for size in sizes:
-            if budget.allows(name := f"chunks of {size} bytes"):
+            name = f"chunks of {size} bytes"
+            if 2 * _SIZED_RUN * size > device.free_bytes():
+                budget.skipped.append(f"{name}: not enough memory")
+            elif budget.allows(name):
                 with budget.attempt(name):
                     larger.append({"chunk_bytes": size, **_driver(device, memory, _SIZED_RUN, size, rounds)})
     return {"chunk_bytes": CHUNK_BYTES, "points": points, "sizes": larger}

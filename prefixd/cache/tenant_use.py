@@ -61,7 +61,7 @@ class Losses:
         return self._use.bytes_of(trie, rows, self._tier)
 
     def cost(self, trie: Trie, row: int) -> tuple[int, int]:
-        """Of one block, its owner and its bytes: what `owners` and `bytes_of` say, in a quarter of the time."""
+        """Of one block, its owner and its bytes: what `owners` and `bytes_of` say, in half the time."""
         return min(self._use.owner_number(trie, row), len(self.left) - 1), self._use.bytes_of_row(trie, row, self._tier)
 
     def may_go(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -103,7 +103,6 @@ class _Sizes:
 
     tier: Tier
     part_bytes: tuple[int, ...]
-    each: list[int]
     parts: Int64s
     groups: Int64s
 
@@ -186,10 +185,7 @@ class TenantUse:
 
     def bytes_of_row(self, trie: Trie, row: int, tier: Tier) -> int:
         """Bytes of the slots that one block has in a tier."""
-        sizes = self._sizes(trie, tier).each
-        return sum(
-            size for slot, size in zip(trie.slots[row, tier.level].tolist(), sizes, strict=True) if slot != NO_SLOT
-        )
+        return int((trie.slots[row, tier.level] != NO_SLOT) @ self.part_bytes(trie, tier))
 
     def _sizes(self, trie: Trie, tier: Tier) -> _Sizes:
         known = self._slot_bytes.get((trie.ordinal, tier.level))
@@ -199,11 +195,10 @@ class TenantUse:
             or known.part_bytes is not trie.part_bytes
             or (known.tier is not tier and self._tiers.exists(tier))
         ):
-            each = [_slot_bytes(tier, nbytes) for nbytes in trie.part_bytes]
-            parts = np.array(each, np.int64)
+            parts = np.array([_slot_bytes(tier, nbytes) for nbytes in trie.part_bytes], np.int64)
             masks = np.arange(trie.all_groups + 1, dtype=np.uint8)
             groups = ((masks[:, None] & trie.part_mask) != 0) @ parts
-            known = self._slot_bytes[trie.ordinal, tier.level] = _Sizes(tier, trie.part_bytes, each, parts, groups)
+            known = self._slot_bytes[trie.ordinal, tier.level] = _Sizes(tier, trie.part_bytes, parts, groups)
         return known
 
     # -- what is where --------------------------------------------------------------------------------------------

@@ -106,17 +106,17 @@ class BlockBuffers:
                 for begin in range(0, data.nbytes, piece_bytes):
                     yield data[begin : begin + piece_bytes]
 
-    def messages(self, first: int, blocks: int, message_bytes: int) -> Iterator[bytes]:
-        """Copies of the same pieces, several together while they have at most `message_bytes`.
+    def messages(self, first: int, blocks: int, piece_bytes: int, joined_bytes: int) -> Iterator[bytes]:
+        """Copies of the same pieces, several together while they have at most `joined_bytes`.
 
         A message takes a tenth of a millisecond of the daemon's event loop, however small it is.
         """
         held: list[memoryview] = []
-        room = message_bytes
-        for piece in self.pieces(first, blocks, message_bytes):
-            if piece.nbytes > room:
+        room = joined_bytes
+        for piece in self.pieces(first, blocks, piece_bytes):
+            if held and piece.nbytes > room:
                 yield b"".join(held)
-                held, room = [], message_bytes
+                held, room = [], joined_bytes
             held.append(piece.data)
             room -= piece.nbytes
         if held:

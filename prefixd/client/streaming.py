@@ -13,7 +13,8 @@ from prefixd.client.session import Session
 from prefixd.client.spec import StoreResult
 from prefixd.v1 import cache_pb2
 
-_MESSAGE_BYTES = 256 << 10
+_PIECE_BYTES = 1 << 20
+_JOINED_BYTES = 256 << 10
 
 
 async def get(
@@ -91,7 +92,7 @@ async def put(
             durable=durable,
             retention=wishes,
         )
-        messages = buffers.messages(start - first_block, total - start, _MESSAGE_BYTES)
+        messages = buffers.messages(start - first_block, total - start, _PIECE_BYTES, _JOINED_BYTES)
         data = (cache_pb2.PutRequest(data=message) for message in messages)
         response = await connection.upload(connection.cache.Put, cache_pb2.PutRequest(header=header), data)
         if durable and not response.committed:

@@ -194,7 +194,9 @@ class VAttention:
         requests are live; waits for the streams of a freed one if need be.
         """
         manager = self._owned()
-        manager.poll(wait=manager.virtual.idle_count == 0)  # so that the memory of one that has just ended is found
+        manager.poll()  # so that the memory of one that has just ended is found
+        if manager.virtual.idle_count == 0:
+            manager.poll(wait=True)
         tensor = manager.create()
         self._requests[tensor.row] = _Request(tensor)
         return tensor.row

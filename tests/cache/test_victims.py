@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from prefixd.cache import Tiers, Trie
 from prefixd.cache.groups import FullAttention, SlidingWindow
-from prefixd.cache.index.trie import CPU, DISK, GPU, Rows
+from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows
 from prefixd.cache.tenant_use import Losses, TenantUse
 from prefixd.cache.victims import Limits, can_free, find_expired, find_victims, no_limits
 from prefixd.tenants import Tenants
@@ -425,3 +426,30 @@ def test_expired_bytes_of_others_go_as_far_as_they_may_lose_them() -> None:
     limits = limits_of(forest, [0, 0, 0, 1, 1, 1], [-1, 4096])
     ((_, found, _),) = in_turns(find_expired([trie], CPU, 6, limits=limits))
     assert found.tolist() == rows[[3]].tolist()
+
+
+def test_what_one_block_costs_is_what_is_said_of_rows() -> None:
+    """Blocks of three parts of different sizes, of which some are not there."""
+    rng = np.random.default_rng(0)
+    tenants = Tenants()
+    use, tier = TenantUse(Tiers(Transfers()), tenants), AbsentStore("cpu", CPU)
+    for number in range(1, 4):
+        use.assign(number, tenants.known(f"t{number}"))
+    slots = rng.integers(0, 50, (40, 4, 3))
+    slots[rng.random(slots.shape) < 0.4] = NO_SLOT
+    trie = cast(
+        Trie,
+        SimpleNamespace(
+            ordinal=0,
+            namespace=rng.integers(0, 4, 40),
+            slots=slots,
+            part_bytes=(64, 5000, 9000),
+            part_mask=np.ones(3, np.uint8),
+            all_groups=1,
+        ),
+    )
+    losses = Losses(use, tier, np.array([0, 0, 0]))  # the last place is that of all tenants from it on
+    rows = np.arange(40)
+    both = list(zip(losses.owners(trie, rows).tolist(), losses.bytes_of(trie, rows).tolist(), strict=True))
+    assert [losses.cost(trie, row) for row in rows.tolist()] == both
+    assert len({owner for owner, _ in both}) == 3 and len({nbytes for _, nbytes in both}) > 4

@@ -111,8 +111,11 @@ def test_messages_have_several_parts_up_to_a_size_and_all_bytes_in_order(separat
         buffers = BlockBuffers([by_block[:, :3].copy(), by_block[:, 3:].copy()], parts, 5, writable=False)
     else:
         buffers = BlockBuffers(content, parts, 5, writable=False)
-    messages = list(buffers.messages(1, 4, 16))
+    messages = list(buffers.messages(1, 4, 100, 16))
     assert b"".join(messages) == content[13:].tobytes()
     assert [len(message) for message in messages] == [16, 13, 13, 10]
-    assert [len(message) for message in buffers.messages(1, 1, 4)] == [3, 4, 4, 2], "parts are cut where they must be"
-    assert list(buffers.messages(2, 0, 16)) == []
+    assert [len(message) for message in buffers.messages(1, 1, 4, 4)] == [3, 4, 4, 2], (
+        "parts are cut where they must be"
+    )
+    assert [len(message) for message in buffers.messages(1, 2, 8, 4)] == [3, 8, 2, 3, 8, 2], "long ones go alone"
+    assert list(buffers.messages(2, 0, 16, 16)) == []

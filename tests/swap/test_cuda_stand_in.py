@@ -34,7 +34,7 @@ SUITES = {
             TESTS / f"worker/test_{name}.py"
             for name in ("attention_on_cuda", "engine_on_cuda", "windows_on_cuda", "shared_frames")
         ],
-        20,
+        26,
     ),
     "server": ([TESTS / "cache/test_tiers_on_cuda.py", TESTS / "server/test_generate_on_cuda.py"], 7),
 }

@@ -286,6 +286,36 @@ def test_a_freed_request_that_still_runs_shares_no_block(make: Make, monkeypatch
     assert (kv.stats().copied, kv.stats().shared_bytes) == (0, 0), "the last owner writes in place"
 
 
+class PolledFence(LateFence):
+    """Streams that have ended, as whoever asks will see."""
+
+    def poll(self, wait: bool = False) -> int:
+        return super().poll(wait=True)
+
+
+def test_the_memory_of_a_request_that_has_just_ended_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make()
+    monkeypatch.setattr(kv._manager, "_fence", PolledFence())
+    first, second = kv.alloc_reqid(), kv.alloc_reqid()
+    assert kv.step(at(8, second)) == 0
+    kv.free_reqid(second)
+    assert kv.alloc_reqid() == second, "where most free memory is mapped"
+    assert first != second
+
+
+def test_a_request_that_still_runs_is_not_waited_for_while_there_is_room(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = make()
+    fence = LateFence()
+    monkeypatch.setattr(kv._manager, "_fence", fence)
+    requests = [kv.alloc_reqid() for _ in range(BATCH - 1)]
+    kv.free_reqid(requests[0])
+    last = kv.alloc_reqid()
+    assert last not in requests and len(fence.waiting) == 1
+    assert kv.alloc_reqid() == requests[0] and not fence.waiting, "now there was no other"
+
+
 def test_the_device_is_waited_for_before_a_block_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request's own kernels may still read the block that is unmapped."""
     kv = make()

@@ -1,7 +1,7 @@
 """Attention's kernels on memory of which only what a sequence needs is mapped.
 
 With a GPU these are its kernels: flash attention, and FlexAttention compiled. Against the stand-in driver
-(`tests/swap/test_cuda_stand_in.py`) it is attention's definition over what the driver maps. Unverified on a GPU.
+(`tests/swap/test_cuda_stand_in.py`) it is attention's definition over what the driver maps.
 """
 
 from __future__ import annotations

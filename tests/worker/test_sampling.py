@@ -230,7 +230,6 @@ def test_a_step_copies_to_the_host_once(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_the_host_waits_for_that_copy_alone(monkeypatch):
-    """Unverified on a GPU."""
     real = torch.Tensor.tolist
 
     def to_host(tensor: torch.Tensor) -> list[float]:

@@ -34,9 +34,8 @@ what it is for; afterwards the daemon's accounts must add up, and what was taken
 achieved something (breaches says what), or the daemon and its worker grew by more memory than the scenario's bound, or
 ended. not_made: what ended an attack before it took place, where that is not what closes it. bystander_p99_ratio: the
 99th percentile of the bystanders' calls meanwhile against the median of those of all quiet phases with the same
-settings, each call counted in medians of its kind. It is that of some three calls, and a stall of the machine moves it:
-an attack over the bound is made twice more, and the median counts; ratios has all three. honest_failures: their calls
-that failed, had other bytes or tokens than they should, or found less than they had stored and are guaranteed.
+settings, each call counted in medians of its kind. honest_failures: their calls that failed, had other bytes or tokens
+than they should, or found less than they had stored and are guaranteed.
 
 Scenarios that need a second user of the host are skipped for who is not root. closed_by names the test that shows an
 attack without its fix, where the fix is older than this harness; hostile_before.json and hostile_unread_before.json in
@@ -45,7 +44,6 @@ benchmarks/results have the others.
 example: python -m benchmarks.hostile --only "silent Put" --only "key squatting" --json hostile.json"""
 
 _BACK_S = 20.0
-_LOOKS = 3
 _POLL_S = 0.1
 _SHOWN = 300  # characters
 
@@ -63,7 +61,7 @@ def run(
     verdicts: list[Verdict] = []
     skipped: dict[str, str] = {}
     quiet: dict[tuple[object, ...], list[list[Sample]]] = {}
-    measured: list[tuple[Verdict, list[list[Sample]], list[list[Sample]]]] = []
+    measured: list[tuple[Verdict, list[list[Sample]], list[Sample]]] = []
     with ExitStack() as stack:
         scene: Scene | None = None
         made_for: tuple[object, ...] = ()
@@ -80,15 +78,9 @@ def run(
                 made_for = kind
             all_quiet = quiet.setdefault(kind, [])
             verdict, meanwhile = _run_one(scenario, scene, seconds, all_quiet)
-            attacks = [meanwhile]
-            compare(verdict, all_quiet, attacks)
-            while verdict.ratios and verdict.ratios[0] > MOST_RATIO and len(attacks) < _LOOKS and not verdict.breached:
-                again, meanwhile = _run_one(scenario, scene, seconds, all_quiet)
-                verdict.add(again)
-                attacks.append(meanwhile)
             verdict.seconds = time.monotonic() - begin_s
-            compare(verdict, all_quiet, attacks)
-            measured.append((verdict, all_quiet, attacks))
+            compare(verdict, all_quiet, meanwhile)
+            measured.append((verdict, all_quiet, meanwhile))
             verdicts.append(verdict)
             step(verdict)
             if verdict.breached:  # what it has left behind must not count for the next

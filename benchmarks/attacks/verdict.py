@@ -23,8 +23,6 @@ class Verdict:
     breaches: list[str] = field(default_factory=list)
     """What it has achieved, a line each."""
     bystander_p99_ratio: float = 0.0
-    ratios: list[float] = field(default_factory=list)
-    """Of each time that the attack was made; the median counts."""
     p99_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By kind of call: in all quiet phases with the same settings, and meanwhile."""
     samples: tuple[int, int] = (0, 0)
@@ -51,21 +49,12 @@ class Verdict:
         self.honest_failures += len(failures)
         self.failures = [*self.failures, *failures][:_SHOWN]
 
-    def add(self, again: Verdict) -> None:
-        """The same attack was made again."""
-        self.breaches += again.breaches
-        self.honest_failures += again.honest_failures
-        self.failures = [*self.failures, *again.failures][:_SHOWN]
-        self.memory_mib = max(self.memory_mib, again.memory_mib)
-        self.not_made = self.not_made or again.not_made
-
     def plain(self) -> dict[str, Any]:
         """As it stands in the result."""
         return {
             "name": self.name,
             "breached": self.breached,
             "bystander_p99_ratio": round(self.bystander_p99_ratio, 2),
-            "ratios": [round(ratio, 2) for ratio in self.ratios],
             "honest_failures": self.honest_failures,
             "breaches": self.breaches,
             "not_made": self.not_made,
@@ -88,10 +77,8 @@ class Verdict:
         return f"{self.name}: {what}; bystanders' p99 x {self.bystander_p99_ratio:.1f}{failures} ({self.seconds:.0f} s)"
 
 
-def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], attacks: Sequence[Sequence[Sample]]) -> None:
+def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], meanwhile: Sequence[Sample]) -> None:
     """Enters how much longer calls took than in quiet phases; again, when there were more of these.
-
-    attacks: the calls of each time that the attack was made; the median of their ratios counts.
 
     Kinds of calls take different times: each is counted in medians of its kind in the quiet phases, and then all kinds
     together have a p99. Of the quiet phases' p99s the median counts: one in which the machine did something else, or
@@ -105,15 +92,13 @@ def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], attacks: Sequen
     def p99(samples: Sequence[Sample]) -> float:
         return float(np.percentile([each.seconds / usual[each.kind] for each in samples if each.kind in usual], _P))
 
-    verdict.samples = sum(map(len, quiet)), sum(map(len, attacks))
+    verdict.samples = sum(map(len, quiet)), len(meanwhile)
     before = [p99(phase) for phase in quiet if phase]
-    during = [p99(phase) for phase in attacks if any(each.kind in usual for each in phase)]
-    if not before or not during:
+    if not before or not any(each.kind in usual for each in meanwhile):
         return
-    verdict.ratios = [each / float(np.median(before)) for each in during]
-    verdict.bystander_p99_ratio = float(np.median(verdict.ratios))
+    verdict.bystander_p99_ratio = p99(meanwhile) / float(np.median(before))
     for kind, seconds in by_kind.items():
-        then = [each.seconds for phase in attacks for each in phase if each.kind == kind]
+        then = [each.seconds for each in meanwhile if each.kind == kind]
         both = (float(np.percentile(each, _P)) * 1e3 if each else 0.0 for each in (seconds, then))
         first, second = (round(each, 2) for each in both)
         verdict.p99_ms[kind] = first, second

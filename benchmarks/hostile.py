@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.attacks.attacker import Attacker, Order
@@ -37,6 +38,10 @@ ended. not_made: what ended an attack before it took place, where that is not wh
 settings, each call counted in medians of its kind. honest_failures: their calls that failed, had other bytes or tokens
 than they should, or found less than they had stored and are guaranteed.
 
+All attacks are made in turn, and all of them three times (--rounds), with a new daemon each time. The p99 of a phase is
+the time of some three calls, and one stall of the machine moves it: of an attack's ratios (ratios) the median counts.
+Anything else counts when it was seen once.
+
 Scenarios that need a second user of the host are skipped for who is not root. closed_by names the test that shows an
 attack without its fix, where the fix is older than this harness; hostile_before.json and hostile_unread_before.json in
 benchmarks/results have the others.
@@ -48,47 +53,65 @@ _POLL_S = 0.1
 _SHOWN = 300  # characters
 
 
+@dataclass(slots=True)
+class _Made:
+    """An attack, and the bystanders' calls."""
+
+    verdict: Verdict
+    quiet: list[list[Sample]]
+    """In all quiet phases with the same settings."""
+    attacks: list[list[Sample]]
+    """Each time that it was made."""
+
+
 def run(
     names: Sequence[str],
     seconds: float,
+    rounds: int = 1,
     step: Callable[[Verdict], None] = lambda verdict: None,
     scenarios: Mapping[str, Scenario] = SCENARIOS,
 ) -> tuple[list[Verdict], dict[str, str]]:
     """The scenarios with these names; what became of them, and why others were skipped.
 
     seconds: of each quiet phase, and the least of each attack.
+    rounds: how often all of them are made.
+    step: gets what became of one attack, each time.
     """
-    verdicts: list[Verdict] = []
-    skipped: dict[str, str] = {}
+    skipped = {
+        name: "another user of this host is needed; run as root"
+        for name in names
+        if scenarios[name].as_other_user and os.geteuid()
+    }
     quiet: dict[tuple[object, ...], list[list[Sample]]] = {}
-    measured: list[tuple[Verdict, list[list[Sample]], list[Sample]]] = []
-    with ExitStack() as stack:
-        scene: Scene | None = None
-        made_for: tuple[object, ...] = ()
-        for name in names:
-            scenario = scenarios[name]
-            if scenario.as_other_user and os.geteuid():
-                skipped[name] = "another user of this host is needed; run as root"
-                continue
-            begin_s = time.monotonic()
-            kind = (type(scenario).daemon_settings, *scenario.settings.items())
-            if scene is None or made_for != kind:
-                stack.close()
-                scene = stack.enter_context(Scene(scenario.daemon_settings))
-                made_for = kind
-            all_quiet = quiet.setdefault(kind, [])
-            verdict, meanwhile = _run_one(scenario, scene, seconds, all_quiet)
-            verdict.seconds = time.monotonic() - begin_s
-            compare(verdict, all_quiet, meanwhile)
-            measured.append((verdict, all_quiet, meanwhile))
-            verdicts.append(verdict)
-            step(verdict)
-            if verdict.breached:  # what it has left behind must not count for the next
-                stack.close()
-                scene = None
-    for each in measured:
-        compare(*each)
-    return verdicts, skipped
+    made: dict[str, _Made] = {}
+    for _ in range(rounds):
+        with ExitStack() as stack:
+            scene: Scene | None = None
+            made_for: tuple[object, ...] = ()
+            for name in (name for name in names if name not in skipped):
+                scenario = scenarios[name]
+                begin_s = time.monotonic()
+                kind = (type(scenario).daemon_settings, *scenario.settings.items())
+                if scene is None or made_for != kind:
+                    stack.close()
+                    scene = stack.enter_context(Scene(scenario.daemon_settings))
+                    made_for = kind
+                all_quiet = quiet.setdefault(kind, [])
+                verdict, meanwhile = _run_one(scenario, scene, seconds, all_quiet)
+                verdict.seconds = time.monotonic() - begin_s
+                compare(verdict, all_quiet, [meanwhile])
+                step(verdict)
+                if verdict.breached:  # what it has left behind must not count for the next
+                    stack.close()
+                    scene = None
+                if before := made.get(name):
+                    before.verdict.add(verdict)
+                    before.attacks.append(meanwhile)
+                else:
+                    made[name] = _Made(verdict, all_quiet, [meanwhile])
+    for each in made.values():
+        compare(each.verdict, each.quiet, each.attacks)
+    return [each.verdict for each in made.values()], skipped
 
 
 def _run_one(
@@ -190,24 +213,25 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=harness.number(0.5, 600), default=4.0, help="of each quiet phase and each attack (4)"
     )
+    parser.add_argument("--rounds", type=harness.positive, default=3, help="how often each attack is made (3)")
     options = parser.parse_args()
     logging.getLogger("asyncio").addFilter(_of_a_closed_loop)
     names = [name for name in SCENARIOS if name in (options.only or SCENARIOS)]
     begin_s = time.monotonic()
-    with harness.progress("attacks", len(names)) as advance:
+    with harness.progress("attacks", options.rounds * len(names)) as advance:
 
         def tell(verdict: Verdict) -> None:
             print(verdict, file=sys.stderr, flush=True)
             advance()
 
-        verdicts, skipped = run(names, options.seconds, tell)
+        verdicts, skipped = run(names, options.seconds, options.rounds, tell)
     result = {**totals(verdicts, skipped), "seconds": round(time.monotonic() - begin_s, 1)}
     harness.finish("hostile", result, options.json)
 
     def draw(axes: Any) -> None:
         axes.barh([verdict.name for verdict in verdicts][::-1], [v.bystander_p99_ratio for v in verdicts][::-1])
         axes.axvline(MOST_RATIO, color="grey", linestyle="--", label="bound")
-        axes.set_xlabel("bystanders' p99 during the attack, in p99s of the quiet phase before")
+        axes.set_xlabel("bystanders' p99 during the attack, in p99s of quiet phases")
         axes.legend()
 
     harness.plot(options.plot, draw)

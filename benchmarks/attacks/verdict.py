@@ -23,6 +23,9 @@ class Verdict:
     breaches: list[str] = field(default_factory=list)
     """What it has achieved, a line each."""
     bystander_p99_ratio: float = 0.0
+    """The median of `ratios`."""
+    ratios: list[float] = field(default_factory=list)
+    """One for each time that the attack was made."""
     p99_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By kind of call: in all quiet phases with the same settings, and meanwhile."""
     samples: tuple[int, int] = (0, 0)
@@ -49,12 +52,22 @@ class Verdict:
         self.honest_failures += len(failures)
         self.failures = [*self.failures, *failures][:_SHOWN]
 
+    def add(self, again: Verdict) -> None:
+        """The same attack was made once more: what it achieved or failed in once, it did; `compare` has the rest."""
+        self.breaches += again.breaches
+        self.honest_failures += again.honest_failures
+        self.failures = [*self.failures, *again.failures][:_SHOWN]
+        self.not_made = self.not_made or again.not_made
+        self.memory_mib = max(self.memory_mib, again.memory_mib)
+        self.seconds += again.seconds
+
     def plain(self) -> dict[str, Any]:
         """As it stands in the result."""
         return {
             "name": self.name,
             "breached": self.breached,
             "bystander_p99_ratio": round(self.bystander_p99_ratio, 2),
+            "ratios": [round(ratio, 2) for ratio in self.ratios],
             "honest_failures": self.honest_failures,
             "breaches": self.breaches,
             "not_made": self.not_made,
@@ -77,28 +90,32 @@ class Verdict:
         return f"{self.name}: {what}; bystanders' p99 x {self.bystander_p99_ratio:.1f}{failures} ({self.seconds:.0f} s)"
 
 
-def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], meanwhile: Sequence[Sample]) -> None:
-    """Enters how much longer calls took than in quiet phases; again, when there were more of these.
+def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], attacks: Sequence[Sequence[Sample]]) -> None:
+    """Enters how much longer calls took than in quiet phases; again, when there were more phases.
+
+    quiet, attacks: the bystanders' calls, phase by phase; a phase of `attacks` for each time that the attack was made.
 
     Kinds of calls take different times: each is counted in medians of its kind in the quiet phases, and then all kinds
-    together have a p99. Of the quiet phases' p99s the median counts: one in which the machine did something else, or
-    recovered from an attack, makes no attack look better.
+    of a phase together have a p99. That is the time of some three calls, and one stall of the machine moves it: of the
+    p99s of the quiet phases, and of those of the attack, the median counts.
     """
     by_kind: dict[str, list[float]] = {}
     for sample in (each for phase in quiet for each in phase):
         by_kind.setdefault(sample.kind, []).append(sample.seconds)
     usual = {kind: float(np.median(seconds)) for kind, seconds in by_kind.items()}
 
-    def p99(samples: Sequence[Sample]) -> float:
-        return float(np.percentile([each.seconds / usual[each.kind] for each in samples if each.kind in usual], _P))
+    def p99s(phases: Sequence[Sequence[Sample]]) -> list[float]:
+        counted = ([each.seconds / usual[each.kind] for each in phase if each.kind in usual] for phase in phases)
+        return [float(np.percentile(each, _P)) for each in counted if each]
 
-    verdict.samples = sum(map(len, quiet)), len(meanwhile)
-    before = [p99(phase) for phase in quiet if phase]
-    if not before or not any(each.kind in usual for each in meanwhile):
+    verdict.samples = sum(map(len, quiet)), sum(map(len, attacks))
+    before, meanwhile = p99s(quiet), p99s(attacks)
+    if not before or not meanwhile:
         return
-    verdict.bystander_p99_ratio = p99(meanwhile) / float(np.median(before))
+    verdict.ratios = [each / float(np.median(before)) for each in meanwhile]
+    verdict.bystander_p99_ratio = float(np.median(verdict.ratios))
     for kind, seconds in by_kind.items():
-        then = [each.seconds for each in meanwhile if each.kind == kind]
+        then = [each.seconds for phase in attacks for each in phase if each.kind == kind]
         both = (float(np.percentile(each, _P)) * 1e3 if each else 0.0 for each in (seconds, then))
         first, second = (round(each, 2) for each in both)
         verdict.p99_ms[kind] = first, second

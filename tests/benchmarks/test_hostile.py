@@ -37,11 +37,11 @@ def verdict_with(**fields: Any) -> Verdict:
 def test_calls_are_compared_by_kind_whatever_each_takes() -> None:
     quiet = samples("match", *[1.0] * 99, 2.0) + samples("generate", *[100.0] * 99, 200.0)
     verdict = verdict_with()
-    compare(verdict, [quiet], quiet)
+    compare(verdict, [quiet], [quiet])
     assert verdict.bystander_p99_ratio == pytest.approx(1.0)
     meanwhile = samples("match", *[1.0] * 90, *[50.0] * 10) + samples("generate", *[100.0] * 100)
     disturbed = samples("match", *[1.0] * 50, *[900.0] * 50)
-    compare(verdict, [quiet, disturbed, quiet], meanwhile)
+    compare(verdict, [quiet, disturbed, quiet], [meanwhile])
     assert verdict.bystander_p99_ratio > 20, "a quiet phase that was none changes nothing"
     assert verdict.samples == (500, 200)
     assert verdict.p99_ms["match"][1] == pytest.approx(50.0)
@@ -63,6 +63,23 @@ def test_each_bound_is_one(verdict: Verdict, complaint: str) -> None:
     assert complaints(totals([good, verdict], {})) == [complaint]
 
 
+def test_of_an_attack_that_was_made_three_times_the_median_counts() -> None:
+    quiet = [samples("match", *[10.0] * 100)] * 3
+    attacks = [samples("match", *[each] * 100) for each in (80.0, 20.0, 30.0)]
+    verdict = Verdict("one")
+    compare(verdict, quiet, attacks)
+    assert verdict.ratios == pytest.approx([8.0, 2.0, 3.0])
+    assert verdict.bystander_p99_ratio == pytest.approx(3.0) and verdict.samples == (300, 300)
+
+
+def test_what_was_seen_once_counts() -> None:
+    verdict = verdict_with(memory_mib=4.0, seconds=2.0)
+    verdict.add(verdict_with(breaches=["it got in"], honest_failures=2, failures=["match: gone"], seconds=3.0))
+    verdict.add(verdict_with(not_made="no room", memory_mib=3.0, seconds=1.0))
+    assert verdict.breached and verdict.honest_failures == 2 and verdict.failures == ["match: gone"]
+    assert (verdict.not_made, verdict.memory_mib, verdict.seconds) == ("no room", 4.0, 6.0)
+
+
 def test_a_scenario_that_did_not_run_is_missed_unless_it_was_skipped() -> None:
     result = totals([Verdict("one")], {"two": "run as root"})
     assert complaints(result, ["one", "two"]) == []
@@ -75,7 +92,7 @@ def test_the_command_fails_and_writes_what_it_has_found(
     file = tmp_path / "result.json"
     breached = Verdict("silent Put", breaches=["nobody has room"], bystander_p99_ratio=2.0, seconds=1.0)
     breached.fail(["alice: store: no room"] * 7)
-    monkeypatch.setattr(hostile, "run", lambda names, seconds, step: (step(breached), ([breached], {}))[1])
+    monkeypatch.setattr(hostile, "run", lambda names, seconds, rounds, step: (step(breached), ([breached], {}))[1])
     monkeypatch.setattr("sys.argv", ["hostile", "--only", "silent Put", "--json", str(file)])
     with pytest.raises(SystemExit) as ended:
         harness.run(hostile.main)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,20 @@ DESCRIPTION = """\
 A daemon with the embedded model and two tenants. The victim asks half of some random prompts; the attacker
 then asks each of them once, one after the other on an idle daemon, and guesses whether the victim has asked
 it: from the answer (hit_tokens), and from the time to its first token, by its own clock and by the answer's,
-with the thresholds that tell best between prompts of its own asked for the first and for the second time.
-Cached prompts are always loaded, so that a hit is as much faster as it can be.
+with the thresholds that tell best between prompts of its own asked for the first and for the second time,
+in the midst of every 50 probes: a machine is not always as fast. Cached prompts are always loaded, so that a
+hit is as much faster as it can be.
 
 Once with cache.share_after = 3, where the number of right guesses has to be within 3 standard deviations of
 chance, by the answer and by each clock; and once with 1, where nearly all have to be right: that the attacker
-looks at what tells. Exit status 1 when one of them misses. About 2 minutes."""
+looks at what tells. Exit status 1 when one of them misses. About 5 minutes."""
 
 SHARE_AFTER = 3
 LEAST_RIGHT = 0.95
 _AT_ONCE = 50
 """The victim and the attacker take the prompts in rounds of so many, for which the tiers have room."""
+_OWN = 10
+"""Prompts of its own that the attacker asks twice in each round."""
 _VICTIM, _ATTACKER = "victim-" + "v" * 32, "attacker-" + "a" * 32
 
 Prompt = list[int]
@@ -62,13 +66,19 @@ def ask(client: Client, prompt: Prompt) -> Seen:
 
 
 def best_threshold(cached: Sequence[float], others: Sequence[float]) -> float:
-    """The time below which a prompt is most likely cached, by the times of some that are and some that are not."""
-    times = sorted([*cached, *others])
+    """The time below which a prompt is most likely cached, by the times of some that are and some that are not.
 
-    def right(threshold: float) -> int:
-        return sum(each < threshold for each in cached) + sum(each >= threshold for each in others)
+    Where several tell as well, in the middle of the widest gap.
+    """
+    times = sorted({*cached, *others})
+    edges = [0.0, *times, times[-1] + 1]
 
-    return max([*times, times[-1] + 1], key=right)
+    def tells(gap: tuple[float, float]) -> tuple[int, float]:
+        low, high = gap
+        return sum(each <= low for each in cached) + sum(each >= high for each in others), high - low
+
+    low, high = max(list(pairwise(edges)), key=tells)
+    return (low + high) / 2
 
 
 def guess(seen: Seen, thresholds: Sequence[float]) -> dict[str, bool]:
@@ -91,24 +101,28 @@ def probe(share_after: int, prompts: int, prompt_tokens: int, seed: int, step: C
         Client(str(daemon.tcp), token=_VICTIM) as victim,
         Client(str(daemon.tcp), token=_ATTACKER) as attacker,
     ):
-        thresholds = _calibrate(attacker, made(_AT_ONCE))
+        for prompt in made(_OWN):  # the first requests of a daemon take longer
+            ask(attacker, prompt)
         for start in range(0, prompts, _AT_ONCE):
             asked = made(min(_AT_ONCE, prompts - start))
             cached = len(asked) // 2
             for prompt in asked[:cached]:
                 ask(victim, prompt)
-            for number in chance.sample(range(len(asked)), len(asked)):
-                for way, guessed in guess(ask(attacker, asked[number]), thresholds).items():
+            own = made(_OWN)
+            order = [*range(len(asked)), *range(-_OWN, 0), *range(-_OWN, 0)]
+            chance.shuffle(order)
+            seen: dict[int, list[Seen]] = {}
+            for number in order:
+                seen.setdefault(number, []).append(ask(attacker, asked[number] if number >= 0 else own[number]))
+                if number >= 0:
+                    step()
+            first, again = zip(*(seen[number] for number in range(-_OWN, 0)), strict=True)
+            clocks = [([each.clocks[at] for each in again], [each.clocks[at] for each in first]) for at in (0, 1)]
+            thresholds = [best_threshold(*of_clock) for of_clock in clocks]
+            for number in range(len(asked)):
+                for way, guessed in guess(seen[number][0], thresholds).items():
                     right[way] += guessed == (number < cached)
-                step()
     return right
-
-
-def _calibrate(attacker: Client, own: list[Prompt]) -> list[float]:
-    """The best threshold of each clock, by prompts of the attacker's own."""
-    others, cached = [ask(attacker, prompt) for prompt in own], [ask(attacker, prompt) for prompt in own]
-    clocks = [([seen.clocks[at] for seen in cached], [seen.clocks[at] for seen in others]) for at in (0, 1)]
-    return [best_threshold(*of_clock) for of_clock in clocks]
 
 
 def verdict(protected: dict[str, int], bare: dict[str, int], probes: int) -> tuple[dict[str, Any], list[str]]:

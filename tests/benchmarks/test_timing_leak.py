@@ -34,9 +34,10 @@ def test_a_probe_that_finds_nothing_where_all_is_common_proves_nothing() -> None
 
 
 def test_the_threshold_tells_best_between_what_is_known() -> None:
-    assert best_threshold([1, 2, 9], [3, 4, 5]) == 3
-    assert best_threshold([1, 2], [1, 2]) in (1, 2, 3)
-    assert best_threshold([5], [1]) in (1, 6)
+    assert best_threshold([1, 2, 9], [3, 4, 5]) == 2.5
+    assert best_threshold([1, 2], [4, 8, 9]) == 3, "in the widest gap of those that tell as well"
+    assert best_threshold([5], [1]) in (0.5, 3, 5.5)
+    assert best_threshold([1], [1]) in (0.5, 1.5)
 
 
 def test_a_hit_or_a_fast_answer_is_taken_for_a_cached_prompt() -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +67,8 @@ class _Made:
 def run(
     names: Sequence[str],
     seconds: float,
-    rounds: int = 1,
-    step: Callable[[Verdict], None] = lambda verdict: None,
-    scenarios: Mapping[str, Scenario] = SCENARIOS,
+    rounds: int,
+    step: Callable[[Verdict], None],
 ) -> tuple[list[Verdict], dict[str, str]]:
     """The scenarios with these names; what became of them, and why others were skipped.
 
@@ -80,7 +79,7 @@ def run(
     skipped = {
         name: "another user of this host is needed; run as root"
         for name in names
-        if scenarios[name].as_other_user and os.geteuid()
+        if SCENARIOS[name].as_other_user and os.geteuid()
     }
     quiet: dict[tuple[object, ...], list[list[Sample]]] = {}
     made: dict[str, _Made] = {}
@@ -89,7 +88,7 @@ def run(
             scene: Scene | None = None
             made_for: tuple[object, ...] = ()
             for name in (name for name in names if name not in skipped):
-                scenario = scenarios[name]
+                scenario = SCENARIOS[name]
                 begin_s = time.monotonic()
                 kind = (type(scenario).daemon_settings, *scenario.settings.items())
                 if scene is None or made_for != kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class Verdict:
     bystander_p99_ratio: float = 0.0
     """The median of `ratios`."""
     ratios: list[float] = field(default_factory=list)
-    """One for each time that the attack was made."""
+    """One for each time that the attack was made and bystanders had answers."""
     p99_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By kind of call: in all quiet phases with the same settings, and meanwhile."""
     samples: tuple[int, int] = (0, 0)
@@ -54,6 +55,8 @@ class Verdict:
 
     def add(self, again: Verdict) -> None:
         """The same attack was made once more: what it achieved or failed in once, it did; `compare` has the rest."""
+        if again.breached or again.not_made:
+            self.found = again.found
         self.breaches += again.breaches
         self.honest_failures += again.honest_failures
         self.failures = [*self.failures, *again.failures][:_SHOWN]
@@ -97,7 +100,7 @@ def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], attacks: Sequen
 
     Kinds of calls take different times: each is counted in medians of its kind in the quiet phases, and then all kinds
     of a phase together have a p99. That is the time of some three calls, and one stall of the machine moves it: of the
-    p99s of the quiet phases, and of those of the attack, the median counts.
+    p99s of the quiet phases, and of those of the attack, the median counts (of two, the greater).
     """
     by_kind: dict[str, list[float]] = {}
     for sample in (each for phase in quiet for each in phase):
@@ -113,7 +116,7 @@ def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], attacks: Sequen
     if not before or not meanwhile:
         return
     verdict.ratios = [each / float(np.median(before)) for each in meanwhile]
-    verdict.bystander_p99_ratio = float(np.median(verdict.ratios))
+    verdict.bystander_p99_ratio = median_high(verdict.ratios)
     for kind, seconds in by_kind.items():
         then = [each.seconds for phase in attacks for each in phase if each.kind == kind]
         both = (float(np.percentile(each, _P)) * 1e3 if each else 0.0 for each in (seconds, then))

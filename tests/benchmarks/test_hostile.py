@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks import hostile
 from benchmarks.attacks import people
 from benchmarks.attacks.bystander import Sample
 from benchmarks.attacks.crafted_tokens import block_with_key, crowded_chain
+from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scenarios import SCENARIOS
 from benchmarks.attacks.scene import PLAIN
 from benchmarks.attacks.verdict import Verdict, compare, complaints, totals
@@ -78,6 +80,37 @@ def test_what_was_seen_once_counts() -> None:
     verdict.add(verdict_with(not_made="no room", memory_mib=3.0, seconds=1.0))
     assert verdict.breached and verdict.honest_failures == 2 and verdict.failures == ["match: gone"]
     assert (verdict.not_made, verdict.memory_mib, verdict.seconds) == ("no room", 4.0, 6.0)
+
+
+def test_all_attacks_are_made_in_every_round_and_each_has_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenes: list[object] = []
+    quiet, slow = samples("match", *[10.0] * 100), samples("match", *[20.0] * 100)
+
+    def made(scenario: Scenario, scene: object, seconds: float, phases: list[list[Sample]]) -> tuple[Verdict, Any]:
+        phases.append(quiet)
+        breaches = ["it got in"] if len(phases) == 3 else []
+        return Verdict(scenario.name, breaches=breaches, found={"phase": len(phases)}), slow
+
+    def scene(settings: object) -> AbstractContextManager[object]:
+        scenes.append(settings)
+        return nullcontext("a scene")
+
+    monkeypatch.setattr(hostile, "_run_one", made)
+    monkeypatch.setattr(hostile, "Scene", scene)
+    steps: list[str] = []
+    names = ["key squatting", "silent Put"]
+    verdicts, skipped = hostile.run(names, 1.0, 2, lambda verdict: steps.append(verdict.name))
+    assert steps == names * 2 and [verdict.name for verdict in verdicts] == names and not skipped
+    first, second = verdicts
+    assert first.breached and first.found == {"phase": 3} and not second.breached and second.found == {"phase": 2}
+    assert [first.ratios, second.ratios] == [[2.0, 2.0]] * 2 and first.samples == (400, 200)
+    assert len(scenes) == 3, "one a round, and one after a breach"
+
+
+def test_of_two_ratios_the_greater_counts() -> None:
+    verdict = Verdict("one")
+    compare(verdict, [samples("match", *[10.0] * 100)], [samples("match", *[each] * 100) for each in (10.0, 80.0)])
+    assert verdict.bystander_p99_ratio == pytest.approx(8.0)
 
 
 def test_a_scenario_that_did_not_run_is_missed_unless_it_was_skipped() -> None:

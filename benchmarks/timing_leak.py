@@ -25,7 +25,7 @@ any size tells. Cached prompts are always loaded, so that a hit is as much faste
 
 Once with cache.share_after = 3, where the number of right guesses has to be within 3 standard deviations of chance by
 each way to tell; and once with 1, where nearly all have to be right by each: that the attacker looks at what tells.
-right is that of the way furthest from this. Exit status 1 when one of them misses. About 4 minutes."""
+right is that of the way furthest from this. Exit status 1 when one of them misses. About 5 minutes."""
 
 SHARE_AFTER = 3
 LEAST_RIGHT = 0.95

@@ -117,18 +117,21 @@ class _Client:
         self.going.set()
 
     async def at_fixed_times(self, kind: str, group: asyncio.TaskGroup) -> None:
-        """Makes calls of one kind for ever."""
+        """Makes calls of one kind for ever, begun at a random moment: those that begin together wait for each other."""
         do: Callable[[], Awaitable[None]] = getattr(self, kind)
         due_s = time.monotonic() + self._rng.uniform(0, EVERY_S[kind])
         waiting: set[asyncio.Task[None]] = set()
         while True:
-            await self.going.wait()
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            if not self.going.is_set():
+                await self.going.wait()
+                due_s = time.monotonic() + self._rng.uniform(0, EVERY_S[kind])
+                continue
             if len(waiting) < _MOST_WAITING:
                 task = group.create_task(self._measure(kind, do))
                 waiting.add(task)
                 task.add_done_callback(waiting.discard)
             due_s = max(due_s + EVERY_S[kind], time.monotonic() - 1.0)
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
     async def _measure(self, kind: str, do: Callable[[], Awaitable[None]]) -> None:
         begin_s = time.monotonic()

@@ -20,6 +20,7 @@ import lmdb
 
 from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
+from prefixd_swap.slab.lmdb_file import first_missing
 from prefixd_swap.slab.mapped_file import MappedFile
 
 _DATABASES = 3
@@ -344,10 +345,7 @@ class SlabIndex:
     def _open(self) -> None:
         env = lmdb.open(str(self._path), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False)
         try:
-            wanted = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-            found = (self._path / "data.mdb").stat().st_size
-            if found < wanted:  # beyond the file's end a mapping gives SIGBUS too
-                raise lmdb.CorruptedError(f"data.mdb has {found} bytes of {wanted}")
+            self._check_length((env.info()["last_pgno"] + 1) * env.stat()["psize"])
             self._blocks = env.open_db(b"blocks")
             self._namespaces = env.open_db(b"namespaces")
             self._pins = _pins(env)
@@ -356,6 +354,22 @@ class SlabIndex:
             raise
         self._env = env
         self._mapped = MappedFile(self._path / "data.mdb", _MAPPED_BYTES)
+
+    def _check_length(self, expected: int) -> None:
+        """Refuse a file that was cut off: behind its end LMDB's mapping gives SIGBUS.
+
+        A file shorter than `expected`, its pages up to the last one, is whole if no page that is in use lies behind its
+        end: LMDB never writes pages that one transaction has allocated and freed.
+        """
+        fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
+        try:
+            found = os.fstat(fd).st_size
+            missing = first_missing(fd, self._ops.pread, found) if found < expected else None
+        finally:
+            os.close(fd)
+        if missing is not None:
+            what = f"data.mdb is cut off: it has {found} bytes of {expected}, page {missing} is gone"
+            raise lmdb.CorruptedError(what)
 
     def _probe(self) -> None:
         """Once writing a meta page failed, LMDB refuses every transaction: what is durable is not known."""

@@ -1,0 +1,214 @@
+"""The pages of an LMDB 0.9 data file, read without LMDB, which reads through a mapping: a page behind the file's end
+would be SIGBUS, no error.
+
+```
+page 0, 1   metas: page header | magic, version | address, map size | free tree, main tree | last page, transaction
+page n      page header | offsets of its nodes, growing up | free | nodes, growing down
+            branch (flag 1): nodes lead to child pages; leaf (flag 2): to data, to an overflow run or to a tree
+run         overflow (flag 4): page header, then data of as many pages as it takes
+```
+
+Page header: page number u64, pad u16, flags u16, end of the offsets u16, start of the nodes u16. Node: low and high
+half of the data's size u16, flags u16, key size u16, key, data; of a branch the child's number is in the first three.
+See `struct MDB_page`, `MDB_node`, `MDB_db` and `MDB_meta` in LMDB's mdb.c.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+Pread = Callable[[int, memoryview, int], int]
+"""Reads from a descriptor into a buffer, at an offset; bytes read, 0 at the end."""
+
+READ_PAGES = 256
+"""Pages that are read and looked at together."""
+
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_META = struct.Struct("<16xIIQQ48s48sQQ")
+_TREE = struct.Struct("<IHHQQQQQ")
+_PAGE_HEADER = 16
+_NODE_HEADER = 8
+_BRANCH, _LEAF = 1, 2
+_BIG_DATA, _SUB_TREE = 1, 2
+_NO_ROOT = (1 << 64) - 1
+_MAX_PAGE = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What the newest transaction says of the file."""
+
+    page_bytes: int
+    roots: tuple[int, ...]
+    """Root pages of the tree of free pages and of the main tree, of those that are not empty."""
+    last_page: int
+    transaction: int
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """Which pages name which: n references in the order of the pages that hold them."""
+
+    holder: Int64s
+    """[n], ascending: the page that has the reference."""
+    first: Int64s
+    """[n]: the page that it names."""
+    pages: Int64s
+    """[n]: how many pages from there: 1, or those of an overflow run."""
+    is_tree: npt.NDArray[np.bool_]
+    """[n]: whether the page holds references itself."""
+
+
+def newest_meta(fd: int, pread: Pread) -> Meta | None:
+    """The meta page that LMDB uses; None where neither is one of LMDB 0.9 on this machine.
+
+    Raises:
+        OSError: the device refuses.
+    """
+    head = _read(fd, pread, 0, _META.size)
+    sizes = {page_bytes for page_bytes in (_page_bytes(head),) if page_bytes}
+    found = [meta for size in sizes or {os.sysconf("SC_PAGE_SIZE")} for meta in _metas(fd, pread, head, size)]
+    return max(found, key=lambda meta: meta.transaction, default=None)
+
+
+def first_missing(fd: int, pread: Pread, nbytes: int) -> int | None:
+    """The lowest page that the newest transaction can reach and that does not lie in the file's first `nbytes` bytes.
+
+    None where each is there: LMDB writes no page that one transaction has allocated and freed again, so that a file
+    which is whole may end before its last page.
+
+    Raises:
+        OSError: the device refuses.
+        ValueError: the file has no meta page.
+    """
+    meta = newest_meta(fd, pread)
+    if meta is None:
+        raise ValueError("it has no meta page")
+    there = nbytes // meta.page_bytes
+    if there > meta.last_page:
+        return None
+    found = [_references(first, pages) for first, pages in read_pages(fd, pread, meta.page_bytes, there)]
+    holder = np.concatenate([each.holder for each in found])
+    named = np.concatenate([each.first for each in found])
+    runs = np.concatenate([each.pages for each in found])
+    is_tree = np.concatenate([each.is_tree for each in found])
+    reached = np.zeros(there, np.bool_)
+    level = np.array(meta.roots, np.int64)
+    missing = level[level >= there]
+    while len(level := np.unique(level[level < there])):
+        level = level[~reached[level]]
+        reached[level] = True
+        mine = np.isin(holder, level, kind="table") if len(holder) else np.zeros(0, np.bool_)
+        ends = named[mine] + runs[mine]
+        missing = np.concatenate([missing, np.maximum(named[mine], there)[ends > there]])
+        level = named[mine & is_tree]
+    return int(missing.min()) if len(missing) else None
+
+
+def read_pages(fd: int, pread: Pread, page_bytes: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """The first `count` pages, some at a time: the number of the first of them, and uint8 [n, page bytes].
+
+    Raises:
+        OSError: the device refuses.
+    """
+    for first in range(0, count, READ_PAGES):
+        some = min(READ_PAGES, count - first)
+        content = _read(fd, pread, first * page_bytes, some * page_bytes)
+        whole = len(content) // page_bytes
+        yield first, np.frombuffer(content, np.uint8)[: whole * page_bytes].reshape(whole, page_bytes)
+        if whole < some:
+            return
+
+
+def nodes(pages: npt.NDArray[np.uint8], kind: int) -> tuple[Int64s, Int64s]:
+    """Every node of those of `pages` that are of one kind: the page's place in `pages`, and its offset there.
+
+    What no node can be, as in a page that is none of LMDB's, is left out.
+    """
+    page_bytes = pages.shape[1]
+    header = pages[:, :_PAGE_HEADER].copy().view("<u2").astype(np.int64)  # number in 0..3, pad, flags, lower, upper
+    flags, lower = header[:, 5] & (_BRANCH | _LEAF | 4), header[:, 6]
+    counts = np.where((flags == kind) & (lower >= _PAGE_HEADER) & (lower <= page_bytes), (lower - _PAGE_HEADER) // 2, 0)
+    page = np.repeat(np.arange(len(pages)), counts)
+    ordinal = np.arange(len(page)) - np.repeat(np.cumsum(counts) - counts, counts)
+    words = pages.reshape(-1).view("<u2")
+    offset = words[page * (page_bytes // 2) + _PAGE_HEADER // 2 + ordinal].astype(np.int64)
+    good = (offset % 2 == 0) & (offset >= _PAGE_HEADER) & (offset + _NODE_HEADER <= page_bytes)
+    return page[good], offset[good]
+
+
+def leaf_rows(pages: npt.NDArray[np.uint8]) -> Iterator[tuple[bytes, bytes]]:
+    """Key and value of every node in leaf pages whose value lies beside it, whatever tree it is of."""
+    content = pages.tobytes()
+    page_bytes = pages.shape[1]
+    for page, offset in zip(*(column.tolist() for column in nodes(pages, _LEAF)), strict=True):
+        at = page * page_bytes + offset
+        low, high, flags, key_bytes = struct.unpack_from("<HHHH", content, at)
+        start = at + _NODE_HEADER + key_bytes
+        end = start + (low | high << 16)
+        if not flags and end <= (page + 1) * page_bytes:
+            yield content[start - key_bytes : start], content[start:end]
+
+
+def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:
+    """What these pages name; `first` is the number of the first of them."""
+    page_bytes = pages.shape[1]
+    words = pages.reshape(-1).view("<u2")
+
+    def fields(page: Int64s, offset: Int64s) -> tuple[Int64s, ...]:
+        at = page * (page_bytes // 2) + offset // 2
+        return tuple(words[at + place].astype(np.int64) for place in range(4))
+
+    page, offset = nodes(pages, _BRANCH)
+    low, high, top, _ = fields(page, offset)
+    branches = (page, low | high << 16 | top << 32, np.ones(len(page), np.int64), np.ones(len(page), np.bool_))
+
+    page, offset = nodes(pages, _LEAF)
+    low, high, flags, key_bytes = fields(page, offset)
+    data = offset + _NODE_HEADER + key_bytes
+    big = (flags & _BIG_DATA != 0) & (data + 8 <= page_bytes)
+    tree = (flags & _SUB_TREE != 0) & (data + _TREE.size <= page_bytes)
+    at = np.where(tree, data + _TREE.size - 8, data)
+    chosen = big | tree
+    page, at, tree, size = page[chosen], at[chosen], tree[chosen], (low | high << 16)[chosen]
+    numbers = pages.reshape(-1)[(page * page_bytes + at)[:, None] + np.arange(8)]
+    named = np.ascontiguousarray(numbers).view("<u8").reshape(-1)
+    runs = np.where(tree, 1, -(-(size + _PAGE_HEADER) // page_bytes))
+    real = named < _MAX_PAGE  # else the tree is empty
+    leaves = (page[real], named[real].astype(np.int64), runs[real], tree[real])
+
+    holder, found, count, is_tree = (np.concatenate(both) for both in zip(branches, leaves, strict=True))
+    return References(holder + first, found, count, is_tree)
+
+
+def _metas(fd: int, pread: Pread, head: bytes, page_bytes: int) -> Iterator[Meta]:
+    for content in (head, _read(fd, pread, page_bytes, _META.size)):
+        if _page_bytes(content) == page_bytes:
+            *_, free, main, last_page, transaction = _META.unpack(content)
+            roots = tuple(root for root in (_TREE.unpack(tree)[-1] for tree in (free, main)) if root != _NO_ROOT)
+            yield Meta(page_bytes, roots, last_page, transaction)
+
+
+def _page_bytes(content: bytes) -> int:
+    """Of a meta page; 0 where `content` is none."""
+    if len(content) < _META.size:
+        return 0
+    magic, version, _, _, free, *_ = _META.unpack(content)
+    size = int(_TREE.unpack(free)[0])
+    return size if (magic, version) == (_MAGIC, _VERSION) and 256 <= size <= 65_536 and size % 2 == 0 else 0
+
+
+def _read(fd: int, pread: Pread, offset: int, nbytes: int) -> bytes:
+    """Bytes of the file, fewer at its end."""
+    buffer = memoryview(bytearray(nbytes))
+    done = 0
+    while done < nbytes and (got := pread(fd, buffer[done:], offset + done)):
+        done += got
+    return bytes(buffer[:done])

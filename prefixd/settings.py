@@ -18,7 +18,7 @@ from pydantic import model_validator as check_together
 
 from prefixd.errors import ConfigError
 from prefixd.settings_sources import ANY_NAME, gather_layers, is_known
-from prefixd.sizes import parse_size
+from prefixd.sizes import parse_room
 from prefixd.tenants import QUOTA_TIERS, Quota, TierQuota, check_guarantees, check_tenant_name
 from prefixd_scheduler import POLICIES
 
@@ -119,7 +119,7 @@ def _socket(value: Path) -> Path:
 
 
 def _size_or_auto(value: object) -> int | str:
-    return value if value == "auto" else parse_size(value)
+    return value if value == "auto" else parse_room(value)
 
 
 _MOST_REQUESTS = 1_000_000
@@ -135,7 +135,7 @@ def _count_or_auto(value: object) -> int | str:
     return value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_size)]
+Bytes = Annotated[int, BeforeValidator(parse_room)]
 BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
@@ -292,6 +292,9 @@ class DiskSettings(_Section):
 
     bytes: Bytes = 8 << 30
     """Size of the tier; 0: none, the cache is then forgotten at a restart."""
+    shrink: bool = False
+    """Whether the daemon may delete slabs that hold blocks where bytes is below what there is on disk; without it, it
+    refuses to start then."""
     path: AbsolutePath | None = None
     """Directory of the tier; by default `blocks` in data_dir."""
     scrub_bytes_per_s: Bytes = 16 << 20

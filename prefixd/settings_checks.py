@@ -32,7 +32,8 @@ def _check_directory(name: str, path: Path) -> None:
     if not nearest.is_dir():
         raise ConfigError(f"{name} = {path}: {nearest} is not a directory; remove it or choose another path")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{name} = {path}: no permission to write to {nearest}; choose another path")
+        other = "set XDG_RUNTIME_DIR, or " if nearest == Path("/tmp") else ""
+        raise ConfigError(f"{name} = {path}: {nearest} cannot be written to; {other}choose another path")
 
 
 def _check_socket(path: Path) -> None:

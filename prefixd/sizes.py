@@ -10,16 +10,35 @@ _MOST = 1 << 60
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("ib", 1024), ("b", 1000))
+    for suffix, base in (("ib", 1024), ("i", 1024), ("b", 1000))
 }
+LEAST_ROOM = 4096
+"""Bytes below which a size of room (a tier, a quota, a queue) holds nothing: its unit was forgotten."""
 
 
 def parse_size(value: object) -> int:
-    """Bytes from `8GiB` (powers of 1024), `500MB` (powers of 1000) or a plain number; else ValueError."""
+    """Bytes from `8GiB` or `8Gi` (powers of 1024), `500MB` (powers of 1000) or a plain number; else ValueError."""
     nbytes = _parse(value)
     if nbytes > _MOST:
         raise ValueError(f"{value} is more than 1 EiB; write a size of this world")
     return nbytes
+
+
+def parse_room(value: object) -> int:
+    """As `parse_size`, for the size of something that holds bytes: 0, or at least 4096; else ValueError."""
+    nbytes = parse_size(value)
+    if 0 < nbytes < LEAST_ROOM:
+        raise ValueError(
+            f"that is {nbytes} bytes, and at least {LEAST_ROOM} are needed; write a unit, such as "
+            f"{_with_unit(value)}, or 0 for none"
+        )
+    return nbytes
+
+
+def _with_unit(value: object) -> str:
+    """The size that was probably meant: 200 -> 200GiB."""
+    match = _SIZE.fullmatch(str(value))
+    return f"{match[1] if match and not match[2] else 8}GiB"
 
 
 def _parse(value: object) -> int:
@@ -28,5 +47,8 @@ def _parse(value: object) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ValueError("write a size such as 8GiB, 512MiB or 4096 (bytes), not below 0")
-    return int(Decimal(match[1]) * unit)
+        raise ValueError("write a size such as 8GiB, 64Gi, 512MiB or 4096 (bytes), not below 0")
+    exact = Decimal(match[1]) * unit
+    if 0 < exact < 1:
+        raise ValueError(f"{value} is less than a byte; write a size such as 8GiB")
+    return int(exact)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from prefixd.process_start import prepare_process
+
 if TYPE_CHECKING:
     from prefixd_swap import FileOps
 
@@ -14,6 +16,7 @@ def main(ops: FileOps | None = None) -> None:
     Args:
         ops: file calls of the disk tier of a daemon that is served, to have them fail in a test.
     """
+    prepare_process()
     from prefixd.cli.app import app
 
     app(prog_name="prefixd", obj=ops)

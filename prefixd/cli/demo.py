@@ -44,6 +44,10 @@ def demo_command(
 
     if json_file is not None:
         check_writable(json_file)
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise CommandFailed(f"the demo needs a folder for its daemons: {error}; set TMPDIR to one") from error
     workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
     tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
     with ended_by_sigterm():

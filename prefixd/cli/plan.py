@@ -304,10 +304,10 @@ def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
 
 
 def _sizes(option: str, text: str, *, sweep: bool = False) -> list[int]:
-    from prefixd.sizes import parse_size
+    from prefixd.sizes import parse_room
 
     try:
-        sizes = [parse_size(part) for part in text.split(",")]
+        sizes = [parse_room(part) for part in text.split(",")]
     except ValueError as error:
         raise WrongUsage(f"{option} {text}: {error}") from error
     if len(sizes) > 1 and not sweep:

@@ -16,6 +16,7 @@ from prefixd.cli.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import EXIT_INTERRUPTED, examples
 from prefixd.cli.terminal import LogFormatter
 from prefixd.errors import ConfigError
+from prefixd.process_start import ensure_temporary_folder
 from prefixd.settings_sources import find_config_file
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ def serve_command(
 
     settings = read_settings()
     check_start(settings)
+    ensure_temporary_folder(settings.data_dir / "tmp")
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)

@@ -56,15 +56,15 @@ class TierChange:
 
 def _tier_quota(text: str) -> TierChange:
     """Reads `1GiB:4GiB`: either may be left out, and `none` is no limit."""
-    from prefixd.sizes import parse_size
+    from prefixd.sizes import parse_room
 
     guaranteed, colon, most = text.partition(":")
     try:
         if not colon or text == ":":
             raise ValueError("write GUARANTEED:MOST, such as 1GiB:4GiB, 1GiB:, :4GiB or :none")
         return TierChange(
-            parse_size(guaranteed) if guaranteed else None,
-            -1 if most == "none" else parse_size(most) if most else None,
+            parse_room(guaranteed) if guaranteed else None,
+            -1 if most == "none" else parse_room(most) if most else None,
         )
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}") from error
@@ -91,10 +91,10 @@ def _rate(text: str) -> float:
 
 
 def _size(text: str) -> float:
-    from prefixd.sizes import parse_size
+    from prefixd.sizes import parse_room
 
     try:
-        return -1.0 if text == "none" else float(parse_size(text))
+        return -1.0 if text == "none" else float(parse_room(text))
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}") from error
 

@@ -28,10 +28,10 @@ def _tier(name: str) -> str:
 
 
 def _size(text: str) -> int:
-    from prefixd.sizes import parse_size
+    from prefixd.sizes import parse_room
 
     try:
-        return parse_size(text)
+        return parse_room(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}") from error
 

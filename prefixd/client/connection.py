@@ -63,6 +63,13 @@ def parse_address(address: str | None) -> str:
     """
     if address is None:
         return default_address()
+    try:
+        address.encode()
+    except UnicodeEncodeError as error:  # Python decodes other bytes of a path into what no text has
+        raise InvalidArgumentError(
+            f"{address!r} is no address: gRPC takes a socket's path in UTF-8 alone; start Python with PYTHONUTF8=1, or "
+            "choose a path in ASCII"
+        ) from error
     if address.startswith("/"):
         return f"unix:{address}"
     if address.startswith("unix:") and address != "unix:":

@@ -51,6 +51,7 @@ from prefixd_swap import (
     CpuArena,
     FileOps,
     HostPin,
+    ShrinkError,
     SlabStore,
     SwapError,
     create_copy_engine,
@@ -494,7 +495,13 @@ def _open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) 
             io=settings.disk.io,
             io_threads=settings.disk.io_threads,
             ops=ops,
+            shrink=settings.disk.shrink,
         )
+    except ShrinkError as error:
+        raise ConfigError(
+            f"disk.bytes = {settings.disk.bytes}: {error} in disk.path = {path}; raise disk.bytes, or set "
+            "disk.shrink = true to lose these blocks"
+        ) from error
     except SwapError as error:
         raise ConfigError(f"disk.path = {path}: {error}") from error
     stack.callback(store.close)

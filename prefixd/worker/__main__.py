@@ -13,6 +13,7 @@ import traceback
 
 from prefixd import heap
 from prefixd.errors import PrefixdError
+from prefixd.process_start import prepare_process
 from prefixd.worker.errors import ConnectionClosedError
 from prefixd.worker.protocol import Connection, Failed, ToWorker, to_worker
 from prefixd.worker.settings import decode_settings
@@ -22,6 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a worker; returns the exit status: 0 after Shutdown or when the daemon is gone, 1 after Failed."""
+    prepare_process()
     parser = argparse.ArgumentParser(prog="python -m prefixd.worker", description="prefixd's inference worker")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the daemon")
     parser.add_argument("--config", required=True, help="settings as JSON, see prefixd/worker/settings.py")

@@ -43,6 +43,10 @@ class FormatError(StorageError):
     """The data directory holds another version's, or nobody's, files."""
 
 
+class ShrinkError(StorageError):
+    """The capacity is below what slabs with blocks take, and nobody has said that they may be deleted."""
+
+
 class ChecksumError(StorageError):
     """Bytes read from disk are not the bytes that were written."""
 

@@ -81,16 +81,56 @@ def test_every_policy_can_be_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("4096", 4096), ("8GiB", 8 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("0", 0), (12, 12)],
+    [
+        ("4096", 4096),
+        ("8GiB", 8 << 30),
+        ("1.5 mib", 3 << 19),
+        ("500MB", 500_000_000),
+        ("0", 0),
+        (12, 12),
+        ("64Gi", 64 << 30),
+        ("2 ki", 2048),
+    ],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "-1", "8 GiBs", "12QiB", "1e9", "GiB", -1, True, 1.5, None])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "8 GiBs", "12QiB", "1e9", "GiB", "64G", "0.1", "0.0001KiB", -1, True, 1.5, None]
+)
 def test_sizes_that_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match="8GiB"):
         parse_size(text)
+
+
+SIZES = [
+    name
+    for name, value in dotted_values(Settings.load(None, {"tenants.a.sessions": 1}, {})).items()
+    if "_bytes" in name or name.endswith((".bytes", "_most", "_guaranteed"))
+]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_without_its_unit_is_refused_everywhere(name: str) -> None:
+    """`--disk-bytes 200` from a user who means GB: no setting of a size takes what holds nothing."""
+    others = (
+        {"worker.embedded": True}
+        if name.startswith("gpu")
+        else {"remote.url": "mooncake://h:1"}
+        if name.startswith("remote")
+        else {}
+    )
+    with pytest.raises(ConfigError, match=rf"{name} = '200'.*200 bytes.*200GiB"):
+        Settings.load(None, {name: "200", **others}, {})
+    with pytest.raises(ConfigError, match=name):
+        Settings.load(None, {name: "64G", **others}, {})
+
+
+def test_the_least_size_of_a_tier() -> None:
+    for tier in ("cpu", "disk"):
+        assert "write a unit" in refusal({f"{tier}.bytes": "4095"})
+        assert getattr(Settings.load(None, {f"{tier}.bytes": "4KiB"}, {}), tier).bytes == 4096
 
 
 def test_who_may_use_the_sockets() -> None:
@@ -274,8 +314,8 @@ def test_tenants_are_sections_with_names() -> None:
             ["of the gpu tier, which has 0 (a 1048576); lower", "set worker.model: without it there is no GPU tier"],
         ),
         (
-            {"tenants.acme.cpu_guaranteed": "2", "tenants.acme.cpu_most": "1"},
-            ["tenants.acme.cpu_guaranteed = 2 is above tenants.acme.cpu_most = 1"],
+            {"tenants.acme.cpu_guaranteed": "8KiB", "tenants.acme.cpu_most": "4KiB"},
+            ["tenants.acme.cpu_guaranteed = 8192 is above tenants.acme.cpu_most = 4096"],
         ),
         ({"tenants.a.uids": 11001}, ["tenants.a.uids = '11001'", "write a list such as [11001]"]),
         ({"tenants.a.map_memory": "true"}, ["tenants.a.map_memory = true", "tenants.a.uids", "leave map_memory out"]),

@@ -137,12 +137,12 @@ def test_a_model_without_weights_is_one_clear_line(
 def test_a_worker_that_was_given_up_is_seen_by_everyone_who_asks(
     launch: Callable[..., Remote], with_model: dict[str, str | int], refused: Any
 ) -> None:
-    remote = launch({**with_model, "gpu.bytes": 1, "disk.bytes": 0})
+    remote = launch({**with_model, "gpu.bytes": 4096, "disk.bytes": 0})
     stats = remote.until(lambda stats: stats.worker.state == FAILED)
-    assert stats.worker.error.startswith("gpu.bytes = 1 holds 0 frames")
+    assert stats.worker.error.startswith("gpu.bytes = 4096 holds 0 frames")
     for troubles in (stats.troubles, remote.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).troubles):
         (trouble,) = troubles
-        assert trouble.part == "worker" and "it was given up: gpu.bytes = 1 holds 0 frames" in trouble.what
+        assert trouble.part == "worker" and "it was given up: gpu.bytes = 4096 holds 0 frames" in trouble.what
         assert "raise gpu.bytes" in trouble.remedy and "start the daemon again" in trouble.remedy
     figures = {family.name: family.samples for family in MetricsCollector(lambda: stats).collect()}
     assert [sample.value for sample in figures["prefixd_worker_up"]] == [0]

@@ -7,13 +7,13 @@ and so which pages they make up, is rebuilt at a start from the records that nam
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, StorageError
+from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, ShrinkError, StorageError
 from prefixd_swap.page_eviction import Allow, Victims, Worths, choose_victims
 from prefixd_swap.pages import PageAllocator
 from prefixd_swap.slab.file import INDEX_BITS, MAX_NUMBER, SlabFile, UnreadableSlabError
@@ -50,16 +50,21 @@ class SlabFiles:
         ops: FileOps,
         slab_bytes: int | None = None,
         io: DiskIo = "buffered",
+        *,
+        holding: Collection[int] = (),
+        shrink: bool = True,
     ) -> None:
         """Open the slabs there are, every slot free; `claim` those in use next.
 
         `slab_bytes` is 64 MiB or what makes about 256 slabs of the capacity. `io`: how they are read and
         written.
 
-        If there is more than the capacity, which was lowered then, the newest slabs are deleted. A slab that cannot be
-        opened by itself is left alone, as if it were gone.
+        If there is more than the capacity, which was lowered then, slabs are deleted: those that are not in `holding`
+        (the numbers of slabs that hold blocks), then the newest. A slab that cannot be opened by itself is left alone,
+        as if it were gone.
 
         Raises:
+            ShrinkError: a slab in `holding` would be deleted, and not `shrink`; none was.
             StorageError: no slab can be opened, or one not deleted.
         """
         self.capacity_bytes = capacity_bytes
@@ -73,6 +78,7 @@ class SlabFiles:
         self._pages = PageAllocator(capacity_bytes)
         self._next_number = 1
         self._full_at: int | None = None  # bytes the file system had left when it last refused a slab
+        found: list[SlabFile] = []
         for path in sorted(folder.iterdir()):
             try:
                 slab = SlabFile.reopen(path, ops, io)
@@ -86,11 +92,9 @@ class SlabFiles:
             self._next_number = max(self._next_number, slab.number + 1)
             if not slab.count:  # a crash came before its space
                 slab.unlink()
-            elif self.allocated_bytes + slab.nbytes > capacity_bytes:
-                log.warning("deleting %s: the capacity is %d bytes now", path, capacity_bytes)
-                slab.unlink()
             else:
-                self._add(slab)
+                found.append(slab)
+        self._keep(found, holding, shrink)
 
     @property
     def used_bytes(self) -> int:
@@ -362,6 +366,27 @@ class SlabFiles:
 
     def _used_in(self, slab: SlabFile) -> int:
         return self._pages.used_in(_address(slab))
+
+    def _keep(self, found: Sequence[SlabFile], holding: Collection[int], shrink: bool) -> None:
+        """Takes in as many slabs as the capacity allows and deletes the others."""
+        kept_bytes, deleted = 0, []
+        for slab in sorted(found, key=lambda slab: (slab.number not in holding, slab.number)):
+            if kept_bytes + slab.nbytes > self.capacity_bytes:
+                deleted.append(slab)
+            else:
+                kept_bytes += slab.nbytes
+        full = [slab for slab in deleted if slab.number in holding]
+        if full and not shrink:
+            raise ShrinkError(
+                f"a capacity of {self.capacity_bytes} bytes deletes {len(full)} slabs that hold blocks, "
+                f"{sum(slab.nbytes for slab in full)} of the {sum(slab.nbytes for slab in found)} bytes there are"
+            )
+        for slab in deleted:
+            log.warning("deleting %s: the capacity is %d bytes now", slab.path, self.capacity_bytes)
+            slab.unlink()
+        for slab in found:
+            if slab not in deleted:
+                self._add(slab)
 
     def _add(self, slab: SlabFile) -> None:
         self._slabs[slab.number] = slab

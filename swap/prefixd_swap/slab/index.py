@@ -343,7 +343,7 @@ class SlabIndex:
             os.close(fd)
 
     def _open(self) -> None:
-        env = lmdb.open(str(self._path), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False)
+        env = lmdb.open(os.fsencode(self._path), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False)
         try:
             self._check_length((env.info()["last_pgno"] + 1) * env.stat()["psize"])
             self._blocks = env.open_db(b"blocks")
@@ -406,7 +406,7 @@ def _create(path: Path, ops: FileOps) -> None:
         if leftover.exists():
             shutil.rmtree(leftover)
     ops.mkdir(fresh)
-    with lmdb.open(str(fresh), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False) as env:
+    with lmdb.open(os.fsencode(fresh), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False) as env:
         for name in (b"blocks", b"namespaces", b"pins"):
             env.open_db(name)
     ops.sync_directory(fresh)

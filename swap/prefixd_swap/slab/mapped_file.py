@@ -46,7 +46,7 @@ class MappedFile:
 def _ranges(path: str) -> list[tuple[int, int]]:
     """Start and length of every mapping of `path`; none where the system does not tell."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
     except OSError:
         return []
     found = []

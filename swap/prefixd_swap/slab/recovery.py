@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from prefixd_swap.slab.file import INDEX_BITS
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.records import FIRST_BLOCK, LOST_PARENT, Bools, IndexTable, Int64s, Records
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
@@ -36,6 +37,12 @@ class Recovery:
             "of which nothing is on disk": self.empty_nodes,
         }
         return "; ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+
+
+def slabs_named(table: IndexTable) -> set[int]:
+    """Numbers of the slabs in which records say that parts lie."""
+    _, slots, _ = _named(table, table.readable)
+    return set(np.unique(slots >> INDEX_BITS).tolist())
 
 
 def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tuple[Recovery, Records, list[bytes]]:

@@ -44,7 +44,7 @@ from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
 from prefixd_swap.slab.io import DiskIo
 from prefixd_swap.slab.reader import SlabReader, verify
 from prefixd_swap.slab.records import Bools, IndexTable, Int64s, Records
-from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover
+from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover, slabs_named
 from prefixd_swap.slab.writer import SlabWriter
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
@@ -90,6 +90,7 @@ class SlabStore:
         io: DiskIo = "direct",
         io_threads: int = 4,
         ops: FileOps | None = None,
+        shrink: bool = True,
     ) -> Self:
         """Open or create the store in `path` and drop what a crash or a lost file has made useless.
 
@@ -104,8 +105,10 @@ class SlabStore:
                 cache, with a line of log. `benchmarks.disk` compares the ways.
             io_threads: parts that one `write` writes at a time.
             ops: file calls, for tests that inject faults.
+            shrink: slabs that hold blocks may be deleted where the capacity is below what there is.
 
         Raises:
+            ShrinkError: they would have to be, and not `shrink`; nothing has changed.
             DirectoryInUseError: another store holds the directory.
             FormatError: it holds other files than this version's.
             StorageError: it cannot be made, read or written.
@@ -117,8 +120,11 @@ class SlabStore:
             index = SlabIndex(directory.index, ops)
             undo.callback(index.close)
             io = directory.usable_io(io)
-            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
-            recovery, recovered, dropped = recover(_read_index(index), slabs, index.damage)
+            table = _read_index(index)
+            slabs = SlabFiles(
+                directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=slabs_named(table), shrink=shrink
+            )
+            recovery, recovered, dropped = recover(table, slabs, index.damage)
             if dropped:
                 log.warning("%s: blocks are dropped: %s", path, recovery.losses())
                 if None in index.apply([(key, None) for key in dropped]):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixd_swap.errors import DirectoryInUseError, DiskFullError, FormatError, StorageError, SwapError
+from prefixd_swap.errors import DirectoryInUseError, DiskFullError, FormatError, ShrinkError, StorageError, SwapError
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock, encode_record
 from prefixd_swap.slab.data_directory import VERSION
 from prefixd_swap.slab.file import INDEX_BITS
@@ -246,6 +246,25 @@ def test_a_smaller_capacity_holds_at_once(path: Path) -> None:
     write(store, (100, None, b"a"), (101, None, b"b"))
     assert store.room(1) == 0
     store.check_integrity()
+    store.close()
+
+
+def test_a_smaller_capacity_that_loses_blocks_can_be_refused(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY, slab_bytes=8 * PAGE)
+    write(store, *((i, None, bytes([i]) * PAGE) for i in range(64)))
+    oldest = sorted({slab_of(path, record) for record in store.records()})[:2]
+    store.remove([(NS, record.key) for record in list(store.records()) if slab_of(path, record) in oldest])
+    store.close()
+    before = sorted((file.name, file.stat().st_size) for file in (path / "slabs").iterdir())
+    kept = sum(nbytes for _, nbytes in before) - sum(file.stat().st_size for file in oldest)
+    with pytest.raises(ShrinkError, match="deletes 1 slabs that hold blocks"):
+        SlabStore.open(path, kept - PAGE, shrink=False)
+    assert sorted((file.name, file.stat().st_size) for file in (path / "slabs").iterdir()) == before
+    store = SlabStore.open(path, kept, shrink=False)  # those without blocks go first
+    assert store.recovery.kept == kept // PAGE and not oldest[0].exists()
+    store.close()
+    store = SlabStore.open(path, kept - PAGE, shrink=True)
+    assert 0 < store.recovery.kept < kept // PAGE
     store.close()
 
 

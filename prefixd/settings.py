@@ -19,7 +19,7 @@ from pydantic import model_validator as check_together
 from prefixd.errors import ConfigError
 from prefixd.settings_sources import ANY_NAME, gather_layers, is_known
 from prefixd.sizes import parse_room
-from prefixd.tenants import QUOTA_TIERS, Quota, TierQuota, check_guarantees, check_tenant_name
+from prefixd.tenants import COMMON, QUOTA_TIERS, Quota, TierQuota, check_guarantees, check_tenant_name
 from prefixd_scheduler import POLICIES
 
 # The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
@@ -43,8 +43,8 @@ def _tcp(value: str) -> str:
     return value
 
 
-EVENT_NAMESPACE = "{namespace}"
-"""Stands in `events.topic` for the name of the namespace that a batch is about."""
+EVENT_NAMESPACE, EVENT_TENANT = "{namespace}", "{tenant}"
+"""Stand in `events.topic` for the name of the namespace that a batch is about, and for its tenant."""
 
 
 def _zmq(value: str) -> str:
@@ -54,8 +54,17 @@ def _zmq(value: str) -> str:
 
 
 def _topic(value: str) -> str:
-    if set("{}") & set(value.replace(EVENT_NAMESPACE, "")):
-        raise ValueError(f"the only thing that can stand in braces is {EVENT_NAMESPACE}")
+    if set("{}") & set(value.replace(EVENT_NAMESPACE, "").replace(EVENT_TENANT, "")):
+        raise ValueError(f"only {EVENT_NAMESPACE} and {EVENT_TENANT} can stand in braces")
+    return value
+
+
+def _announced(value: str) -> str:
+    tenant, slash, name = value.partition("/")
+    if not (tenant and slash and name):
+        raise ValueError("write TENANT/NAME, such as default/* or team-a/llama-*")
+    if tenant != COMMON:
+        check_tenant_name(tenant)
     return value
 
 
@@ -101,9 +110,9 @@ def _numbers(value: object) -> object:
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
-def _paths(value: object) -> object:
-    """A list of paths as it stands in a variable or behind --set: /models/a,/models/b."""
-    return [path.strip() for path in value.split(",") if path.strip()] if isinstance(value, str) else value
+def _texts(value: object) -> object:
+    """A list as it stands in a variable or behind --set: /models/a,/models/b."""
+    return [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value
 
 
 def _absolute(value: Path) -> Path:
@@ -139,6 +148,7 @@ Bytes = Annotated[int, BeforeValidator(parse_room)]
 BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+AnnouncedNames = Annotated[str, AfterValidator(_announced)]
 SocketPath = Annotated[Path, AfterValidator(_socket)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -468,7 +478,7 @@ class CacheSettings(_Section):
 class EventSettings(_Section):
     """KV events, by which cache-aware routers see what each tier holds; over ZMQ and msgpack, as vLLM publishes them.
 
-    Whoever can connect reads all token ids and the namespaces' salts.
+    Whoever can connect reads the token ids and the salts of what is announced.
     """
 
     endpoint: Annotated[str, AfterValidator(_zmq)] | None = None
@@ -479,9 +489,17 @@ class EventSettings(_Section):
     replay_endpoint: Annotated[str, AfterValidator(_zmq)] | None = None
     """Where subscribers that missed batches ask for them once more."""
     topic: Annotated[str, AfterValidator(_topic)] = "kv-events"
-    """The first frame of every message; {namespace} in it stands for the namespace's name. llm-d wants kv@POD@MODEL,
-    where POD is its name for the engine to which it sends requests for what is held here, such as 10.0.0.5:8000, and
-    MODEL the one that requests name."""
+    """The first frame of every message; {namespace} in it stands for the namespace's name, {tenant} for whose it is.
+    llm-d wants kv@POD@MODEL, where POD is its name for the engine to which it sends requests for what is held here,
+    such as 10.0.0.5:8000, and MODEL the one that requests name."""
+    namespaces: Annotated[tuple[AnnouncedNames, ...], BeforeValidator(_texts)] = ("default/*",)
+    """Whose namespaces are announced, besides those that the daemon's own workers fill: TENANT/NAME each, where * and ?
+    in NAME stand for any characters. A client names its namespaces as it likes, so name only tenants whose word routers
+    may take: a router sends traffic where a tenant says that a model's prefixes are. (common)/NAME: what has become
+    common by cache.share_after. Several tenants need {tenant} in the topic."""
+    again_s: Seconds = 5.0
+    """Everything is announced anew for a new subscriber, but begins at most once in so many seconds, and takes at most
+    a tenth of the time."""
     buffer_batches: Count = 10_000
     """Batches kept for replay, at the most."""
     buffer_bytes: Bytes = 64 << 20
@@ -497,6 +515,12 @@ class EventSettings(_Section):
                 raise ValueError(f"events.{name} = {value} needs events.endpoint too")
         if self.endpoint is not None and self.endpoint == self.replay_endpoint:
             raise ValueError(f"events.endpoint and events.replay_endpoint are both {self.endpoint}; choose two")
+        tenants = sorted({pattern.partition("/")[0] for pattern in self.namespaces})
+        if self.endpoint is not None and len(tenants) > 1 and EVENT_TENANT not in self.topic:
+            raise ValueError(
+                f"events.namespaces names the tenants {', '.join(tenants)}, and events.topic = {self.topic!r} does not "
+                f"tell them apart: one could claim to hold the other's prefixes; put {EVENT_TENANT} into the topic"
+            )
         return self
 
 
@@ -543,7 +567,7 @@ class WorkerSettings(_Section):
 
     model: AbsolutePath | None = None
     """Directory of a Hugging Face model."""
-    more_models: Annotated[tuple[AbsolutePath, ...], BeforeValidator(_paths)] = ()
+    more_models: Annotated[tuple[AbsolutePath, ...], BeforeValidator(_texts)] = ()
     """Directories of further models, each with a worker of its own; all settings of this section apply to each. They
     share the GPU tier, frame by frame: whoever is busy has the memory. A request names a model by its directory's name;
     without a name it goes to `model`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.attacks import doors, hogs, keys, namespaces, requests
+from benchmarks.attacks import doors, hogs, keys, namespaces, requests, routers
 from benchmarks.attacks.scenario import Scenario
 
 SCENARIOS: dict[str, Scenario] = {
@@ -47,6 +47,8 @@ SCENARIOS: dict[str, Scenario] = {
         hogs.LateWriter(),
         doors.IdleMetrics(),
         requests.Images(),
+        routers.ClaimedModel(),
+        routers.ManySubscriptions(),
     )
 }
 """In the order in which they run: those that can share a daemon lie together."""

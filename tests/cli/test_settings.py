@@ -180,6 +180,12 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
             ["events.endpoint and events.replay_endpoint are both tcp://*:5557", "choose two"],
         ),
         ({"events.topic": "kv@host@{model}"}, ["events.topic = 'kv@host@{model}'", "{namespace}"]),
+        ({"events.namespaces": "llama"}, ["TENANT/NAME", "default/*"]),
+        ({"events.namespaces": "Team A/*"}, ["'Team A' is no name of a tenant"]),
+        (
+            {"events.endpoint": "tcp://*:5557", "events.namespaces": "default/*,alice/*"},
+            ["events.namespaces names the tenants alice, default", "put {tenant} into the topic"],
+        ),
         ({"server.socket_mode": "0777"}, ["server.socket_mode = '0777'", '"0660"']),
         ({"server.socket_mode": "0060"}, ["server.socket_mode = '0060'"]),
         ({"server.socket_mode": 432}, ["server.socket_mode = '432'", "octal string"]),

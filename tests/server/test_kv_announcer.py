@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from prefixd.server.kv_events import publisher as publisher_module
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.settings import EventSettings
+from prefixd.tenants import COMMON
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
 
@@ -216,17 +218,109 @@ async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monk
     for token in range(4):
         chain = cache.chain(namespace, np.array([token], "<u4").tobytes())
         trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[token]]), 0.0)
-    events = announcer.KVEvents(cache, ON)
+    events = announcer.KVEvents(cache, ON, iter(range(0, 100_000, 1000)).__next__)
     router: Any = events._publisher
     most = 0
     for _ in range(12):
         events.announce_all()
-        assert events._turn()
+        events._turn()
         most = max(most, len(router.blocks))
     assert most == 4
     while events._turn():
         pass
     assert router.blocks == matchable(namespace, trie)
+
+
+@pytest.mark.parametrize("took_s", [0.0, 3.0])
+async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_all_the_time(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch, took_s: float
+) -> None:
+    """137 in 8 s took 21 MiB to each router that was subscribed. Announcing takes a tenth of the time at most."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    namespace = cache.register(NamespaceSpec("m", 1, (PartSpec("a", 0, 8),)))
+    trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
+    trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[0]]), 0.0)
+    now = 0.0
+
+    def publish(self: Any, topic: bytes, said: Sequence[Event]) -> None:
+        nonlocal now
+        now += took_s if isinstance(said[0], BlockStored) else 0.0
+        self.batches.append(said)
+
+    monkeypatch.setattr(Router, "publish", publish)
+    events = announcer.KVEvents(cache, ON.model_copy(update={"again_s": 5.0}), lambda: now)
+    router: Any = events._publisher
+    begun = []
+    while now < 100.0:
+        events.announce_all()
+        said = len(router.batches)
+        while events._turn():
+            pass
+        begun += [now] if len(router.batches) > said else []
+        now += 8 / 137
+    apart_s = max(5.0, 10 * took_s)
+    assert len(begun) == pytest.approx(100.0 / apart_s, abs=2)
+    assert all(later - earlier >= apart_s - took_s for earlier, later in pairwise(begun))
+
+
+async def test_a_subscriber_that_had_to_wait_hears_everything_without_another_event(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    events = announcer.KVEvents(cache, ON.model_copy(update={"again_s": 0.05}))
+    router: Any = events._publisher
+    events.start()
+    for announced in (1, 2, 3):
+        async with asyncio.timeout(30.0):
+            while len(router.batches) < announced:
+                await asyncio.sleep(0.001)
+        events.announce_all()
+    await events.stop()
+
+
+CLAIMED = {"name": "llama", "block_tokens": 1, "parts": (PartSpec("a", 0, 2),)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "named", "told"),
+    [
+        ({}, ("default/*",), True),
+        ({"tenant": "mallory"}, ("default/*",), False),  # two bytes under another one's model
+        ({"tenant": "mallory"}, (), False),
+        ({"tenant": "alice"}, ("alice/ll*",), True),
+        ({"tenant": "alice"}, ("alice/qwen",), False),
+        ({"tenant": "alice", "salt": b"s"}, ("alice/llama",), True),
+        ({"tenant": "mallory", "worker": True}, (), True),  # what this daemon's worker computed is so
+        ({"tenant": COMMON}, ("default/*",), False),
+        ({"tenant": COMMON}, ("(common)/*",), True),
+    ],
+)
+async def test_whose_blocks_are_told(
+    cache: TieredCache,
+    monkeypatch: pytest.MonkeyPatch,
+    spec: dict[str, Any],
+    named: tuple[str, ...],
+    told: bool,
+) -> None:
+    """And when they go, or everything is told anew."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    events = announcer.KVEvents(cache, ON.model_copy(update={"namespaces": named, "topic": "kv@{tenant}@{namespace}"}))
+    router: Any = events._publisher
+    cache.observe(events._note)
+    namespace = cache.register(NamespaceSpec(**{**CLAIMED, **spec}))
+    trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
+    rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
+    trie.put_copies(rows, DISK, np.array([[0]]), 0.0)
+    events.announce_all()
+    while events._turn():
+        pass
+    assert router.blocks == (matchable(namespace, trie) if told else set())
+    trie.drop_copies(rows, DISK)
+    while events._turn():
+        pass
+    assert not router.blocks
+    topic = b"kv@%s@llama" % namespace.spec.tenant.encode()
+    assert router.topics == ([topic] * 3 if told else [])
 
 
 async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,25 @@ before children. A turn on the event loop does a bounded part of that.
 
 What an event says of a model with several KV groups: see `_tiers_of`.
 
-Whoever subscribes has missed what was said before: then everything is announced anew, after AllBlocksCleared.
+Whoever subscribes has missed what was said before: then everything is announced anew, after AllBlocksCleared. All
+subscribers get that, so it is done at most every `events.again_s`, and in at most a tenth of the time.
+
+A client names its namespaces as it likes, and a router sends a model's requests to where it is told that their prefixes
+are. So a client's namespaces are announced only where `events.namespaces` names them; what the daemon's own workers
+computed is announced in any case.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
+import time
 from collections import deque
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from fnmatch import translate
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +36,7 @@ from prefixd.cache.index.key_index import KEY_BYTES
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
-from prefixd.settings import EVENT_NAMESPACE, EventSettings
+from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
 
 MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
 """vLLM's names, by the tier's."""
@@ -39,7 +49,9 @@ _TURN_HASHES = 4096  # removed in a turn
 _TURN_BLOCKS = 512  # stored in a turn,
 _TURN_TOKENS = 16_384  # and their tokens
 _WINDOW = 8 * _TURN_BLOCKS  # rows among which those are sought
+_TURN_NAMESPACES = 512  # whose topics begin in a turn
 _SPARE_TOPICS = 256
+_ANEW_SHARE = 10  # of the time, at most one part in so many goes into announcing everything anew
 
 Bits = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
@@ -71,14 +83,20 @@ class KVEvents:
     Args:
         cache: the cache, restored.
         settings: where to; `endpoint` is set.
+        clock: seconds, monotonic.
 
     Raises:
         ConfigError: a socket cannot be opened.
     """
 
-    def __init__(self, cache: TieredCache, settings: EventSettings) -> None:
+    def __init__(
+        self, cache: TieredCache, settings: EventSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cache = cache
         self._topic = settings.topic
+        self._named = re.compile("|".join(translate(pattern) for pattern in settings.namespaces) or "(?!)")
+        self._again_s = settings.again_s
+        self._clock = clock
         # What a shared store has is as far away for every host: it is no reason to send a request to this one.
         self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers if tier is not cache.tiers.remote}
         self._announced: list[_Announced] = []  # by the tries' ordinals
@@ -86,7 +104,10 @@ class KVEvents:
         self._begun: dict[bytes, int] = {}  # topics that have had their AllBlocksCleared, and their numbers
         self._topics: list[bytes] = []  # by number
         self._anew = False  # everything is to be announced from the beginning,
-        self._announcing = False  # and that has begun
+        self._announcing = False  # and that has begun,
+        self._begun_s = 0.0  # then;
+        self._earliest_s = self._clock()  # it may begin again from then on
+        self._beginning: Iterator[None] = iter(())  # clears one topic a step, before anything is stored on it
         self._wake = asyncio.Event()
         self._publisher = Publisher(settings, self.announce_all)
         self._task: asyncio.Task[None] | None = None
@@ -114,7 +135,8 @@ class KVEvents:
         self._publisher.close()
 
     def announce_all(self) -> None:
-        """Has everything announced from the beginning; after the announcement that is under way, if there is one."""
+        """Has everything announced from the beginning: after the announcement that is under way, if there is one, and
+        not too soon after the last one."""
         self._anew = True
         self._wake.set()
 
@@ -133,16 +155,20 @@ class KVEvents:
 
     async def _run(self) -> None:
         while True:
-            await self._wake.wait()
+            pause_s = max(0.0, self._earliest_s - self._clock()) if self._anew and not self._announcing else None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause_s)
             await asyncio.sleep(_GATHER_S)
             self._wake.clear()
             if self._turn():
                 self._wake.set()
 
     def _turn(self) -> bool:
-        """Announces a bounded part of what is to be said; whether there is more."""
-        if self._anew and not self._announcing:
+        """Announces a bounded part of what is to be said; whether there is more that need not wait."""
+        if self._anew and not self._announcing and self._clock() >= self._earliest_s:
             self._begin_anew()
+        if sum(1 for _ in islice(self._beginning, _TURN_NAMESPACES)):
+            return True
         tries = [(trie, self._of(trie)) for trie in self._cache.tries]
         for trie, announced in tries:
             if announced.news.any():
@@ -157,25 +183,34 @@ class KVEvents:
                     self._publish_stored(trie, announced)
                     break
         more = any(announced.to_store.any() for _, announced in tries)
-        self._announcing &= more
-        return more or self._anew or bool(self._gone)
+        if self._announcing and not more:
+            self._announcing = False
+            now = self._clock()
+            self._earliest_s = max(self._begun_s + self._again_s, now + (_ANEW_SHARE - 1) * (now - self._begun_s))
+        return more or bool(self._gone)
 
     def _begin_anew(self) -> None:
-        self._anew, self._announcing = False, True
+        self._anew, self._announcing, self._begun_s = False, True, self._clock()
         self._gone.clear()
         before, self._topics = self._topics, []
         self._begun.clear()
-        if EVENT_NAMESPACE not in self._topic:
+        if EVENT_NAMESPACE not in self._topic and EVENT_TENANT not in self._topic:
             self._begin(self._topic.encode())
-        for namespace in self._cache.namespaces:
-            self._begin(self._topic_of(namespace))
-        for topic in before:
-            if topic not in self._begun:  # of a namespace that was forgotten
-                self._publisher.publish(topic, [AllBlocksCleared()])
+        self._beginning = self._begin_topics(before)
         for trie in self._cache.tries:
             announced = self._of(trie)
             announced.media[:] = 0
             announced.to_store[: trie.rows] = _tiers_of(trie, slice(0, trie.rows)) != 0
+
+    def _begin_topics(self, before: list[bytes]) -> Iterator[None]:
+        for namespace in self._cache.namespaces:
+            if self._announces(namespace):
+                self._begin(self._topic_of(namespace))
+            yield
+        for topic in before:
+            if topic not in self._begun:  # of a namespace that was forgotten
+                self._publisher.publish(topic, [AllBlocksCleared()])
+            yield
 
     def _begin(self, topic: bytes) -> int:
         """The first that is said on a topic; returns its number."""
@@ -188,7 +223,12 @@ class KVEvents:
         return self._begun[topic]
 
     def _topic_of(self, namespace: Namespace) -> bytes:
-        return self._topic.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
+        whose = self._topic.replace(EVENT_TENANT, namespace.spec.tenant)  # first: a name may have braces
+        return whose.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
+
+    def _announces(self, namespace: Namespace) -> bool:
+        spec = namespace.spec
+        return spec.worker or self._named.match(f"{spec.tenant}/{spec.name}") is not None
 
     # -- removals -----------------------------------------------------------------------------------------------
 
@@ -230,6 +270,11 @@ class KVEvents:
 
     def _publish_stored(self, trie: Trie, announced: _Announced) -> None:
         rows = _some(trie, announced.to_store, max(min(_TURN_TOKENS // trie.block_tokens, _TURN_BLOCKS), 1))
+        announced.to_store[rows] = False
+        told = {each: self._announces(self._cache.namespaces.at(each)) for each in set(trie.namespace[rows].tolist())}
+        rows = rows[[told[ordinal] for ordinal in trie.namespace[rows].tolist()]]
+        if not len(rows):
+            return
         is_so, ordinals = _tiers_of(trie, rows), trie.namespace[rows].tolist()
         hashes = self._hashes(trie, rows)
         fresh = is_so & ~announced.media[rows]
@@ -240,7 +285,6 @@ class KVEvents:
         topics = {ordinal: self._topic_of(namespace) for ordinal, namespace in namespaces.items()}
         numbers = {ordinal: self._begin(topic) for ordinal, topic in topics.items()}
         announced.topic[rows] = [numbers[ordinal] for ordinal in ordinals]
-        announced.to_store[rows] = False
         parents = trie.parent[rows].astype(np.int64)
         tokens, width = trie.tokens[rows].ravel().tolist(), trie.block_tokens
         runs = 1 + np.flatnonzero((parents[1:] != rows[:-1]) | (fresh[1:] != fresh[:-1]))

@@ -252,7 +252,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path, name: str) -> Non
 def test_a_directory_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The superuser may write everywhere, so the answer is given here.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match=r"data_dir = .*no permission"):
+    with pytest.raises(ConfigError, match=r"data_dir = .*cannot be written to"):
         check_start(Settings.load(None, {"data_dir": tmp_path / "data"}, {}))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from prefixd.cache.index.trie import TIERS
 from prefixd.cache.troubles import Troubles
+from prefixd.clocks import elapsed_s
 from prefixd_swap import CpuArena, FramePool, SlabStore
 from prefixd_swap.tiers import (
     AbsentTier,
@@ -70,7 +70,7 @@ class Tiers:
         self.shared: MemoryTier = AbsentTier("cpu", 1) if shared is None else shared
         self.durable = durable
         self.remote = remote
-        self.troubles = Troubles(time.monotonic) if troubles is None else troubles
+        self.troubles = Troubles(elapsed_s) if troubles is None else troubles
         self._counters = tuple(TierCounters() for _ in range(TIERS))
         levels = [tier.level for tier in self]
         if levels != sorted({level for level in levels if 0 <= level < TIERS}):
@@ -87,6 +87,7 @@ class Tiers:
         io_threads: int = 4,
         remote: Callable[[Transfers], RemoteTier] | None = None,
         troubles: Troubles | None = None,
+        clock: Callable[[], float] = elapsed_s,
     ) -> Tiers:
         """The tiers of this machine, and a store that it shares with others.
 
@@ -98,11 +99,12 @@ class Tiers:
             io_threads: reads or writes of the files at a time, ahead of demand.
             remote: makes the tier of a store that other hosts share.
             troubles: see `Tiers`.
+            clock: by which transfers are due.
 
         Raises:
             OutOfMemoryError: the system gives no threads.
         """
-        transfers = Transfers(urgency_enabled=urgency)
+        transfers = Transfers(urgency_enabled=urgency, clock=clock)
         return cls(
             transfers,
             compute=None if frames is None else GpuTier(frames),

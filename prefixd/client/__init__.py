@@ -29,6 +29,7 @@ from prefixd.client.errors import (
     ServerError,
     ServerUnavailable,
     SocketUntrusted,
+    Unauthenticated,
     UnsupportedError,
 )
 from prefixd.client.estimates import LoadEstimate, Prefill
@@ -95,6 +96,7 @@ __all__ = [
     "TierRun",
     "TokenLogprobs",
     "Tokens",
+    "Unauthenticated",
     "UnsupportedError",
     "VisionEmbedding",
     "default_address",

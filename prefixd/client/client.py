@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from os import PathLike
@@ -25,6 +24,7 @@ from prefixd.client.retention import Retention
 from prefixd.client.session import MemoryMode, Session
 from prefixd.client.spec import NamespaceSpec, Tier
 from prefixd.client.tokens import TokenIds
+from prefixd.clocks import elapsed_s
 from prefixd.v1 import admin_pb2, inference_pb2
 
 _PREFIXES = 100  # listed unless more are asked for
@@ -51,7 +51,7 @@ class AsyncClient:
         tls_cert: str | PathLike[str] | None = None,
         tls_key: str | PathLike[str] | None = None,
         token: str = "",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = elapsed_s,
     ) -> None:
         """A client of the daemon at `address`: "unix:/path", "host:port", or None for the default socket.
 

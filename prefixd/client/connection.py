@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -23,9 +22,12 @@ from prefixd.client.errors import (
 )
 from prefixd.client.ticket import Ticket
 from prefixd.client.trust import check_default_socket, default_socket
+from prefixd.clocks import elapsed_s
 from prefixd.v1.admin_pb2_grpc import AdminStub
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
 from prefixd.v1.inference_pb2_grpc import InferenceStub
+
+T = TypeVar("T")
 
 _AGREED = "prefixd-agreed"
 _LOST_REASONS = ("Internal error from Core", "Locally cancelled by application!")
@@ -88,22 +90,22 @@ class Connection:
         self.timeout_s = timeout_s
         self._late: set[asyncio.Task[None]] = set()
         self._closed = False
+        self.tickets_refused = 0
+        """How often a daemon refused our ticket and gave another: as often as one with another key took its place."""
         self._default = default_socket() if self.address == f"unix:{default_socket()}" else None
         self._channel = credentials.channel(self.address, _OPTIONS)
         local = self.address.startswith("unix:")
-        self._ticket = Ticket(self.address.removeprefix("unix:"), time.monotonic) if local else None
+        self._ticket = Ticket(self.address.removeprefix("unix:"), elapsed_s) if local else None
         base = credentials.stubs_on(self._channel, self._ticket)
         self.cache: Any = PrefixCacheStub(base)
         self.inference: Any = InferenceStub(base)
         self.admin: Any = AdminStub(base)
 
     async def call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        """One answer to one request (a message, or an iterator of messages)."""
-        await self.wait_out_backoff()
-        try:
-            return await method(request, timeout=self.timeout_s if timeout_s is None else timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self.address) from error
+        """One answer to one request."""
+        return await self._admitted(
+            lambda: method(request, timeout=self.timeout_s if timeout_s is None else timeout_s), _finish
+        )
 
     async def upload(self, method: Any, first: Any, rest: Iterable[Any]) -> Any:
         """One answer to a stream: `first` and, when the daemon has agreed to it, `rest`.
@@ -111,25 +113,30 @@ class Connection:
         A refusal that comes while we send is lost: gRPC's asyncio client reports an internal error instead. After what
         the daemon has agreed to, it is the end of the session or of the daemon: `ServerUnavailable`.
         """
-        await self.wait_out_backoff()
 
-        async def messages() -> AsyncGenerator[Any, None]:
-            yield first
-            if not any(name == _AGREED for name, _ in await call.initial_metadata()):
-                await call.code()
-                return
-            for message in rest:
-                yield message
+        def begin() -> Any:
+            async def messages() -> AsyncGenerator[Any, None]:
+                yield first
+                if not any(name == _AGREED for name, _ in await call.initial_metadata()):
+                    await call.code()
+                    return
+                for message in rest:
+                    yield message
 
-        call = method(messages(), timeout=self.timeout_s)
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            if error.details() in _LOST_REASONS:
-                raise ServerUnavailable(
-                    f"the daemon at {self.address} ended the call while it was sent bytes; ask again"
-                ) from error
-            raise from_rpc_error(error, self.address) from error
+            call = method(messages(), timeout=self.timeout_s)
+            return call
+
+        async def finish(call: Any) -> Any:
+            try:
+                return await call
+            except grpc.aio.AioRpcError as error:
+                if error.details() in _LOST_REASONS:
+                    raise ServerUnavailable(
+                        f"the daemon at {self.address} ended the call while it was sent bytes; ask again"
+                    ) from error
+                raise
+
+        return await self._admitted(begin, finish)
 
     async def call_for_grant(self, method: Any, request: Any, give_back: Callable[[Any], Awaitable[None]]) -> Any:
         """As `call`, for an answer that grants something.
@@ -151,17 +158,49 @@ class Connection:
 
     async def stream(self, method: Any, request: Any, timeout_s: float | None = None) -> AsyncGenerator[Any, None]:
         """The messages that answer one request; closing the iterator cancels the call."""
-        await self.wait_out_backoff()
-        call = method(request, timeout=timeout_s)
+        call, message = await self.begin(method, request, timeout_s)
         try:
-            async for message in call:
+            while message is not grpc.aio.EOF:
                 yield message
+                message = await call.read()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self.address) from error
         finally:
             call.cancel()
 
-    async def wait_out_backoff(self) -> None:
+    async def begin(self, method: Any, request: Any, timeout_s: float | None = None) -> tuple[Any, Any]:
+        """The call that answers one request with a stream, and its first message; `grpc.aio.EOF` for none."""
+
+        async def first(call: Any) -> tuple[Any, Any]:
+            try:
+                return call, await call.read()
+            except BaseException:
+                call.cancel()
+                raise
+
+        return await self._admitted(lambda: method(request, timeout=timeout_s), first)
+
+    async def _admitted(self, begin: Callable[[], Any], finish: Callable[[Any], Awaitable[T]]) -> T:
+        """What `finish` makes of the call that `begin` starts. All calls go through here.
+
+        A daemon that refuses the call's ticket has read nothing of the call. It has another key, for it took the place
+        of the one that signed the ticket: another one is fetched, and the call begun once more.
+        """
+        for again in (True, False):
+            await self._wait_out_backoff()
+            ticket = self._ticket
+            shown = () if ticket is None else ticket.metadata()
+            try:
+                return await finish(begin())
+            except grpc.aio.AioRpcError as error:
+                refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                if again and refused and ticket is not None and await ticket.replace(shown):
+                    self.tickets_refused += 1
+                    continue
+                raise from_rpc_error(error, self.address) from error
+        raise AssertionError("both attempts end by themselves")
+
+    async def _wait_out_backoff(self) -> None:
         """Before a call: checks whose the default socket is, fetches a ticket where one is needed, and after a failed
         connection gives the channel its next attempt.
 
@@ -189,6 +228,10 @@ class Connection:
         for late in self._late:
             late.cancel()
         await self._channel.close(None)
+
+
+async def _finish(call: Any) -> Any:
+    return await call
 
 
 async def _end_late(call: asyncio.Future[Any], give_back: Callable[[Any], Awaitable[None]]) -> None:

@@ -44,7 +44,11 @@ class UnsupportedError(ClientError):
 
 
 class PermissionDeniedError(ClientError):
-    """The daemon refuses this caller: a missing or unknown token, or a namespace that it has not registered."""
+    """The daemon refuses this caller: its role, or a namespace that it has not registered."""
+
+
+class Unauthenticated(PermissionDeniedError):
+    """The daemon does not know this caller: a missing or unknown token, or a ticket that it has not given."""
 
 
 class ServerUnavailable(ClientError):
@@ -93,7 +97,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: PreconditionError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
-    grpc.StatusCode.UNAUTHENTICATED: PermissionDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
     # A daemon that shuts down cancels what still runs; a call that we cancel never gets here.
     grpc.StatusCode.CANCELLED: ServerUnavailable,

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, Protocol, TypeAlias
 
 import grpc
 
 from prefixd.client.arena import Arena, fetch_arena
 from prefixd.client.connection import Connection
-from prefixd.client.errors import MemoryUnavailable, ServerUnavailable, from_rpc_error
+from prefixd.client.errors import MemoryUnavailable, ServerUnavailable
 from prefixd.v1 import cache_pb2
 
 log = logging.getLogger(__name__)
@@ -56,21 +57,15 @@ class Session:
 
         Raises `ServerUnavailable`, or `MemoryUnavailable` when shared memory is demanded and cannot be had.
         """
-        await connection.wait_out_backoff()
-        stream = connection.cache.OpenSession(cache_pb2.OpenSessionRequest(client_name=name, pid=os.getpid()))
+        request = cache_pb2.OpenSessionRequest(client_name=name, pid=os.getpid())
+        late = f"the daemon at {connection.address} opened no session within {connection.timeout_s:g} s"
+        async with _limit(connection.timeout_s, late):
+            stream, event = await connection.begin(connection.cache.OpenSession, request)
         try:
-            async with asyncio.timeout(connection.timeout_s):
-                event = await stream.read()
-                if event is _END or event.WhichOneof("event") != "opened":
-                    raise ServerUnavailable(f"the daemon at {connection.address} ended the session as it began")
+            if event is _END or event.WhichOneof("event") != "opened":
+                raise ServerUnavailable(f"the daemon at {connection.address} ended the session as it began")
+            async with _limit(connection.timeout_s, late):
                 arena = await _map_arena(event.opened, memory, connection.timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, connection.address) from error
-        except TimeoutError as error:
-            stream.cancel()
-            raise ServerUnavailable(
-                f"the daemon at {connection.address} opened no session within {connection.timeout_s:g} s"
-            ) from error
         except BaseException:
             stream.cancel()
             raise
@@ -121,6 +116,18 @@ class Session:
             holder.on_session_lost(reason)
         if self.arena is not None:
             self.arena.close()
+
+
+@asynccontextmanager
+async def _limit(seconds: float, late: str) -> AsyncGenerator[None]:
+    timeout = asyncio.timeout(seconds)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError as error:
+        if timeout.expired():
+            raise ServerUnavailable(late) from error
+        raise
 
 
 async def _map_arena(opened: cache_pb2.SessionOpened, memory: MemoryMode, timeout_s: float) -> Arena | None:

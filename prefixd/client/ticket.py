@@ -15,14 +15,14 @@ _ANSWER_LIMIT = 4096
 
 
 class Ticket:
-    """Fetched before the first call, and again once an hour.
+    """Fetched before the first call, again once an hour, and when a daemon refuses it.
 
     Where there is no door (the socket alone was mounted into a container), calls go without one, and the daemon takes
     us for a client of its default tenant, if it lets us in at all.
 
     Args:
         socket: path of the daemon's unix socket.
-        clock: seconds, monotonic.
+        clock: seconds, as `prefixd.clocks.elapsed_s`.
     """
 
     def __init__(self, socket: str, clock: Callable[[], float]) -> None:
@@ -44,13 +44,24 @@ class Ticket:
     async def fetch(self) -> None:
         """Fetches it, unless it is fresh or there is nobody to ask."""
         async with self._fetching:
-            if self.fresh:
-                return
-            with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_FETCH_S):
-                    answer = await self._ask()
-                self._metadata = (("authorization", f"Ticket {answer}"),) if answer else ()
-                self._fetched_s = self._clock()
+            if not self.fresh:
+                await self._fetch()
+
+    async def replace(self, refused: tuple[tuple[str, str], ...]) -> bool:
+        """The daemon refused a call that carried `refused`: it has another key than the one that signed it. Fetches
+        another ticket, once for all calls that were refused together; False where there is none to be had.
+        """
+        async with self._fetching:
+            if self._metadata == refused:
+                await self._fetch()
+            return self._metadata != refused
+
+    async def _fetch(self) -> None:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_FETCH_S):
+                answer = await self._ask()
+            self._metadata = (("authorization", f"Ticket {answer}"),) if answer else ()
+            self._fetched_s = self._clock()
 
     async def _ask(self) -> str:
         reader, writer = await asyncio.open_unix_connection(self._door)

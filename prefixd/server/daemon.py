@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from prefixd import heap
 from prefixd.cache import Tiers, Troubles
+from prefixd.clocks import boot_id, elapsed_s
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.generation import Generation
 from prefixd.server import rpc
@@ -146,10 +147,10 @@ class Daemon:
     async def start(self, stack: AsyncExitStack) -> Endpoints:
         """Starts everything, innermost first."""
         settings = self.settings
-        clock = time.monotonic
+        clock = elapsed_s
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
         tenants = Tenants(settings.quotas)
-        tickets = Tickets(time.time)
+        tickets = Tickets(elapsed_s, boot_id())
         audit = AuditLog(settings.server.audit_log)
         stack.callback(audit.close)
         doors = self.doors = Listeners(settings, tenants, tickets, audit)
@@ -174,6 +175,7 @@ class Daemon:
                 io_threads=settings.disk.io_threads,
                 remote=None if settings.remote.url is None else partial(open_remote, settings.remote, arena),
                 troubles=troubles,
+                clock=clock,
             )
         except SwapError as error:
             raise ConfigError(f"disk.io_threads = {settings.disk.io_threads}: {error}") from error

@@ -3,7 +3,10 @@
 gRPC cannot be asked for a connection's SO_PEERCRED. So a client connects to the local door (`LocalDoor`), which can,
 gets a ticket there and shows it with every call. A ticket is a statement with the daemon's own signature, so none is
 kept, and it is good after a restart, too. It says which user and process asked for it; what the user may do is looked
-up when it is shown.
+up when it is shown. Its age is measured by a clock that nobody sets and that begins anew with the host
+(`prefixd.clocks.elapsed_s`), so the signature names the host's boot: no ticket of an earlier one is good.
+
+A client whose ticket is refused fetches another one and asks once more. So the key may be lost with the data directory.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ GOOD_FOR_S = 24 * 3600.0
 
 _FILE = "ticket.key"
 _KEY_BYTES = 32
-_BODY = struct.Struct("<IIq")  # uid, pid, when it was issued (seconds since 1970)
+_BODY = struct.Struct("<IIq")  # uid, pid, when it was issued (seconds since the host was started)
 _TICKET_BYTES = _BODY.size + hashlib.sha256().digest_size
 
 
@@ -41,12 +44,14 @@ class Tickets:
     """Issues tickets and reads them, once it has its key (`load_key`).
 
     Args:
-        clock: seconds since 1970.
+        clock: seconds since the host was started.
+        boot: which start of the host that is.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], boot: bytes) -> None:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._clock = clock
+        self._boot = boot
 
     def load_key(self, data_dir: Path) -> None:
         """Uses the key of the data directory from now on, which is made where there is none: what was signed with it
@@ -83,7 +88,7 @@ class Tickets:
         if len(given) != _TICKET_BYTES or not hmac.compare_digest(given[_BODY.size :], self._sign(body)):
             return None
         uid, pid, issued_s = _BODY.unpack(body)
-        return LocalProcess(uid, pid) if abs(self._clock() - issued_s) <= GOOD_FOR_S else None
+        return LocalProcess(uid, pid) if 0 <= self._clock() - issued_s <= GOOD_FOR_S else None
 
     def _sign(self, body: bytes) -> bytes:
-        return hmac.digest(self._key, body, "sha256")
+        return hmac.digest(self._key, self._boot + body, "sha256")

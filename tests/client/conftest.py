@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ ARENA_BYTES = 1 << 20
 class StandIn(cache_pb2_grpc.PrefixCacheServicer):
     """Grants every prompt one lease or reservation of all its blocks, from the start of its arena."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, interceptors: Sequence[Any] = ()) -> None:
         self.address = f"unix:{folder}/s"
         self.fd = os.memfd_create("stand-in")
         os.ftruncate(self.fd, ARENA_BYTES)
@@ -48,14 +48,16 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.ttl_s = 60.0
         self.get_data: list[bytes] = []
         self.get_blocks = 0
+        self.refuse_after_data = False
         self.put_data = b""
         self._door = MemoryListener(folder / "m", self.fd, ARENA_BYTES, self.sessions.__contains__)
+        self._interceptors = interceptors
         self._server: grpc.aio.Server | None = None
         self._spec: pb.Namespace = pb.Namespace()
 
     async def start(self) -> None:
         await self._door.start()
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(interceptors=self._interceptors)
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)
         await self._server.start()
@@ -114,6 +116,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
 
     async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchResponse:
         await self._enter("Match", context)
+        if request.session_id and request.session_id not in self.sessions:
+            await abort(context, SessionEndedError(f"{request.session_id} is not open"))
         return pb.MatchResponse(blocks=1, runs=[pb.TierRun(tier=self.tier, blocks=1)])
 
     def _blocks(self, token_ids: bytes) -> tuple[int, list[int]]:
@@ -154,6 +158,10 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         await self._enter("Prefetch", context)
         return pb.PrefetchResponse(blocks=1)
 
+    async def Retain(self, request: pb.RetainRequest, context: Any) -> pb.RetainResponse:
+        await self._enter("Retain", context)
+        return pb.RetainResponse(blocks=1)
+
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
         await self._enter("Put", context)
         await context.send_initial_metadata((("prefixd-agreed", "1"),))
@@ -166,6 +174,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         yield pb.GetResponse(header=pb.GetHeader(blocks=self.get_blocks))
         for data in self.get_data:
             yield pb.GetResponse(data=data)
+        if self.refuse_after_data:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "not any more")
 
 
 @pytest.fixture

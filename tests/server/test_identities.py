@@ -13,15 +13,16 @@ from prefixd.server.tokens import TokenFile
 from prefixd.settings import Settings
 from prefixd.tenants import COMMON, Quota, Role, Tenants
 
+BOOT = b"this boot"
 ME = os.geteuid()
 ACME, OTHERS, OPERATOR = 64_001, 64_002, 64_003
 
 
 class Clock:
-    """Seconds since 1970, as a test says."""
+    """Seconds since the host was started, as a test says."""
 
     def __init__(self) -> None:
-        self.now_s = 1.7e9
+        self.now_s = 5000.0
 
     def __call__(self) -> float:
         return self.now_s
@@ -29,7 +30,7 @@ class Clock:
 
 def made(settings: dict[str, object], tokens: TokenFile | None = None) -> tuple[Identities, Tickets, Clock]:
     clock = Clock()
-    tickets = Tickets(clock)
+    tickets = Tickets(clock, BOOT)
     known = Settings.load(None, settings, {})
     return Identities(known.server, known.tenants, Tenants(known.quotas), tokens, tickets), tickets, clock
 
@@ -89,13 +90,25 @@ def test_a_ticket_is_good_for_a_day_and_from_this_daemon_alone(tmp_path: Path) -
     clock.now_s += 2
     altered = ticket(tickets, ACME).replace("Ticket 01fa", "Ticket 00fa")
     assert altered != ticket(tickets, ACME)
-    for wrong in (given, altered, ticket(Tickets(clock), 0), "Ticket", "Ticket zz", f"Bearer {given[7:]}", "x" * 1000):
+    for wrong in (
+        given,
+        altered,
+        ticket(Tickets(clock, BOOT), 0),
+        "Ticket",
+        "Ticket zz",
+        f"Bearer {given[7:]}",
+        "x" * 1000,
+    ):
         with pytest.raises(UnknownCallerError, match="none of this daemon's tickets"):
             identities.of_local(wrong)
-    first, second = Tickets(clock), Tickets(clock)
-    first.load_key(tmp_path)
-    second.load_key(tmp_path)
-    assert second.read(first.issue(LocalProcess(5, 6))) == LocalProcess(5, 6)  # also after a restart
+    first, second, third = Tickets(clock, BOOT), Tickets(clock, BOOT), Tickets(clock, b"another boot")
+    for each in (first, second, third):
+        each.load_key(tmp_path)
+    issued = first.issue(LocalProcess(5, 6))
+    assert second.read(issued) == LocalProcess(5, 6)  # also after a restart
+    assert third.read(issued) is None, "the host has counted its seconds anew since"
+    clock.now_s -= 1
+    assert first.read(issued) is None, "of a time that is yet to come"
     assert (tmp_path / "ticket.key").stat().st_mode & 0o077 == 0
 
 

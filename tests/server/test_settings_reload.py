@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prefixd.cache import TieredCache, Troubles
+from prefixd.clocks import boot_id, elapsed_s
 from prefixd.errors import ConfigError
 from prefixd.server.access import SocketAccess
 from prefixd.server.audit import AuditLog
@@ -36,8 +36,8 @@ class House:
         settings = loaded(now)
         cache.tenants.set_quotas(settings.quotas)
         self.audit = AuditLog(None)
-        self.troubles = Troubles(time.monotonic)
-        self.doors = Listeners(settings, cache.tenants, Tickets(time.time), self.audit)
+        self.troubles = Troubles(elapsed_s)
+        self.doors = Listeners(settings, cache.tenants, Tickets(elapsed_s, boot_id()), self.audit)
         self.before_read: Callable[[], object] = lambda: None
         self.reload = SettingsReload(settings, self._read, self.doors, cache, self.troubles, self.audit)
 

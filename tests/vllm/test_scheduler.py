@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from vllm.v1.request import Request, RequestStatus
 
 from prefixd.errors import ConfigError
+from prefixd.integrations.engine.arrivals import FRONT_END_S
 from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
 from prefixd_scheduler import Distance
@@ -79,13 +80,20 @@ class Drive:
         self._clock = 0.0
 
     def add(
-        self, name: str, prompt: list[int], max_tokens: int = 1, priority: int = 0, deadline_s: object = None
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 1,
+        priority: int = 0,
+        deadline_s: object = None,
+        arrival_time: float | None = None,
     ) -> Request:
         self._clock += 1e-3
+        stamp_s = self._clock if arrival_time is None else arrival_time
         extra = None if deadline_s is None else {"deadline_s": deadline_s}
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
         request = Request(
-            name, prompt, sampling, None, arrival_time=self._clock, priority=priority, block_hasher=self.hasher
+            name, prompt, sampling, None, arrival_time=stamp_s, priority=priority, block_hasher=self.hasher
         )
         self.scheduler.add_request(request)
         return request
@@ -403,7 +411,31 @@ def test_a_wrong_option_is_one_line(drive: MakeDrive) -> None:
 def test_waits_are_measured(drive: MakeDrive) -> None:
     engine = drive()
     for name in "abc":
-        engine.add(name, make_prompt(ord(name), 100)).arrival_time = 0.0
+        engine.add(name, make_prompt(ord(name), 100))
     engine.run()
     waits = engine.scheduler.waits
-    assert waits.most == 3 and waits.longest_s > 1e9 and 0 < waits.slowest_s < 100
+    assert waits.most == 3 and FRONT_END_S < waits.longest_s < FRONT_END_S + 100 and 0 < waits.slowest_s < 100
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0, -30 * 86400.0, 30 * 86400.0])
+def test_steps_of_the_wall_clock_change_neither_order_nor_promise(
+    drive: MakeDrive, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """An old request with nothing cached goes before a young one whose prefix is near, whatever time they say it is."""
+    now_s, ahead_s = 1000.0, 0.0
+    monkeypatch.setattr(FastestPrefixFirstScheduler, "clock", staticmethod(lambda: now_s))
+    monkeypatch.setattr(FastestPrefixFirstScheduler, "wall", staticmethod(lambda: 1.7e9 + now_s + ahead_s))
+    engine = drive(seen={"b": cpu(4)}, options={"policy": "relaxed-fpf"})
+
+    def add(name: str) -> None:
+        engine.add(name, make_prompt(ord(name), 100), arrival_time=engine.scheduler.wall())
+
+    add("a")
+    engine.scheduler.waits.waiting(1, now_s)
+    now_s += 10
+    ahead_s = step_s
+    add("b")
+    now_s += 1
+    assert engine.run() == "ab"
+    waits = engine.scheduler.waits
+    assert waits.longest_s == 11 and waits.slowest_s == 11 and waits.longest_s <= waits.bound_s

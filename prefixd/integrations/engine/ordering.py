@@ -92,7 +92,8 @@ class PrefixOrder(Generic[R]):
         seen: request -> what prefixd holds of its prompt; None while it has not answered.
         prefix_key: (request, cached tokens > 0) -> something equal for requests with the same cached prefix.
         ready_s: (request, tokens that the engine holds, what prefixd holds) -> estimated seconds to its first token.
-        deadline_s: request -> when its first token is due, on the clock of `arrival_time`.
+        arrival_s: request -> when it arrived, the same at all times.
+        deadline_s: request -> when its first token is due, on the clock of `arrival_s`.
         by_priority: whether the requests' priorities count: classes then come in order.
     """
 
@@ -106,6 +107,7 @@ class PrefixOrder(Generic[R]):
         seen: Callable[[R], SeenPrefix | None],
         prefix_key: Callable[[R, int], Hashable],
         ready_s: Callable[[R, int, SeenPrefix], float] = lambda request, local_tokens, seen: math.inf,
+        arrival_s: Callable[[R], float] = lambda request: request.arrival_time,
         deadline_s: Callable[[R], float] = lambda request: math.inf,
         by_priority: bool = False,
     ) -> None:
@@ -116,6 +118,7 @@ class PrefixOrder(Generic[R]):
         self._seen = seen
         self._prefix_key = prefix_key
         self._ready_s = ready_s
+        self._arrival_s = arrival_s
         self._deadline_s = deadline_s
         self._by_priority = by_priority
         self._now_s = 0.0
@@ -200,7 +203,7 @@ class PrefixOrder(Generic[R]):
         """Looks again at what is cached of some requests, at the beginning of a step that can take `places` of them.
 
         Args:
-            now_s: the present time on the clock of `arrival_time`; the order is that of this moment until the next.
+            now_s: the present time on the clock of `arrival_s`; the order is that of this moment until the next.
             places: how many may be taken.
         """
         self._now_s = now_s
@@ -242,7 +245,7 @@ class PrefixOrder(Generic[R]):
         if known is None:
             priority = request.priority if self._by_priority else 0
             number = next(self._ids_given)
-            queued = QueuedRequest(number, request.arrival_time, request.num_prompt_tokens, priority=priority)
+            queued = QueuedRequest(number, self._arrival_s(request), request.num_prompt_tokens, priority=priority)
             queued.deadline_s = self._deadline_s(request)
             known = _Known(request, queued)
         number = known.queued.id

@@ -12,7 +12,9 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from prefixd.clocks import elapsed_s
 from prefixd.errors import ConfigError
+from prefixd.integrations.engine.arrivals import Arrivals
 from prefixd.integrations.engine.ordering import PrefixOrder, Waits
 from prefixd.integrations.engine.ready import time_to_ready
 from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
@@ -49,11 +51,18 @@ class FastestPrefixFirstScheduler(Scheduler):
     **Priorities**: with `--scheduling-policy priority` the classes come first, as in vLLM, and the order is one among
     requests of a class. With "fcfs" vLLM ignores priorities, and so does this.
 
+    **Time** is measured by a clock that nobody sets (`prefixd.clocks.elapsed_s`): steps of the wall clock change
+    neither order nor promise.
+
     Settings: `policy`, `starvation_bound_s` and `look_ahead` in `kv_connector_extra_config` (see ConnectorOptions).
 
     Raises:
         ConfigError: an option is wrong, or the model needs a scheduler of its own.
     """
+
+    clock: Callable[[], float] = staticmethod(elapsed_s)
+    wall: Callable[[], float] = staticmethod(time.time)
+    """By which vLLM stamps a request's `arrival_time`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # vLLM chooses between synchronous and asynchronous scheduling before it asks for the class, and each needs
@@ -91,6 +100,7 @@ class FastestPrefixFirstScheduler(Scheduler):
             return key
 
         self.waits = Waits()
+        self._arrivals = Arrivals(self.clock, self.wall)
         self._order: PrefixOrder[Any] = PrefixOrder(
             create_policy(options.policy, options.starvation_bound_s),
             options.look_ahead,
@@ -99,7 +109,8 @@ class FastestPrefixFirstScheduler(Scheduler):
             seen=seen,
             prefix_key=prefix_key,
             ready_s=ready_s,
-            deadline_s=_deadline_s,
+            arrival_s=self._arrivals.arrival_s,
+            deadline_s=lambda request: self._arrivals.arrival_s(request) + _due_after_s(request),
             by_priority=self.policy is SchedulingPolicy.PRIORITY,
         )
         self.waiting = PolicyRequestQueue(self._order)
@@ -107,7 +118,7 @@ class FastestPrefixFirstScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step: what is cached is looked at again for some of the waiting requests, then vLLM schedules."""
-        now_s = time.time()
+        now_s = self.clock()
         self.waits.waiting(len(self.waiting), now_s)
         places = self.max_num_running_reqs - len(self.running)
         if not self.waiting or places <= 0:
@@ -117,7 +128,7 @@ class FastestPrefixFirstScheduler(Scheduler):
             self._prepare(request, local_tokens)
         output = super().schedule(*args, **kwargs)
         if begun := self._order.begun:
-            new = [request.arrival_time for request in begun if not request.num_preemptions]
+            new = [self._arrivals.arrival_s(request) for request in begun if not request.num_preemptions]
             self.waits.begun(new, now_s, bool(self.waiting))
         return output
 
@@ -147,8 +158,8 @@ def _nothing_seen(request_id: str) -> SeenPrefix | None:
     return NOTHING_SEEN
 
 
-def _deadline_s(request: Any) -> float:
-    """When its first token is due, on the clock of its arrival; infinite where that was not said."""
+def _due_after_s(request: Any) -> float:
+    """How long after its arrival its first token is due; infinite where that was not said."""
     extra = getattr(request.sampling_params, "extra_args", None) or {}
     if (given := extra.get("deadline_s")) is None:
         return math.inf
@@ -161,7 +172,7 @@ def _deadline_s(request: Any) -> float:
             "request %s: deadline_s = %r is no number of seconds; it has no deadline", request.request_id, given
         )
         return math.inf
-    return float(request.arrival_time) + seconds
+    return seconds
 
 
 def _options(kv_transfer_config: Any) -> ConnectorOptions:

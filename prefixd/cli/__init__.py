@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from prefixd.process_start import prepare_process
-
+TYPE_CHECKING = False  # typing's takes as long as all that is imported before a signal has a handler
 if TYPE_CHECKING:
     from prefixd_swap import FileOps
 
@@ -16,6 +13,12 @@ def main(ops: FileOps | None = None) -> None:
     Args:
         ops: file calls of the disk tier of a daemon that is served, to have them fail in a test.
     """
+    from prefixd import signals
+
+    signals.end_at_once()
+    signals.hold_hangups()
+    from prefixd.process_start import prepare_process
+
     prepare_process()
     from prefixd.cli.app import app
 

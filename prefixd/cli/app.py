@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from prefixd import __version__
+from prefixd import __version__, signals
 from prefixd.cli import admin, config, demo, doctor, generate, plan, prefixes, serve, tenants, tier, verify
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.failures import CleanGroup, examples, paragraphs
@@ -52,8 +52,11 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Keep the KV cache of every prompt prefix in GPU memory, CPU memory and on disk."""
+    if context.invoked_subcommand != "serve":
+        signals.release_hangups()  # the daemon does it when it can read its settings again

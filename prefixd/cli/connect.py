@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from prefixd import signals
 from prefixd.cli.failures import CommandFailed, WrongUsage
 
 if TYPE_CHECKING:
@@ -119,4 +120,7 @@ def _credentials() -> dict[str, Any]:
 
 def run(command: Coroutine[object, object, T]) -> T:
     """Runs a command's coroutine; Ctrl-C cancels it and ends cleanly."""
-    return asyncio.run(command)
+    import prefixd.client  # noqa: F401  not in the coroutine: until there is something to cancel, Ctrl-C ends at once
+
+    with signals.interruptible():
+        return asyncio.run(command)

@@ -1,6 +1,6 @@
 """How a command ends when something is wrong: one line on stderr that says what to do, and an exit code.
 
-1: the command failed. 2: it was called wrongly, or the configuration is wrong. 130: Ctrl-C.
+1: the command failed. 2: it was called wrongly, or the configuration is wrong. 130: Ctrl-C. 143: SIGTERM.
 """
 
 from __future__ import annotations

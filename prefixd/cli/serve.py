@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from prefixd.cli.config import Assignments, ConfigFile, parse_assignments
-from prefixd.cli.failures import EXIT_INTERRUPTED, examples
+from prefixd.cli.failures import examples
 from prefixd.cli.terminal import LogFormatter
 from prefixd.errors import ConfigError
 from prefixd.process_start import ensure_temporary_folder
@@ -170,12 +170,13 @@ def serve_command(
     def announce(endpoints: Endpoints) -> None:
         typer.echo(_ready_json(endpoints) if as_json else _ready_line(endpoints))
 
+    async def serve_and_leave() -> None:
+        code = await serve(settings, ready=announce, ops=context.obj, read_settings=read_settings)
+        # All is put away. Python would wait for threads, of which one may be reading a model for minutes.
+        os._exit(code)
+
     sys.setswitchinterval(_SWITCH_S)
-    try:
-        code = asyncio.run(serve(settings, ready=announce, ops=context.obj, read_settings=read_settings))
-    except KeyboardInterrupt as error:
-        raise typer.Exit(EXIT_INTERRUPTED) from error
-    raise typer.Exit(code)
+    asyncio.run(serve_and_leave())
 
 
 def _overrides(flags: dict[str, Any], assignments: list[str] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``python -m prefixd.images.load_processor DIRECTORY``: a model's image processor in numbers, as one line of JSON.
+"""``python -m prefixd.images.load_processor PARENT DIRECTORY``: a model's image processor in numbers, a line of JSON.
 
 A process of its own, for the reasons of `prefixd/server/load_tokenizer.py`.
 """
@@ -14,12 +14,14 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from prefixd import heap
+from prefixd.child_process import end_with_parent
 
 
 def main() -> None:
     """Writes the fields of `token_counts.ImageProcessor`, or `error`."""
+    (directory,) = end_with_parent()
     with redirect_stdout(sys.stderr):
-        answer = _load(sys.argv[1])
+        answer = _load(directory)
     print(json.dumps(answer))
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 
+from prefixd.child_process import run_module
 from prefixd.errors import ConfigError, InvalidArgumentError
 
 _MOST_RATIO = 200
@@ -111,9 +110,8 @@ def read_image_processor(model: Path) -> ImageProcessor:
 
     Raises ConfigError: there is none, or of a family that is not known.
     """
-    command = [sys.executable, "-m", "prefixd.images.load_processor", str(model)]
     try:
-        loaded = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        loaded = run_module("prefixd.images.load_processor", str(model))
     except OSError as error:
         raise ConfigError(
             f"the image processor in {str(model)!r} cannot be loaded: no process for it ({error.strerror}); "

@@ -6,10 +6,8 @@ import asyncio
 import fcntl
 import logging
 import os
-import signal
 import socket
 import stat
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -45,6 +43,7 @@ from prefixd.server.tenant_figures import RequestFigures, TenantFigures
 from prefixd.server.tickets import LocalProcess, Tickets
 from prefixd.server.wiring import make_cache
 from prefixd.settings import Settings
+from prefixd.signals import DaemonSignals
 from prefixd.tenants import Tenants
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
@@ -65,7 +64,6 @@ TIER_HEALTH = "prefixd.tier."
 """Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
 MODEL_HEALTH = "prefixd.model."
 """Before a model's name, where there are several: whether its worker serves, or will when it has started."""
-_SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name,
@@ -106,17 +104,17 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
         daemon = Daemon(settings, ops, read_settings)
+        stack.callback(daemon.signals.ignore)  # after all else: until then a second signal ends the process
         endpoints = await daemon.start(stack)
         heap.exempt_from_collection()
         heap.reuse_large_arrays()
         if ready is not None:
             ready(endpoints)
         await daemon.ended.wait()
+        if daemon.models is not None:
+            await daemon.models.end_loading()
         await daemon.drain()
-    code = 1 if daemon.failed else 0
-    if daemon.doors is not None and daemon.doors.stuck:
-        os._exit(code)  # else Python waits for gRPC's thread, and that for those who do not read
-    return code
+    return 1 if daemon.failed else 0
 
 
 class Daemon:
@@ -139,7 +137,7 @@ class Daemon:
         self.failed = False
         self._drained: asyncio.Task[tuple[int, int]] | None = None
         self._before_drain = (0, 0)  # blocks written to disk and requests finished when the first drain began
-        self._signalled_s: float | None = None
+        self.signals = DaemonSignals(self._on_signal)
         self._health = Health()
         self.models: Models | None = None
         self.doors: Listeners | None = None
@@ -282,6 +280,9 @@ class Daemon:
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
             reflection.aio.ReflectionServicer(named), doors.services
         )
+        # Until now nobody was served, and `prefixd` ended at once with a signal.
+        self._loop = asyncio.get_running_loop()
+        self.signals.install()
         tcp = await doors.open()
         stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
         stack.push_async_callback(doors.close, 1.0)
@@ -300,15 +301,9 @@ class Daemon:
                 raise ConfigError(
                     f"server.metrics_port = {port} cannot be used ({error.strerror}); choose another"
                 ) from error
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-            # Once it is over, a signal that comes before the process has ended must not change its exit status.
-            stack.callback(signal.signal, number, signal.SIG_IGN)
-            stack.callback(loop.remove_signal_handler, number)
         reload = SettingsReload(settings, self._read_settings, doors, cache, troubles, audit)
-        loop.add_signal_handler(signal.SIGHUP, reload.begin)
-        stack.callback(loop.remove_signal_handler, signal.SIGHUP)
+        self.signals.take_hangups(lambda: self._loop.call_soon_threadsafe(reload.begin))
+        stack.callback(self.signals.ignore_hangups)
         return Endpoints(path, tcp, metrics_port, clock() - began_s)
 
     async def drain(self) -> tuple[int, int]:
@@ -365,14 +360,12 @@ class Daemon:
             task.add_done_callback(ended)
 
     def _on_signal(self) -> None:
-        now = time.monotonic()
-        if self._signalled_s is None:
-            self._signalled_s = now
-            log.info("ending: what runs is finished first; a second signal ends at once")
-            self.ended.set()
-        elif now - self._signalled_s > _SAME_SIGNAL_S:
-            log.warning("second signal: ending without finishing what runs")
-            os._exit(1)
+        """Within the signal handler, which interrupts anything: what is to be done is left to the event loop."""
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        log.info("ending: what runs is finished first; a second signal ends at once")
+        self.ended.set()
 
     async def _expire(self) -> None:
         while True:

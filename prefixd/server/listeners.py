@@ -88,7 +88,6 @@ class Listeners:
     def __init__(self, settings: Settings, tenants: Tenants, tickets: Tickets, audit: AuditLog) -> None:
         server = settings.server
         self.access = _socket_access(settings)
-        self.stuck = False
         """Whether, once this is closed, connections are left that gRPC could not close."""
         self._settings = server
         logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
@@ -167,7 +166,6 @@ class Listeners:
         for stop in stopped:
             stop.result()
         if late:
-            self.stuck = True
             log.warning("callers do not read what is sent to them: their connections end with the process")
 
     def _bind_tcp(self) -> str | None:

@@ -1,4 +1,4 @@
-"""``python -m prefixd.server.load_tokenizer DIRECTORY``: a model's tokenizer as one line of JSON, for `TextCodec`.
+"""``python -m prefixd.server.load_tokenizer PARENT DIRECTORY``: a model's tokenizer as a line of JSON, for `TextCodec`.
 
 transformers knows how to make a tokenizer of a model's files; to use it, the small library `tokenizers` is enough. In
 the daemon, transformers would also load torch with its compiler: seconds of CPU time, in which calls wait, and memory.
@@ -13,12 +13,14 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from prefixd import heap
+from prefixd.child_process import end_with_parent
 
 
 def main() -> None:
     """Writes `tokenizer` (the JSON of `tokenizers`; null if it has no fast form) and `splits_special`, or `error`."""
+    (directory,) = end_with_parent()
     with redirect_stdout(sys.stderr):
-        answer = _load(sys.argv[1])
+        answer = _load(directory)
     print(json.dumps(answer))
 
 

@@ -26,7 +26,7 @@ from prefixd.server.tier_share import TierShare
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.server.wiring import make_dispatcher
-from prefixd.server.worker_process import WorkerProcess
+from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
 from prefixd.worker.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker.settings import WorkerSettings
@@ -122,17 +122,30 @@ class ModelHost:
         self._images.shutdown(wait=False, cancel_futures=True)
 
     async def stop_loading(self) -> None:
-        """Ends whatever waits for the model; its worker has ended."""
+        """Ends whatever waits for the model."""
         if self._model is not None:
             self._model.cancel()
             await asyncio.gather(self._model, return_exceptions=True)
 
+    async def end_if_loading(self) -> None:
+        """The daemon ends: what waits for a worker that still loads is told, and the worker is killed."""
+        if self.worker.state is WorkerState.STARTING:
+            await self.stop_loading()
+            await self.dispatcher.stop()
+            await self.worker.stop()
+
     async def model(self) -> ServedModel:
-        """Waits for the model, with the tier's present size. Raises UnavailableError when its worker was given up."""
+        """Waits for the model, with the tier's present size. Raises UnavailableError when its worker was given up, or
+        when the daemon ends first."""
         if self._model is None:
             raise UnavailableError("the model is not being loaded; start the daemon's worker first")
         try:
             model = await asyncio.shield(self._model)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # it was not the caller: loading was ended
+                raise UnavailableError("the daemon is ending; send the request again when it is back") from None
+            raise
         except ConfigError as error:  # the operator's mistake, not the caller's
             raise UnavailableError(f"the model cannot be served: {error}") from error
         if self.worker.failure:

@@ -78,6 +78,10 @@ class Models:
         await self._cache.mover.quiesce()
         await self.gpu.close()
 
+    async def end_loading(self) -> None:
+        """The daemon ends: no model is waited for that still loads, which may take minutes."""
+        await asyncio.gather(*(host.end_if_loading() for host in self.hosts.values()))
+
     async def idle(self) -> None:
         """Waits until nothing waits or runs, in any model."""
         for host in self.hosts.values():

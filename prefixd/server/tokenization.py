@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from prefixd.child_process import run_module
 from prefixd.errors import ConfigError, UnsupportedError
 from prefixd.server.text_stream import TextStream
 
@@ -101,8 +100,7 @@ class TextCodec:
 def _load(model: Path) -> tuple[Tokenizer, bool]:
     """The model's tokenizer, and whether it splits special tokens that are in a text."""
     try:
-        command = [sys.executable, "-m", "prefixd.server.load_tokenizer", os.fspath(model)]
-        loaded = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        loaded = run_module("prefixd.server.load_tokenizer", os.fspath(model))
     except OSError as error:
         raise ConfigError(
             f"the tokenizer in {str(model)!r} cannot be loaded: no process for it ({error.strerror}); "

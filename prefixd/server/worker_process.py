@@ -179,10 +179,8 @@ class WorkerProcess:
         export = pool.memory.export_run(range(int(new.chunks[0]), int(new.chunks[-1]) + 1))
         numbers = np.array(new.frames, np.int64)
         message = Grow(export.meta, export.count, numbers.tobytes(), new.chunks.tobytes())
-        if not await self._send_with_descriptors(message, export) and self._process is not None:
-            # It waits for descriptors that will not come. Its successor is handed all of them.
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        if not await self._send_with_descriptors(message, export):
+            self._kill()  # it waits for descriptors that will not come; its successor is handed all of them
 
     async def shrink(self, frames: Sequence[FrameId]) -> None:
         """Has the worker let go of withdrawn frames; returns when it has, or is gone.
@@ -203,12 +201,26 @@ class WorkerProcess:
         self._deaths = 0
 
     async def stop(self) -> None:
-        """Ends the worker and waits for it."""
+        """Ends the worker and waits for it.
+
+        One that still loads is killed: it reads its socket when it has loaded, which may take minutes. So is one that
+        does not end within 5 s.
+        """
         self._stopping.set()
-        self.send(Shutdown())
+        if self.state is WorkerState.READY:
+            self.send(Shutdown())
+        else:
+            self._kill()
         if self._task is not None:
-            await asyncio.wait({self._task})  # how it ended is its watcher's to report
+            await asyncio.wait({self._task}, timeout=_STOP_S)  # how it ended is its watcher's to report
+            self._kill()
+            await asyncio.wait({self._task})
         self._settled.set()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
@@ -234,7 +246,8 @@ class WorkerProcess:
             log.error("the %s died (%s); starting another", self._part, why)
             self._on_death(why, False)
             self.restarts += 1
-            await asyncio.sleep(_RESTART_PAUSE_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _RESTART_PAUSE_S)
 
     def _give_up(self, why: str) -> None:
         self.failure = why
@@ -267,6 +280,8 @@ class WorkerProcess:
             self._troubles.end(self._part)
             self._threads, self._process = threads, process
             self.pid = process.pid
+            if self._stopping.is_set():  # while it was being started
+                self._kill()
             decoder = from_worker()
             try:
                 while data := await loop.sock_recv(ours, _READ_BYTES):
@@ -310,6 +325,7 @@ class WorkerProcess:
                     pass_fds=[theirs.fileno()],
                     env={**ENVIRONMENT, **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
+                    process_group=0,  # Ctrl-C is the daemon's: before the worker can ignore it, it would end it
                 )
             except RuntimeError as error:  # before Python 3.12 a thread waits for the process; it ends with its socket
                 self._let_go()

@@ -29,8 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="settings as JSON, see prefixd/worker/settings.py")
     options = parser.parse_args(arguments)
     _die_with_daemon()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when a worker ends, not the terminal
-    connection = Connection(socket.socket(fileno=options.fd), to_worker())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # The daemon decides when a worker ends, neither the terminal nor who signals a whole group of processes.
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=options.fd)
+    if _is_closed(end):
+        return 0
+    connection = Connection(end, to_worker())
     try:
         settings = decode_settings(options.config)
         # transformers and torch are loaded here, so that a broken installation is reported to the
@@ -70,6 +75,14 @@ def _report(connection: Connection[ToWorker], error: Exception) -> None:
         connection.send(Failed(detail))
     except ConnectionClosedError:
         print(detail, file=sys.stderr)
+
+
+def _is_closed(end: socket.socket) -> bool:
+    """Whether the daemon has ended already: before `_die_with_daemon`, nobody is told of that."""
+    try:
+        return not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
 
 
 def _die_with_daemon() -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from prefixd import signals
 from prefixd.errors import PrefixdError
 from prefixd.settings_sources import ENV_PREFIX
 
@@ -232,7 +233,8 @@ def ended_by_sigterm() -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        with signals.interruptible():
+            yield
     except KeyboardInterrupt as error:
         if received:
             raise SystemExit(128 + signal.SIGTERM) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -15,26 +16,60 @@ CACHE_NAME = "fingerprints.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _READ_BYTES = 8 << 20
 
+_DECIDES_KV = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py")
+_DECIDES_TEXT = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "trainer_state.json",
+        "vocab.json",
+    }
+)
+"""Files that act before there are token ids, or behind the logits: caches compare token ids."""
+
 
 def fingerprint(model_directory: Path, cache_directory: Path) -> str:
-    """32 hexadecimal digits: XXH3 over config.json and every weight file, by content.
+    """32 hexadecimal digits: XXH3 over the files that decide what the model computes from token ids and from images, by
+    content: weights, configurations (also of the image processor and of quantization), code.
 
-    A file that was hashed before is not read again while path, size, modification time and inode are the
-    same; that is kept in `fingerprints.json` under `cache_directory`. Raises ConfigError if there is no
-    config.json or no weights.
+    A file that was hashed before is not read again while path, size, times of change and inode are the same; that is
+    kept in `fingerprints.json` under `cache_directory`. Raises ConfigError if there is no config.json or no weights.
     """
     config = model_directory / "config.json"
-    weights = sorted({path for pattern in _WEIGHTS for path in model_directory.glob(pattern) if path.is_file()})
+    weights = any(path.is_file() for pattern in _WEIGHTS for path in model_directory.glob(pattern))
     if not config.is_file() or not weights:
         lacking = "weights" if config.is_file() else "config.json"
         raise ConfigError(
             f"model directory {str(model_directory)!r} lacks {lacking}; "
             "give a directory with config.json and *.safetensors or *.bin files"
         )
+    return fingerprint_of_files(
+        [
+            path
+            for path in model_directory.iterdir()
+            if path.is_file() and path.suffix in _DECIDES_KV and path.name not in _DECIDES_TEXT
+        ],
+        model_directory,
+        cache_directory,
+    )
+
+
+def fingerprint_of_folder(folder: Path, cache_directory: Path) -> str:
+    """As `fingerprint`, over all files below a folder, by their paths in it: for what is no whole model."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return fingerprint_of_files(files, folder, cache_directory)
+
+
+def fingerprint_of_files(files: Iterable[Path], folder: Path, cache_directory: Path) -> str:
+    """As `fingerprint`, over these files of a folder."""
     cache = _Cache(cache_directory / CACHE_NAME)
     total = xxhash.xxh3_128()
-    for path in [config, *weights]:
-        total.update(f"{path.name}\0{cache.digest(path)}\0".encode())
+    for path in sorted(files):
+        total.update(f"{path.relative_to(folder)}\0{cache.digest(path)}\0".encode(errors="surrogateescape"))
     cache.save()
     return total.hexdigest()
 
@@ -56,10 +91,11 @@ class _Cache:
     def digest(self, path: Path) -> str:
         """The file's XXH3, read only if it is not known."""
         status = path.stat()
-        identity = [status.st_size, status.st_mtime_ns, status.st_ino]
+        # Who puts other bytes into a file can set its time of modification back, and not that of its inode's change.
+        identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         name = str(path.resolve())
         entry = self._known.get(name)
-        if isinstance(entry, list) and entry[:3] == identity and isinstance(entry[-1], str):
+        if isinstance(entry, list) and entry[:-1] == identity and isinstance(entry[-1], str):
             return entry[-1]
         digest = _hash_file(path)
         self._known[name] = [*identity, digest]

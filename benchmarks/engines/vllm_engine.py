@@ -38,13 +38,19 @@ class EngineFailed(PrefixdError):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One request: greedy, exactly `max_tokens` tokens. `lora` is a name given to the engine's `loras`."""
+    """One request: greedy, exactly `max_tokens` tokens. `lora` is a name given to the engine's `loras`.
+
+    `image` is the seed of an image that goes with it, `image_uuid` what the client calls that; alone, it stands for an
+    image that the engine has had.
+    """
 
     prompt: Sequence[int]
     max_tokens: int = 16
     salt: str | None = None
     lora: str | None = None
     priority: int = 0
+    image: int | None = None
+    image_uuid: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

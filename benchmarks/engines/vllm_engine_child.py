@@ -114,9 +114,13 @@ class EngineLoop:
         from vllm.sampling_params import RequestOutputKind
 
         for number, row in zip(order["ids"], order["requests"], strict=True):
-            prompt = {"prompt_token_ids": row["prompt"]}
+            prompt: dict[str, Any] = {"prompt_token_ids": row["prompt"]}
             if row["salt"] is not None:
                 prompt["cache_salt"] = row["salt"]
+            if row["image"] is not None or row["image_uuid"] is not None:
+                prompt["multi_modal_data"] = {"image": [_image(row["image"])]}
+            if row["image_uuid"] is not None:
+                prompt["multi_modal_uuids"] = {"image": [row["image_uuid"]]}
             sampling = SamplingParams(
                 max_tokens=row["max_tokens"],
                 temperature=0.0,
@@ -159,6 +163,19 @@ class EngineLoop:
 
     def _say(self, line: dict[str, Any]) -> None:
         self._channel.sendall(json.dumps(line).encode() + b"\n")
+
+
+def _image(seed: int | None) -> Any:
+    """The image that goes with a seed."""
+    if seed is None:
+        return None
+    import numpy as np
+    from PIL import Image
+
+    from benchmarks.engines.vllm_models import IMAGE_SIDE
+
+    shape = (IMAGE_SIDE, IMAGE_SIDE, 3)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
 
 
 def _parsed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ VOCABULARY = 4096
 SPREAD = 0.08
 HIDDEN = 256
 LAYERS = 4
+IMAGE_SIDE = 56
+IMAGE_TOKENS = 8
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -168,6 +170,55 @@ def save_mla(directory: Path, seed: int = 0) -> Path:
     return _save(DeepseekV2ForCausalLM, config, directory, seed)
 
 
+def save_blip2(directory: Path, seed: int = 0) -> Path:
+    """A BLIP-2 with an OPT of 4 layers: an image of 56 x 56 pixels is 8 tokens before the prompt. With a processor and
+    a tokenizer, which vLLM needs for images.
+    """
+    from transformers import (
+        Blip2Config,
+        Blip2ForConditionalGeneration,
+        Blip2Processor,
+        BlipImageProcessorPil,
+        PreTrainedTokenizerFast,
+    )
+
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Blip2Config(
+        vision_config={**tower, "image_size": IMAGE_SIDE, "patch_size": 14},
+        qformer_config={**tower, "vocab_size": VOCABULARY, "encoder_hidden_size": 64, "cross_attention_frequency": 1},
+        text_config={
+            **{name: value for name, value in _COMMON.items() if name not in ("intermediate_size", "dtype")},
+            "model_type": "opt",
+            "ffn_dim": 512,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 8,
+            "word_embed_proj_dim": HIDDEN,
+            "init_std": SPREAD,
+        },
+        num_query_tokens=IMAGE_TOKENS,
+        image_token_index=3,
+        dtype="float32",
+    )
+    _save(Blip2ForConditionalGeneration, config, directory, seed, _make_images_louder)
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<image>": 3}
+    words = {**special, **{f"t{token}": token for token in range(len(special), VOCABULARY)}}
+    plain = json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}} | {
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"}
+    })  # fmt: skip
+    (directory / "tokenizer.json").write_text(plain)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<pad>",
+        additional_special_tokens=["<image>"],
+    )
+    images = BlipImageProcessorPil(size={"height": IMAGE_SIDE, "width": IMAGE_SIDE})
+    Blip2Processor(images, tokenizer, num_query_tokens=IMAGE_TOKENS).save_pretrained(directory)
+    return directory
+
+
 def save_lora(directory: Path, seed: int, *, rank: int = 8) -> Path:
     """A LoRA adapter for `save_llama`'s attention whose weights are random and large enough to change the output."""
     generator = torch.Generator().manual_seed(seed)
@@ -192,6 +243,14 @@ def save_lora(directory: Path, seed: int, *, rank: int = 8) -> Path:
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
+
+
+def _make_images_louder(model: Any) -> None:
+    """So that the next token hangs on the image, too."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("language_model") and parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
 
 
 def _make_layers_louder(model: Any) -> None:

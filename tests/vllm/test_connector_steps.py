@@ -8,10 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -254,11 +261,16 @@ def test_latent_attention_is_opaque_blocks(make_steps: MakeSteps) -> None:
 PLACEHOLDER = 3
 
 
-def an_image(content: str, offset: int, length: int) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(None, "image", content, PlaceholderRange(offset, length), content)
+def an_image(
+    content: str, offset: int, length: int, name: str = "the name of all", *, shown: bool = True
+) -> MultiModalFeatureSpec:
+    pixels = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
+    element = MultiModalFieldElem(pixels, MultiModalBatchedField())
+    data = MultiModalKwargsItem({"pixel_values": element}) if shown else None
+    return MultiModalFeatureSpec(data, "image", name, PlaceholderRange(offset, length), name)
 
 
-def test_images_are_told_apart_by_vllms_hashes_of_them(make_steps: MakeSteps) -> None:
+def test_images_are_told_apart_by_what_is_in_them(make_steps: MakeSteps) -> None:
     """The prompts' token ids are equal. An image that prefixd has needs no vision encoder."""
     steps = make_steps()
     steps.take_images(1000)
@@ -267,7 +279,7 @@ def test_images_are_told_apart_by_vllms_hashes_of_them(make_steps: MakeSteps) ->
 
     def ask(name: str, content: str) -> tuple[int, bool]:
         assert steps.scheduler.reset_prefix_cache()
-        steps.add(name, prompt, images=[an_image(content, 100, 80)])
+        steps.add(name, prompt, images=[an_image(content, 100, 80, f"hash of {content}")])
         seen: list[str] = []
         schedule = steps.scheduler.schedule
 
@@ -283,10 +295,10 @@ def test_images_are_told_apart_by_vllms_hashes_of_them(make_steps: MakeSteps) ->
             steps.scheduler.schedule = schedule  # type: ignore[method-assign]
         return loaded, bool(seen)
 
-    assert ask("cat", "hash of a cat") == (0, True)
-    assert ask("dog", "hash of a dog") == (64, True), "what stands before the image, and no more"
-    assert ask("cat again", "hash of a cat") == (320, False)
-    assert ask("dog again", "hash of a dog") == (320, False)
+    assert ask("cat", "a cat") == (0, True)
+    assert ask("dog", "a dog") == (64, True), "what stands before the image, and no more"
+    assert ask("cat again", "a cat") == (320, False)
+    assert ask("dog again", "a dog") == (320, False)
 
 
 def test_an_answer_behind_an_image_is_saved_under_the_image_too(make_steps: MakeSteps) -> None:
@@ -297,5 +309,61 @@ def test_an_answer_behind_an_image_is_saved_under_the_image_too(make_steps: Make
     for content, found in (("a bird", 0), ("a fish", 0), ("a bird", 192), ("a fish", 192)):
         longer = [*prompt, *[7] * 60] if found else prompt
         assert steps.scheduler.reset_prefix_cache()
-        steps.add(content, longer, max_tokens=60, images=[an_image(content, 60, 80)])
+        steps.add(content, longer, max_tokens=60, images=[an_image(content, 60, 80, content)])
         assert steps.run(content) == found
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_of_images_that_nobody_can_be_sure_of_only_what_is_before_them_is_saved(
+    make_steps: MakeSteps, shown: bool
+) -> None:
+    """Two images came under one name, or the scheduler was not shown what the image is."""
+    steps = make_steps()
+    steps.take_images(1000)
+    prompt = [*make_prompt(83 + shown, 100), *[PLACEHOLDER] * 80, *make_prompt(85 + shown, 150)]
+
+    def ask(name: str, image: MultiModalFeatureSpec, tokens: list[int] = prompt) -> int:
+        assert steps.scheduler.reset_prefix_cache()
+        steps.add(name, tokens, images=[image])
+        return steps.run(name)
+
+    if shown:
+        assert ask("a cat", an_image("a cat", 100, 80)) == 0
+        longer = [*prompt, *make_prompt(87, 100)]
+        for content, found in (("a dog", 64), ("a cat", 320), ("a dog", 64), ("a cat", 320)):
+            assert ask(content, an_image(content, 100, 80), longer) == found, "what was saved before there were two"
+        assert ask("by another name", an_image("a dog", 100, 80, "dog")) == 64
+        assert ask("again", an_image("a dog", 100, 80, "dog"), longer) == 320
+        return
+    for name, found in (("first", 0), ("second", 64), ("third", 64)):
+        assert ask(name, an_image("unseen", 100, 80, shown=False)) == found
+
+
+def test_what_was_asked_before_another_image_came_under_the_name_is_not_saved_from_then_on(
+    make_steps: MakeSteps,
+) -> None:
+    """vLLM may embed the other one first."""
+    steps = make_steps()
+    steps.take_images(1000)
+    prompt = [*make_prompt(89, 100), *[PLACEHOLDER] * 80, *make_prompt(90, 150)]
+    steps.add("cat", prompt, images=[an_image("a cat", 100, 80)])
+    steps.add("dog", prompt, images=[an_image("a dog", 100, 80)])
+    steps.run("cat")
+    steps.run("dog")
+    assert steps.scheduler.reset_prefix_cache()
+    steps.add("again", prompt, images=[an_image("a cat", 100, 80)])
+    assert steps.run("again") == 64
+
+
+def test_media_that_come_in_pieces_are_not_shown_and_nothing_is_sure_then(make_steps: MakeSteps) -> None:
+    steps = make_steps()
+    steps.take_images(1000)
+    prompt = [*make_prompt(91, 100), *[PLACEHOLDER] * 80, *make_prompt(92, 150)]
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
+    session = Request("session", make_prompt(93, 100), sampling, None, block_hasher=steps.hasher, resumable=True)
+    steps.scheduler.add_request(session)
+    steps.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    for name, found in (("first", 0), ("second", 64)):
+        assert steps.scheduler.reset_prefix_cache()
+        steps.add(name, prompt, images=[an_image("a cat", 100, 80)])
+        assert steps.run(name) == found

@@ -10,7 +10,7 @@ import pytest
 
 from prefixd import model_fingerprint
 from prefixd.errors import ConfigError
-from prefixd.model_fingerprint import CACHE_NAME, fingerprint, fingerprint_of_both
+from prefixd.model_fingerprint import CACHE_NAME, fingerprint, fingerprint_of_both, fingerprint_of_folder
 
 
 @pytest.fixture
@@ -52,6 +52,40 @@ def test_config_and_file_names_count_and_other_files_do_not(directory, tmp_path)
     (directory / "model-3.safetensors").rename(directory / "model-2.safetensors")
     (directory / "config.json").write_text('{"rope_theta": 1}')
     assert fingerprint(directory, tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "processor_config.json", "quantize_config.json", "modeling.py", "vision.pt"]
+)
+def test_whatever_else_may_decide_what_is_computed_counts(directory, tmp_path, name):
+    before = fingerprint(directory, tmp_path)
+    (directory / name).write_text("{}")
+    with_it = fingerprint(directory, tmp_path)
+    (directory / name).write_text("[]")
+    assert len({before, with_it, fingerprint(directory, tmp_path)}) == 3
+
+
+def test_a_file_that_was_written_to_is_read_again_whatever_its_time_of_modification_says(directory, tmp_path):
+    weights = directory / "model-2.safetensors"
+    before, status = fingerprint(directory, tmp_path), weights.stat()
+    with weights.open("r+b") as file:
+        file.write(b"W")
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = weights.stat()
+    same = ("st_size", "st_mtime_ns", "st_ino")
+    assert [getattr(after, name) for name in same] == [getattr(status, name) for name in same]
+    assert fingerprint(directory, tmp_path) != before
+
+
+def test_of_a_folder_every_file_counts_by_its_path_and_content(directory, tmp_path):
+    cache, folder = tmp_path / "cache", tmp_path / "adapter"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "adapter.txt").write_text("one")
+    before = fingerprint_of_folder(folder, cache)
+    (folder / "sub" / "adapter.txt").write_text("two")
+    other = fingerprint_of_folder(folder, cache)
+    (folder / "sub" / "adapter.txt").rename(folder / "adapter.txt")
+    assert len({before, other, fingerprint_of_folder(folder, cache)}) == 3
 
 
 def test_files_that_are_known_are_not_read_again(directory, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ COUNTERS = {
     "saved_bytes": "Bytes given to prefixd that it did not have.",
     "duplicate_blocks": "Blocks that prefixd had already when they were offered.",
     "dropped_blocks": "Blocks that were not saved: prefixd was away, slow or full, or their prefix had gone.",
+    "unsure_media": "Requests that were not saved from their media on, whose content could not be told for sure.",
 }
 
 
@@ -52,6 +53,10 @@ class ConnectorCounters:
     def saved_blocks(self, blocks: int, duplicates: int, dropped: int) -> None:
         """A save of all that a longer prefix needs of its blocks has ended."""
         self._add(saved_blocks=blocks, duplicate_blocks=duplicates, dropped_blocks=dropped)
+
+    def unsure_media(self) -> None:
+        """A request has ended that was not saved from its media on."""
+        self._add(unsure_media=1)
 
     def take(self) -> dict[str, float]:
         """The counts since the last call that are not 0."""

@@ -1,14 +1,14 @@
 """What stands for images and other media in the token ids that prefixd is told.
 
 The placeholder tokens of two images are equal, and their KV is not. vLLM tells blocks apart by the media that lie in
-them (`kv_cache_utils._gen_mm_extra_hash_keys`): by their identifiers, which are hashes of their content, and by where
-they begin in the block. Here the same facts go into the token ids: every id of a block that a medium reaches into is
-replaced by one drawn from a digest of the block's tokens and of these facts.
+them (`kv_cache_utils._gen_mm_extra_hash_keys`): by their identifiers, and by where they begin in the block. Here the
+same is done with the content of the media, which identifiers do not tell (`media_content`): every id of a block that a
+medium reaches into is replaced by one drawn from a digest of the block's tokens, of the media and of where they begin.
 
     tokens            5 6 7 8 | 9 I I I | I I 3 4 | 1 2 3 4      I: the model's placeholder, blocks of 4 tokens
     prefixd is told   5 6 7 8 | a b c d | e f g h | 1 2 3 4      a-d: of "9 I I I", the image and where it begins
 
-So prefixd shares exactly what vLLM shares. A block has `block_tokens` ids of 32 bits, drawn with SHAKE-256: with blocks
+A block has `block_tokens` ids of 32 bits, drawn with SHAKE-256: with blocks
 of 4 tokens or more, two different ones are taken for equal with a probability of 2^-128 at the most.
 """
 
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 from prefixd.drawn_tokens import drawn_ids
+from prefixd.integrations.vllm.media_content import Medium
 
 
 class MediaTokens(Sequence[int]):
@@ -26,18 +27,18 @@ class MediaTokens(Sequence[int]):
 
     Args:
         tokens: the ids as the model reads them.
-        features: vLLM's `Request.mm_features`.
+        media: what is in the prompt.
         block_tokens: tokens of a prefixd block.
     """
 
-    def __init__(self, tokens: Sequence[int], features: Sequence[Any], block_tokens: int) -> None:
+    def __init__(self, tokens: Sequence[int], media: Sequence[Medium], block_tokens: int) -> None:
         self._tokens = tokens
         self._block_tokens = block_tokens
-        self._media: dict[int, list[tuple[str, int]]] = {}  # by block: identifier, and where it begins from there
-        for feature in features:
-            begin, length = feature.mm_position.offset, feature.mm_position.length
-            for block in range(begin // block_tokens, -(-(begin + length) // block_tokens)):
-                self._media.setdefault(block, []).append((feature.identifier, begin - block * block_tokens))
+        self._media: dict[int, list[tuple[str, int]]] = {}  # by block: content, and where it begins from there
+        for medium in media:
+            begin, end = medium.offset, medium.offset + medium.length
+            for block in range(begin // block_tokens, -(-end // block_tokens)):
+                self._media.setdefault(block, []).append((medium.content, begin - block * block_tokens))
 
     def __len__(self) -> int:
         return len(self._tokens)

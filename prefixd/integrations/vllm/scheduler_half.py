@@ -30,6 +30,7 @@ from prefixd.integrations.engine.seen import SeenPrefix
 from prefixd.integrations.engine.steps import StepTimes
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
+from prefixd.integrations.vllm.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.model_name import adapter_name, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -112,6 +113,11 @@ class SchedulerHalf:
         self._model = ""
         self._hits: dict[str, int] = {}  # where the tokens found for a request begin
         self._requests: dict[str, Any] = {}
+        self._contents = MediaContents(
+            2 * kv_cache_config.num_blocks,
+            believed=vllm_config.ec_transfer_config is None,  # its embeddings go by the identifiers of other processes
+        )
+        self._media: dict[str, RequestMedia] = {}
         self._wishes: dict[str, RequestWishes] = {}
         self._complained_s = -math.inf
         self._new_loads: list[LoadJob] = []
@@ -132,6 +138,9 @@ class SchedulerHalf:
         self._model = f"{model}/{self._geometry.block_tokens}/{'-'.join(dict.fromkeys(packings))}"
 
     def arrived(self, request: Any) -> None:
+        if request.resumable:
+            self._contents.distrust()  # what else it will bring is not shown to connectors
+        self._media_of(request)  # of every request: vLLM's caches have the media of all
         spec = self._spec(request)
         if spec is None:
             return
@@ -144,7 +153,7 @@ class SchedulerHalf:
             self._complain(
                 "prefixd: of the kv_transfer_params of request %r is ignored: %s", request.request_id, "; ".join(wrong)
             )
-        self.lookups.add(request.request_id, spec, self._identified(request, tokens)[: len(tokens)])
+        self.lookups.add(request.request_id, spec, self._known(request, tokens))
 
     def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache or (request.num_preemptions and request.request_id in self._loading):
@@ -192,7 +201,7 @@ class SchedulerHalf:
         for request_id in step.preempted_req_ids or ():
             self.saves.end(request_id)
             if (request := self._requests.get(request_id)) is not None:
-                self.lookups.again(request_id, list(self._identified(request)[:]))
+                self.lookups.again(request_id, self._known(request, request.all_token_ids))
         # What a step computes on bytes that it still waits for, the next one saves: they may fail to come, and vLLM
         # lets other requests of the step compute on them too.
         uncertain = self._options.load == "layerwise" and self._loading
@@ -247,9 +256,13 @@ class SchedulerHalf:
         if known is not None and request_id in self.saves and self._options.save and self.link.up:
             # The last token was sampled and not computed.
             computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+            computed = min(computed, self._sure_tokens(request))
             cached = partial(self._cached, request)
             self.saves.finish(request_id, self._saved(request), tables, computed, cached)
         self.saves.end(request_id)
+        if self._sure_tokens(request) < request.num_tokens:
+            self.counters.unsure_media()
+        self._media.pop(request_id, None)
         self._hits.pop(request_id, None)
         self._wishes.pop(request_id, None)
         self.lookups.forget(request_id)
@@ -323,9 +336,38 @@ class SchedulerHalf:
     def _identified(self, request: Any, tokens: Sequence[int] | None = None) -> Sequence[int]:
         """The request's token ids (None: all of them) as prefixd is told them. Slice it: to list all costs more."""
         tokens = request.all_token_ids if tokens is None else tokens
+        media = self._media_of(request)
+        return tokens if media is None else MediaTokens(tokens, media.media, self._geometry.block_tokens)
+
+    def _known(self, request: Any, tokens: Sequence[int]) -> list[int]:
+        """Of these first token ids of the request those before a medium whose content is not known, as prefixd is told
+        them."""
+        media = self._media_of(request)
+        known = len(tokens) if media is None else int(min(len(tokens), media.known_tokens))
+        return list(self._identified(request, tokens)[:known])
+
+    def _media_of(self, request: Any) -> RequestMedia | None:
+        """What the request's media are; None where it has none. Its first call for a request is that of its arrival."""
         if not request.mm_features:
-            return tokens
-        return MediaTokens(tokens, request.mm_features, self._geometry.block_tokens)
+            return None
+        media = self._media.get(request.request_id)
+        if media is None:
+            media = self._media[request.request_id] = self._contents.of(request.mm_features)
+            if math.isfinite(self._contents.sure_tokens(media)):
+                self._complain(
+                    "prefixd: request %r is not saved from its media on: their content cannot be told, or a medium "
+                    "with other content had the same identifier (uuid) before. Give each medium a uuid of its own, and "
+                    "leave --mm-processor-cache-type at lru; media of sessions with streaming input, and beside an "
+                    "--ec-transfer-config, are never saved",
+                    request.request_id,
+                )
+        return media
+
+    def _sure_tokens(self, request: Any) -> int:
+        """How many of the request's tokens have KV that is of its media for sure."""
+        media = self._media_of(request)
+        sure = math.inf if media is None else self._contents.sure_tokens(media)
+        return int(min(sure, request.num_tokens))
 
     def _saved(self, request: Any) -> EngineRequest:
         """What `SaveQueue` reads of the request."""
@@ -390,7 +432,7 @@ class SchedulerHalf:
             each = self._geometry.block_tokens // self.saves.hash_tokens
             branch = self._branches.follow(request.block_hashes[each - 1 :: each]) * self._geometry.block_tokens
             self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, wishes.retention)
-        computed = min(request.num_computed_tokens + tokens, request.num_tokens)
+        computed = min(request.num_computed_tokens + tokens, self._sure_tokens(request))
         self.saves.advance(request_id, self._saved(request), _Tables(request_id, tables_of), computed, states)
 
 

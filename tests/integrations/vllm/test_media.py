@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 
 from prefixd.integrations.vllm.media import MediaTokens
+from prefixd.integrations.vllm.media_content import Medium
 
 BLOCK = 8
 PLACEHOLDER = 500
 
 
-def an_image(identifier: str, offset: int, length: int) -> SimpleNamespace:
-    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+def an_image(content: str, offset: int, length: int) -> Medium:
+    return Medium(content, offset, length)
 
 
-def a_prompt(*images: SimpleNamespace, tokens: int = 40) -> list[int]:
+def a_prompt(*images: Medium, tokens: int = 40) -> list[int]:
     prompt = list(range(tokens))
     for image in images:
-        at = image.mm_position
-        prompt[at.offset : at.offset + at.length] = [PLACEHOLDER] * at.length
+        prompt[image.offset : image.offset + image.length] = [PLACEHOLDER] * image.length
     return prompt
 
 
-def told(*images: SimpleNamespace, tokens: int = 40) -> list[int]:
+def told(*images: Medium, tokens: int = 40) -> list[int]:
     return MediaTokens(a_prompt(*images, tokens=tokens), images, BLOCK)[:]
 
 

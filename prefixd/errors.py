@@ -39,6 +39,10 @@ class PermissionDeniedError(PrefixdError):
     status = "PERMISSION_DENIED"
 
 
+class NamespaceClosedError(PermissionDeniedError):
+    """The namespace is not open to the session: it was never registered there, or was closed to make room."""
+
+
 class ExhaustedError(PrefixdError):
     """No room, and nothing may be evicted or no more may wait."""
 

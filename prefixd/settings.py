@@ -221,9 +221,10 @@ class ServerSettings(_Section):
     many the others open; `sessions` of a tenant is a limit of its own."""
     max_grants: Count = 4096
     """Leases and reservations of one session at once; one more is refused."""
-    max_namespaces: Count = 1024
-    """Namespaces (a model and a salt each) that are open in sessions or have blocks; a client is refused one more, a
-    request of the daemon's own models with one more salt runs without the cache."""
+    namespace_bytes: Annotated[Bytes, Field(ge=1 << 16)] = 64 << 20
+    """Memory for namespaces (a model and a salt each), some 2.5 KiB each. When it is used up, those that were not used
+    for longest are forgotten with their blocks. Where all are in use (leased, pinned, running), a client is refused one
+    more, and requests with one more salt run without the cache."""
     lease_ttl_s: Seconds = 60.0
     """How long a lease or a reservation lives unless its client asks otherwise."""
     max_lease_ttl_s: Seconds = 3600.0

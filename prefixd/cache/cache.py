@@ -21,6 +21,7 @@ from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import NO_SLOT, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
+from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.paths import find_path
 from prefixd.cache.pins import Pins, restore_pins
@@ -34,10 +35,10 @@ from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.sessions import Lease, LeaseTable, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
-from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
+from prefixd.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd.pacer import give_way
 from prefixd.steps import do_at_once
-from prefixd.tenants import COMMON, Tenant, Tenants
+from prefixd.tenants import Tenant, Tenants
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
 
@@ -45,7 +46,6 @@ Claim = tuple[Trie, Rows, list[int]]
 _ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
 _ENDED_WITH_A_GRANT = 1 << 11  # and what a grant costs besides, in blocks
 _LOOKED_AT = 1024  # namespaces that are looked at, at a limit, for those that nobody uses: a millisecond,
-_KEPT_NAMESPACES = 8  # for each tenant
 _LOOKED_AT_WITH_A_NEW_ONE = 2  # and whenever one is new: there are never many more than are used
 MAX_BLOCKS = 1 << 20
 """Blocks of a prompt, in one call. At 4 tokens a block it is as many tokens as a message can have."""
@@ -87,7 +87,7 @@ class TieredCache:
         max_ttl_s: longest lifetime of a lease.
         max_sessions: sessions open at once.
         max_grants: leases and reservations of one session at once.
-        max_namespaces: no more than these are taken on; those that come back from disk count, but always come back.
+        namespace_bytes: the most memory that namespaces may take; then the least recently used are forgotten.
         write_back: copy down ahead of need.
         scrub_bytes_per_s: the most that the scrubber reads from disk; 0: no scrubber in the background.
         scrub_every_s: how long after the last one a pass of the scrubber begins.
@@ -113,7 +113,7 @@ class TieredCache:
         max_ttl_s: float = 3600.0,
         max_sessions: int = 256,
         max_grants: int = 4096,
-        max_namespaces: int = 1024,
+        namespace_bytes: int = 64 << 20,
         write_back: bool = True,
         scrub_bytes_per_s: int = 0,
         scrub_every_s: float = 3600.0,
@@ -169,12 +169,23 @@ class TieredCache:
         self.quarantine = self._reservations.quarantine
         self.pins = Pins(self.mover, self._reservations)
         self.retained = Retained(tiers, self.tries, self._tenant_at, clock)
-        self._max_namespaces = max_namespaces
         self._digest = digest
         self._trie_of: dict[tuple[object, ...], Trie] = {}  # by geometry
         self._tries: dict[int, Trie] = {}  # by the namespace's ordinal
+        self._unsaved: list[bytes] = []  # ids of namespaces that were forgotten and are to leave the disk
         self._users: Counter[int] = Counter()  # namespaces that are known, by their trie's ordinal
         self._observer: Observer | None = None
+        self.namespace_room = NamespaceRoom(
+            self.namespaces,
+            self.tenants,
+            self.leases,
+            self.mover,
+            self._tries.__getitem__,
+            self._forgot_namespace,
+            tiers.troubles,
+            clock,
+            namespace_bytes,
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -229,30 +240,31 @@ class TieredCache:
             spec = spec.common
         known = self.namespaces.find(spec)
         if known is not None:
+            self.namespaces.touch(known)
             return known
         spec.check()
         self._forget_namespaces(_LOOKED_AT_WITH_A_NEW_ONE)
         tenant = self.tenants.known(spec.tenant)
-        have, most = self.namespaces.count(tenant.name), tenant.quota.namespaces
-        if self._namespaces_left(tenant) <= 0 or (most is not None and have >= most):
+        if not self.namespace_room.fits(tenant, spec.nbytes):
             self._forget_namespaces()
-            have = self.namespaces.count(tenant.name)
-        tenant.check("namespaces", have, "namespaces are open in sessions or have blocks", "use one of them")
-        if self._namespaces_left(tenant) <= 0:
-            tenant.refused["namespaces"] += 1
-            raise ExhaustedError(
-                f"tenant {tenant.name}: {self.namespaces.counted} namespaces are open in sessions or have blocks, and "
-                f"all tenants together may have {self._max_namespaces}, some of which are kept for each (limit "
-                "server.max_namespaces); use one of them, or have the operator raise it"
-            )
+        self.namespace_room.check(tenant, spec.nbytes)
         return self._give_trie(self.namespaces.register(spec))
 
-    def _namespaces_left(self, tenant: Tenant) -> int:
-        """How many more a tenant may have beside all others', which have some kept for them."""
-        each = min(_KEPT_NAMESPACES, self._max_namespaces // (2 * self.tenants.calling))
-        others = (other for other in self.tenants if other is not tenant and other.name != COMMON)
-        kept = sum(max(0, each - self.namespaces.count(other.name)) for other in others)
-        return self._max_namespaces - self.namespaces.counted - kept
+    async def open_namespace(self, session: Session, spec: NamespaceSpec) -> Namespace:
+        """Registers a namespace and opens it to a session, with room made for it. Raises as `register`."""
+        if self.namespaces.find(spec) is None:
+            spec.check()
+            await self.namespace_room.make(session.tenant, spec.nbytes)
+            self.leases.session(session.id)
+        namespace = self.register(spec)
+        session.open_namespace(namespace)
+        return namespace
+
+    def open_in(self, session: Session, identity: bytes) -> Namespace:
+        """A namespace that is open to a session, which uses it now. Raises as `Session.namespace`."""
+        namespace = session.namespace(identity)
+        self.namespaces.touch(namespace)
+        return namespace
 
     def unlisted(self, spec: NamespaceSpec) -> Namespace:
         """A namespace like `spec`, for a request that finds nothing and leaves nothing in the cache."""
@@ -285,13 +297,19 @@ class TieredCache:
 
     def _forget_namespaces(self, most: int = _LOOKED_AT) -> None:
         """Forgets namespaces that nobody uses and that have no blocks, among those looked at."""
-        saved = []
         for ordinal, identity in self.namespaces.forget_unused(self._has_blocks, most):
-            self._users[self._tries.pop(ordinal).ordinal] -= 1
-            if identity in self.mover.disk.saved:
-                saved.append(identity)
-        if saved:
-            self.mover.spawn(self.mover.disk.forget_namespaces(saved))
+            self._forgot_namespace(ordinal, identity)
+
+    def _forgot_namespace(self, ordinal: int, identity: bytes) -> None:
+        self._users[self._tries.pop(ordinal).ordinal] -= 1
+        if identity in self.mover.disk.saved:
+            self._unsaved.append(identity)
+            if len(self._unsaved) == 1:  # the others of this turn go with it
+                self.mover.spawn(self._forget_saved())
+
+    async def _forget_saved(self) -> None:
+        unsaved, self._unsaved = self._unsaved, []
+        await self.mover.disk.forget_namespaces(unsaved)
 
     def _new_trie(self, spec: NamespaceSpec) -> Trie:
         """A trie for blocks like the namespace's: one that no namespace uses any more, if there is one."""

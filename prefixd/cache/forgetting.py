@@ -6,7 +6,7 @@ known by its row and the row's generation: one that has gone meanwhile, and left
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,11 @@ class FoundBlocks:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def of(self, namespaces: Collection[int]) -> FoundBlocks:
+        """Those of some namespaces, by ordinal."""
+        mine = np.isin(self.trie.namespace[self.rows], list(namespaces))
+        return FoundBlocks(self.trie, self.rows[mine], self.generations[mine])
+
 
 async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
     """A block and everything that continues it. Empty when the block goes meanwhile."""
@@ -57,10 +62,16 @@ async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
 
 async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
     """All blocks of a namespace, by its ordinal, or of all namespaces of a trie."""
+    return await find_namespaces(trie, None if namespace is None else (namespace,))
+
+
+async def find_namespaces(trie: Trie, ordinals: Collection[int] | None) -> FoundBlocks:
+    """All blocks of some namespaces, or of all of a trie, in one look over its rows."""
+    wanted = None if ordinals is None else np.array(sorted(ordinals), np.int64)
     rows, generations, depths = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for start in range(0, trie.rows, SLICE_ROWS):
         namespaces = trie.namespace[start : min(start + SLICE_ROWS, trie.rows)]
-        found = start + np.flatnonzero(namespaces != NOWHERE if namespace is None else namespaces == namespace)
+        found = start + np.flatnonzero(namespaces != NOWHERE if wanted is None else np.isin(namespaces, wanted))
         rows.append(found)
         generations.append(trie.generation[found])
         depths.append(trie.depth[found])

@@ -1,7 +1,8 @@
 """Namespaces: what must be equal for KV to be reusable, and whose it is.
 
 A namespace lives while somebody uses it (a session that has it open, a request, a call) or a block of it exists in any
-tier. Then it is forgotten, and its ordinal is given to another one.
+tier. Then it is forgotten, and its ordinal is given to another one. Where memory is short, those that were not used for
+longest are forgotten with their blocks, see `namespace_room.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _MAX_NAME_BYTES = 1_024
 _MAX_LABEL_BYTES = 256
 _MAX_GROUP_BYTES = 64
 _MAX_SPEC_BYTES = 16 << 10
+_NAMESPACE_BYTES = 1536
+_PART_BYTES = 192
+_TEXTS = 2  # the spec's own texts, and what is encoded of it
 
 
 class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,6 +93,11 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         parts = [(part.group, part.rank, part.nbytes, part.rule) for part in self.parts]
         owner = (self.tenant, self.worker)
         return msgspec.msgpack.encode((*owner, self.name, self.salt, self.block_tokens, self.dtype, self.layout, parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that a namespace of this spec takes, about; measured in tests/cache/test_namespace_room.py."""
+        return _NAMESPACE_BYTES + _PART_BYTES * len(self.parts) + _TEXTS * len(self.encoded())
 
     def check(self) -> None:
         """Raises InvalidArgumentError unless the spec can be stored."""
@@ -183,6 +192,11 @@ class NamespaceRegistry:
         self._known: dict[int, None] = {}
         """Their ordinals, in the order in which `forget_unused` looks at them."""
         self._of_tenant: Counter[str] = Counter()
+        self._bytes_of: Counter[str] = Counter()
+        self._used: dict[str, dict[int, None]] = {}
+        """By tenant, the ordinals of the listed ones, the least recently used first."""
+        self.nbytes = 0
+        """Memory that the listed ones take, about."""
 
     def find(self, spec: NamespaceSpec) -> Namespace | None:
         """The namespace that is this one, if it is known."""
@@ -235,22 +249,56 @@ class NamespaceRegistry:
         forgotten: list[tuple[int, bytes]] = []
         for ordinal in list(islice(self._known, most)):
             del self._known[ordinal]
+            self._known[ordinal] = None
             namespace = self._by_ordinal[ordinal]
             assert namespace is not None, "known ordinals are namespaces'"
-            if has_blocks(namespace):
-                self._known[ordinal] = None
-                continue
-            identity, listed = namespace.id, self._unlist(namespace)
-            self._by_ordinal[ordinal], elsewhere = None, ref(namespace)
+            blocks = has_blocks(namespace)
             del namespace
-            if (used := elsewhere()) is None:
-                self._free.append(ordinal)
+            if not blocks and (identity := self.forget(ordinal)) is not None:
                 forgotten.append((ordinal, identity))
-                continue
-            self._by_ordinal[ordinal], self._known[ordinal] = used, None
-            if listed:
-                self._list(used)
         return forgotten
+
+    def forget(self, ordinal: int) -> bytes | None:
+        """Forgets a namespace that has no blocks, unless somebody else has a reference to it; its id then."""
+        if self.is_used(ordinal):
+            return None
+        namespace = self.at(ordinal)
+        self._unlist(namespace)
+        self._by_ordinal[ordinal] = None
+        del self._known[ordinal]
+        self._free.append(ordinal)
+        return namespace.id
+
+    def is_used(self, ordinal: int) -> bool:
+        """Whether somebody else has a reference to the namespace with this ordinal. The caller has none."""
+        namespace = self.at(ordinal)
+        identity, digest, spec, common = namespace.id, namespace.digest, namespace.spec, namespace.common
+        listed = self._by_id.get(identity) is namespace
+        if listed:
+            del self._by_digest[digest], self._by_id[identity]
+        self._by_ordinal[ordinal], elsewhere = None, ref(namespace)
+        del namespace
+        used = elsewhere()
+        found = used or Namespace(identity, digest, ordinal, spec, common)
+        self._by_ordinal[ordinal] = found
+        if listed:
+            self._by_digest[digest] = self._by_id[identity] = found
+        return used is not None
+
+    def touch(self, namespace: Namespace) -> None:
+        """Makes it the most recently used one of its tenant, and likewise the common one beside it."""
+        for each in (namespace, namespace.common):
+            if each is not None and each.ordinal in (order := self._used.get(each.spec.tenant, {})):
+                del order[each.ordinal]
+                order[each.ordinal] = None
+
+    def oldest(self, tenant: str) -> list[int]:
+        """Ordinals of a tenant's, the least recently used first."""
+        return list(self._used.get(tenant, ()))
+
+    def bytes_of(self, tenant: str) -> int:
+        """Memory that a tenant's take, about."""
+        return self._bytes_of[tenant]
 
     def get(self, identity: bytes) -> Namespace:
         """The namespace with this id; NotFoundError when it is not known."""
@@ -295,15 +343,23 @@ class NamespaceRegistry:
 
     def _list(self, namespace: Namespace) -> None:
         self._by_digest[namespace.digest] = self._by_id[namespace.id] = namespace
-        self._of_tenant[namespace.spec.tenant] += 1
+        self._count(namespace, 1)
+        self._used.setdefault(namespace.spec.tenant, {})[namespace.ordinal] = None
 
     def _unlist(self, namespace: Namespace) -> bool:
         """Whether it was listed."""
         if self._by_id.get(namespace.id) is not namespace:
             return False
         del self._by_digest[namespace.digest], self._by_id[namespace.id]
-        self._of_tenant[namespace.spec.tenant] -= 1
+        self._count(namespace, -1)
+        del self._used[namespace.spec.tenant][namespace.ordinal]
         return True
+
+    def _count(self, namespace: Namespace, change: int) -> None:
+        tenant, nbytes = namespace.spec.tenant, change * namespace.spec.nbytes
+        self._of_tenant[tenant] += change
+        self._bytes_of[tenant] += nbytes
+        self.nbytes += nbytes
 
 
 def namespace_digest(spec: NamespaceSpec) -> bytes:

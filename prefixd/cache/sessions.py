@@ -19,8 +19,8 @@ from prefixd.cache.namespaces import Namespace
 from prefixd.errors import (
     ExhaustedError,
     InvalidArgumentError,
+    NamespaceClosedError,
     NotFoundError,
-    PermissionDeniedError,
     PrefixdError,
     SessionEndedError,
     UnavailableError,
@@ -32,6 +32,9 @@ _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for 
 _LONGEST_NAME = 256  # characters of a client's name
 _TICK_S = 0.25  # grants that end within a tick end together, when it is over
 _EXPIRED_AT_ONCE = 2048  # grants: some milliseconds
+_NAMESPACES = 2048
+"""Namespaces open in one session. Those of the engines' connectors before 0.1 that forgot the first of 1,024 they had
+registered never used one that was not among the last 2,046."""
 _KEPT_FOR_OTHERS = 8
 """Sessions that each tenant can open however many the others have open; fewer where `max_sessions` is small."""
 
@@ -95,8 +98,9 @@ class Reservation:
 class Session:
     """One engine's connection. Everything it was granted ends with it.
 
-    `namespaces` are those it has registered, by id: it reads and fills no others. `processes` are those that have the
-    arena through it and live. `reserved` has the bytes of its reservations' slots.
+    `namespaces` are those it has open, by id, the least recently used first: it reads and fills no others. `processes`
+    are those that have the arena through it and live. `reserved` has the bytes of its reservations' slots. `reopens`:
+    its client registers a namespace again that was closed meanwhile.
     """
 
     id: str
@@ -104,6 +108,7 @@ class Session:
     pid: int
     opened_s: float
     tenant: Tenant
+    reopens: bool = False
     grants: dict[str, Lease | Reservation] = field(default_factory=dict)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
     processes: set[Process] = field(default_factory=set)
@@ -124,15 +129,23 @@ class Session:
         del self.grants[grant.id]
         self._granted[type(grant)] -= 1
 
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Opens a namespace that its client has registered, and closes the least recently used beyond 2,048."""
+        self.namespaces.pop(namespace.id, None)
+        self.namespaces[namespace.id] = namespace
+        if len(self.namespaces) > _NAMESPACES:
+            del self.namespaces[next(iter(self.namespaces))]
+
     def namespace(self, identity: bytes) -> Namespace:
-        """A namespace that this session has registered; PermissionDeniedError for every other, known or not."""
-        try:
-            return self.namespaces[identity]
-        except KeyError:
-            raise PermissionDeniedError(
+        """A namespace that is open to this session; NamespaceClosedError for every other, known or not."""
+        namespace = self.namespaces.pop(identity, None)
+        if namespace is None:
+            raise NamespaceClosedError(
                 f"namespace {identity.hex() or '(empty)'} is not open to this session; register it in this session "
                 "with RegisterNamespace"
-            ) from None
+            )
+        self.namespaces[identity] = namespace
+        return namespace
 
 
 class LeaseTable:
@@ -179,8 +192,8 @@ class LeaseTable:
         self._due: dict[int, dict[str, Lease | Reservation]] = {}
         """By the tick at whose end they are overdue, the grants, by id."""
 
-    def open(self, client_name: str, pid: int, now_s: float, tenant: Tenant) -> Session:
-        """A new session of a tenant.
+    def open(self, client_name: str, pid: int, now_s: float, tenant: Tenant, *, reopens: bool = False) -> Session:
+        """A new session of a tenant; see `Session.reopens`.
 
         Raises:
             InvalidArgumentError: the name is too long, or not fit to be shown.
@@ -202,7 +215,7 @@ class LeaseTable:
                 f"tenant {tenant.name}: {len(self.sessions)} sessions are open{for_others}, and all tenants together "
                 f"may have {self.max_sessions} (limit server.max_sessions); close one, or have the operator raise it"
             )
-        session = Session(secrets.token_hex(16), client_name, pid, now_s, tenant)
+        session = Session(secrets.token_hex(16), client_name, pid, now_s, tenant, reopens)
         self.sessions[session.id] = session
         self.sessions_of[tenant] += 1
         return session

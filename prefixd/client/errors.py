@@ -51,6 +51,10 @@ class Unauthenticated(PermissionDeniedError):
     """The daemon does not know this caller: a missing or unknown token, or a ticket that it has not given."""
 
 
+class NamespaceClosed(PermissionDeniedError):
+    """The daemon has closed the namespace, which was not used for long, to make room: register it again."""
+
+
 class ServerUnavailable(ClientError):
     """The daemon is not running, died during the call, or drains. The next call tries again.
 
@@ -108,6 +112,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
 # gRPC names the socket three times before it says what is wrong with it.
 _NO_SOCKET = re.compile(r"failed to connect to all addresses; .* addr: unix:.* error: (?P<reason>.+)", re.DOTALL)
 _SESSION_ENDED = ("prefixd-session", "ended")
+_NAMESPACE_CLOSED = ("prefixd-namespace", "closed")
 _ANSWERED = ("prefixd-answered", "yes")
 
 
@@ -135,4 +140,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
         return ServerUnavailable(f"no answer from the daemon at {address}: {detail}")
     if kind is NotFoundError and _SESSION_ENDED in trailers:
         return SessionUnknown(detail)
+    if kind is PermissionDeniedError and _NAMESPACE_CLOSED in trailers:
+        return NamespaceClosed(detail)
     return kind(detail)

@@ -8,7 +8,13 @@ from typing import Any, Protocol, TypeVar
 
 from prefixd.client.connection import Connection
 from prefixd.client.copying import Copier
-from prefixd.client.errors import InvalidArgumentError, MemoryUnavailable, ServerUnavailable, SessionUnknown
+from prefixd.client.errors import (
+    InvalidArgumentError,
+    MemoryUnavailable,
+    NamespaceClosed,
+    ServerUnavailable,
+    SessionUnknown,
+)
 from prefixd.client.retention import Retention, retention_to_proto
 from prefixd.client.session import Session
 from prefixd.client.spec import NamespaceSpec
@@ -66,13 +72,22 @@ class RegisteredNamespace:
         for again in (True, False):
             session = await self.client.session()
             try:
-                await self._register_in(session)
-                return await attempt(session)
+                return await self._attempt_in(session, attempt)
             except SessionUnknown as error:
                 session.disown(str(error))
                 if not again:
                     raise ServerUnavailable(f"the daemon was restarted twice during one call: {error}") from error
         raise AssertionError("both attempts end by themselves")
+
+    async def _attempt_in(self, session: Session, attempt: Callable[[Session], Awaitable[T]]) -> T:
+        """What `attempt` comes to; once more where the daemon has closed the namespace to make room for others."""
+        await self._register_in(session)
+        try:
+            return await attempt(session)
+        except NamespaceClosed:
+            self._registered_in = None
+            await self._register_in(session)
+            return await attempt(session)
 
     async def _register_in(self, session: Session) -> None:
         if self._registered_in is session:

@@ -57,7 +57,7 @@ class Session:
 
         Raises `ServerUnavailable`, or `MemoryUnavailable` when shared memory is demanded and cannot be had.
         """
-        request = cache_pb2.OpenSessionRequest(client_name=name, pid=os.getpid())
+        request = cache_pb2.OpenSessionRequest(client_name=name, pid=os.getpid(), reopens_namespaces=True)
         late = f"the daemon at {connection.address} opened no session within {connection.timeout_s:g} s"
         async with _limit(connection.timeout_s, late):
             stream, event = await connection.begin(connection.cache.OpenSession, request)

@@ -149,6 +149,7 @@ class Generation:
     ) -> AsyncGenerator[GenerationEvent, None]:
         dispatcher = chosen.dispatcher
         images = await model.read_images(ids, params.images, tenant.name)
+        await self._make_namespace_room(model, tenant, params.salt)
         self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await chosen.model()
         self._check_name(tenant, params.request_id)
@@ -304,6 +305,13 @@ class Generation:
                 )
             )
         return requests
+
+    async def _make_namespace_room(self, model: ServedModel, tenant: Tenant, salt: bytes) -> None:
+        """Has namespaces forgotten that were not used for long, where this request's are new and do not fit."""
+        specs = model.specs(tenant, salt)
+        new = sum(spec.nbytes for spec in specs if self._cache.namespaces.find(spec) is None)
+        if new:
+            await self._cache.namespace_room.make(tenant, new)
 
     def _homes(
         self, model: ServedModel, tenant: Tenant, salt: bytes, images: PromptLayout | None, prompt_tokens: int

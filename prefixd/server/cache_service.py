@@ -72,7 +72,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         try:
             if self._draining.is_set():
                 raise UnavailableError("the daemon drains and opens no sessions; try again when it is back")
-            session = cache.leases.open(request.client_name, request.pid, cache.clock(), current_caller().tenant)
+            session = cache.leases.open(
+                request.client_name,
+                request.pid,
+                cache.clock(),
+                current_caller().tenant,
+                reopens=request.reopens_namespaces,
+            )
         except Exception as error:
             await abort(context, error)
         waits: list[asyncio.Task[bool]] = []
@@ -115,15 +121,14 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             layout=wanted.layout,
             tenant=session.tenant.name,
         )
-        namespace = self._cache.register(spec)
-        session.namespaces[namespace.id] = namespace
+        namespace = await self._cache.open_namespace(session, spec)
         return pb.RegisterNamespaceResponse(namespace_id=namespace.id)
 
     @unary
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """The longest cached prefix."""
         cache = self._cache
-        namespace = self._session(request.session_id).namespace(request.namespace_id)
+        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         match = await cache.match(namespace, chain)
         if request.counted:
@@ -137,7 +142,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Match and lease for reading."""
         cache = self._cache
         session = self._session(request.session_id)
-        namespace = session.namespace(request.namespace_id)
+        namespace = cache.open_in(session, request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
         chain, prefill = (
             cache.chain(namespace, request.token_ids),
@@ -172,7 +177,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache = self._cache
         self._take_work()
         session = self._session(request.session_id)
-        namespace = session.namespace(request.namespace_id)
+        namespace = cache.open_in(session, request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
         chain = cache.chain(namespace, request.token_ids)
         if not session.processes:  # nobody could know when it has stopped writing, see `Quarantine`
@@ -215,7 +220,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Persist(self, request: pb.PersistRequest) -> pb.PersistResponse:
         """Waits until a cached prefix is on disk."""
         cache = self._cache
-        namespace = self._session(request.session_id).namespace(request.namespace_id)
+        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
         return pb.PersistResponse(blocks=await cache.persist(namespace, cache.chain(namespace, request.token_ids)))
 
     @unary
@@ -237,7 +242,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Brings a prefix up before it is asked for."""
         cache = self._cache
         session = self._session(request.session_id)
-        namespace = session.namespace(request.namespace_id)
+        namespace = cache.open_in(session, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         return pb.PrefetchResponse(blocks=await cache.prefetch(session, namespace, chain))
 
@@ -245,7 +250,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Retain(self, request: pb.RetainRequest) -> pb.RetainResponse:
         """Says how long the blocks of a cached prefix should stay."""
         cache = self._cache
-        namespace = self._session(request.session_id).namespace(request.namespace_id)
+        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
         retention = retention_wishes(request.retention)
         chain = cache.chain(namespace, request.token_ids)
         return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
@@ -273,7 +278,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
         cache = self._cache
         session = self._session(request.session_id)
-        namespace = session.namespace(request.namespace_id)
+        namespace = cache.open_in(session, request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
         lease = await deliver(
             cache.acquire(

@@ -205,6 +205,9 @@ class Daemon:
             events = KVEvents(cache, settings.events)
             stack.push_async_callback(events.stop)
             self._watch(events.start())
+        trimming = asyncio.create_task(cache.namespace_room.make(tenants.default, 0), name="namespaces")
+        stack.callback(trimming.cancel)
+        self._watch(trimming)
         expiry = asyncio.create_task(self._expire(), name="expiry")
         stack.callback(expiry.cancel)
         self._watch(expiry)
@@ -371,6 +374,7 @@ class Daemon:
         while True:
             await asyncio.sleep(_EXPIRY_S)
             await self.cache.retained.sweep()
+            self.cache.namespace_room.look()
             expired = self.cache.leases.expire(self.cache.clock())
             if expired:
                 log.warning("%d leases or reservations ended because their time was up", expired)

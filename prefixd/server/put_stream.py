@@ -67,7 +67,7 @@ class Put:
         if header.durable and cache.tiers.durable is None:
             raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
         self._session = self._session_of(header.session_id)
-        self._namespace = namespace = self._session.namespace(header.namespace_id)
+        self._namespace = namespace = self._cache.open_in(self._session, header.namespace_id)
         self._retention = retention_wishes(header.retention)
         self._parts = cache.check_parts(namespace, header.parts)
         self._chain = cache.chain(namespace, header.token_ids)

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import grpc
 
-from prefixd.errors import PrefixdError, SessionEndedError
+from prefixd.errors import NamespaceClosedError, PrefixdError, SessionEndedError
 from prefixd.server.refusals import refusal_turn
 from prefixd_scheduler import QueueFullError, SchedulerError
 from prefixd_swap import OutOfMemoryError, SwapError
@@ -28,6 +28,7 @@ Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never 
 _MESSAGE_CHARACTERS = 600
 _MESSAGE_BYTES = 1800
 _SESSION_ENDED = ("prefixd-session", "ended")
+_NAMESPACE_CLOSED = ("prefixd-namespace", "closed")
 _ANSWERED = ("prefixd-answered", "yes")
 """Trailing metadata of every error that a handler gives: gRPC uses the same status codes when nobody answers."""
 
@@ -112,7 +113,11 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         await refusal_turn()
     # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
-    metadata = (_ANSWERED, _SESSION_ENDED) if isinstance(error, SessionEndedError) else (_ANSWERED,)
+    metadata: tuple[tuple[str, str], ...] = (_ANSWERED,)
+    if isinstance(error, SessionEndedError):
+        metadata += (_SESSION_ENDED,)
+    elif isinstance(error, NamespaceClosedError):
+        metadata += (_NAMESPACE_CLOSED,)
     await context.abort(code, _short(str(error)), metadata)
     raise AssertionError("abort does not return")
 

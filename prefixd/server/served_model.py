@@ -53,6 +53,11 @@ class ServedModel:
         """Frames of the GPU tier that an image takes besides the prompt's blocks."""
         return 0 if self.hello.image_group is None else self.hello.image_group.frames
 
+    def specs(self, tenant: Tenant, salt: bytes) -> list[NamespaceSpec]:
+        """The namespace of a prompt, and of its images where they have one."""
+        of_model = [self.namespace] if self.image_namespace is None else [self.namespace, self.image_namespace]
+        return [replace(spec, salt=salt, tenant=tenant.name) for spec in of_model]
+
     def homes(
         self,
         register: Callable[[NamespaceSpec], Namespace],
@@ -65,9 +70,9 @@ class ServedModel:
 
         Raises what `register` raises.
         """
-        owner = {"salt": salt, "tenant": tenant.name}
-        namespace = register(replace(self.namespace, **owner))
-        if images is None or self.image_namespace is None:
+        spec, *image_specs = self.specs(tenant, salt)
+        namespace = register(spec)
+        if images is None or not image_specs:
             return namespace, None
-        of_images = register(replace(self.image_namespace, **owner))
+        of_images = register(image_specs[0])
         return namespace, ImageKv.of(cache, of_images, images.images, self.hello.frame_bytes)

@@ -92,6 +92,12 @@ class Snapshot:
             models=[self._model(host) for host in self.models.values()],
             remote=self._remote(),
             tenants=self.tenants.take_some(),
+            namespace_room=pb.NamespaceRoomStats(
+                used_bytes=cache.namespaces.nbytes,
+                limit_bytes=cache.namespace_room.limit_bytes,
+                forgotten_namespaces=cache.namespace_room.forgotten,
+                refused_namespaces=cache.namespace_room.refused,
+            ),
         )
 
     def troubles(self) -> list[pb.Trouble]:
@@ -494,6 +500,19 @@ class MetricsCollector(Collector):
         yield CounterMetricFamily("prefixd_written_bytes", "bytes of blocks written to disk", value=queue.written_bytes)
         yield CounterMetricFamily(
             "prefixd_pushed_back_calls", "calls that waited for the disk", value=queue.pushed_back_calls
+        )
+        room = stats.namespace_room
+        yield GaugeMetricFamily("prefixd_namespace_bytes", "memory that namespaces take", value=room.used_bytes)
+        yield GaugeMetricFamily("prefixd_namespace_limit_bytes", "memory that they may take", value=room.limit_bytes)
+        yield CounterMetricFamily(
+            "prefixd_forgotten_namespaces",
+            "namespaces forgotten with their blocks to make room",
+            value=room.forgotten_namespaces,
+        )
+        yield CounterMetricFamily(
+            "prefixd_refused_namespaces",
+            "registrations refused since all namespaces were in use",
+            value=room.refused_namespaces,
         )
         if stats.HasField("kv_events"):
             said = stats.kv_events

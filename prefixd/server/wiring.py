@@ -29,7 +29,7 @@ def make_cache(
         max_ttl_s=settings.server.max_lease_ttl_s,
         max_sessions=settings.server.max_sessions,
         max_grants=settings.server.max_grants,
-        max_namespaces=settings.server.max_namespaces,
+        namespace_bytes=settings.server.namespace_bytes,
         write_back=settings.cache.write_back,
         scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
         scrub_every_s=settings.disk.scrub_every_s,

@@ -21,12 +21,14 @@ TIER_DISK: Tier
 TIER_REMOTE: Tier
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("client_name", "pid")
+    __slots__ = ("client_name", "pid", "reopens_namespaces")
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    REOPENS_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     client_name: str
     pid: int
-    def __init__(self, client_name: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    reopens_namespaces: bool
+    def __init__(self, client_name: _Optional[str] = ..., pid: _Optional[int] = ..., reopens_namespaces: bool = ...) -> None: ...
 
 class SessionEvent(_message.Message):
     __slots__ = ("opened", "draining")

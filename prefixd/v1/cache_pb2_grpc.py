@@ -115,8 +115,8 @@ class PrefixCacheServicer(object):
     def RegisterNamespace(self, request, context):
         """Names what must be equal for KV to be reusable, and opens it to the session. Registering the same namespace again
         is free and returns the same id, across restarts too; with another salt or geometry it is another namespace. It is forgotten
-        when no session has it open and no block of it is left. RESOURCE_EXHAUSTED when the tenant, or all together, have as many as
-        they may.
+        when no session has it open and no block of it is left, and with its blocks when room is needed and it was not used for
+        longest. RESOURCE_EXHAUSTED when the tenant, or all together, have as many as they may and all are in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

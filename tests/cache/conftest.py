@@ -32,6 +32,7 @@ from prefixd.cache import (
 from prefixd.cache.index.keys import Digest, xxh3_digest
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT
 from prefixd.cache.remote import RemoteOptions
+from prefixd.tenants import Tenants
 from prefixd_swap import (
     CpuArena,
     FrameId,
@@ -125,6 +126,8 @@ class Rig:
         options: RemoteOptions | None = None,
         reserved: int | None = 1 << 30,
         share_after: int = 0,
+        namespace_bytes: int = 64 << 20,
+        tenants: Tenants | None = None,
     ) -> None:
         self.path = path
         self.device = device
@@ -142,6 +145,8 @@ class Rig:
         self._remote = remote
         self._reserved = reserved
         self._share_after = share_after
+        self._namespace_bytes = namespace_bytes
+        self._tenants = tenants
         self._seal = seal or Seal(b"a secret of tests")
         # An answer that is late is for those who ask later: a test that waits for one must not depend on the machine.
         self._options = options or RemoteOptions(lookup_s=WAIT_S)
@@ -175,6 +180,8 @@ class Rig:
             admit_uses=self._admit_uses,
             remote=self._options,
             share_after=self._share_after,
+            namespace_bytes=self._namespace_bytes,
+            tenants=self._tenants,
             write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
         )
         self.computed: Counter[int] = Counter()

@@ -288,11 +288,13 @@ def test_a_trie_with_blocks_keeps_its_geometry() -> None:
         trie.reshape(2, (1,), [FullAttention()])
 
 
-def limited(max_namespaces: int, quota: int | None = None) -> TieredCache:
+def limited(most: int, quota: int | None = None) -> TieredCache:
+    """A cache that has room for as many namespaces as `changed(name="0")`."""
     tenants = Tenants({"t": Quota(namespaces=quota)})
     engine, policy = create_copy_engine("cpu", 1), create_eviction_policy("lru", 0)
+    nbytes = (most * changed(name="0").nbytes) + 100
     return TieredCache(
-        Tiers.local(CpuArena(1 << 16)), engine, policy, lambda: 0.0, max_namespaces=max_namespaces, tenants=tenants
+        Tiers.local(CpuArena(1 << 16)), engine, policy, lambda: 0.0, namespace_bytes=nbytes, tenants=tenants
     )
 
 
@@ -305,7 +307,7 @@ def test_the_limits_count_namespaces_in_use_and_say_whose_they_are() -> None:
         cache.register(changed(name="one more", tenant="t"))
     assert cache.register(changed(name="1", tenant="t")) is held[1], "those that it has it may register again"
     held += [cache.register(changed(name=f"{number}")) for number in range(2)]
-    with pytest.raises(ExhaustedError, match=r"tenant default: 5 namespaces .* may have 5.*server\.max_namespaces"):
+    with pytest.raises(ExhaustedError, match=r"tenant default: 5 namespaces .*server\.namespace_bytes"):
         cache.register(changed(name="one more"))
     assert cache.tenants.known("t").refused == {"namespaces": 1}
     del held[0]

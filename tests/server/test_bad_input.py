@@ -163,16 +163,6 @@ def test_namespaces(sidecar: Remote, namespace: bytes, session: str, rejected: C
     assert register("bad-input", *PART_BYTES, salt=b"tenant")() != namespace
 
 
-def test_namespaces_are_limited(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
-    remote = launch({"cpu.bytes": "1MiB", "disk.bytes": 0, "server.max_namespaces": 2})
-    with remote.session() as session:
-        first = remote.register(session.session_id, "first", 100)
-        remote.register(session.session_id, "second", 100)
-        with refused("RESOURCE_EXHAUSTED", "2 namespaces", "server.max_namespaces"):
-            remote.register(session.session_id, "third", 100)
-        assert remote.register(session.session_id, "first", 100) == first
-
-
 @pytest.mark.parametrize("method", ["Match", "Acquire", "Reserve", "Prefetch", "Get"])
 def test_what_every_call_checks(
     sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None], method: str

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.attacks.crafted_tokens import BLOCK_TOKENS, block_with_key
 from prefixd.cache.index.keys import BlockChain
+from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ SIDECAR = {"cpu.bytes": "8MiB", "disk.bytes": "8MiB"}
 
 @pytest.fixture(scope="module")
 def sidecar(launch: Callable[..., Remote]) -> Remote:
-    return launch({**SIDECAR, "server.max_namespaces": 64})
+    return launch({**SIDECAR, "server.namespace_bytes": "128KiB"})
 
 
 @pytest.fixture
@@ -58,19 +59,26 @@ def test_who_stores_a_block_under_the_key_of_another_ones_takes_nothing_from_him
 
 
 def test_a_namespace_that_nobody_uses_makes_room(sidecar: Remote, refused: Callable[..., Any]) -> None:
+    """A client that would not register again keeps what it has open; with its session it makes room."""
     for _ in range(2):
         with sidecar.session() as opened:
             registered = []
-            with refused("RESOURCE_EXHAUSTED", "namespaces", "server.max_namespaces"):
-                for number in range(65):
+            with refused("RESOURCE_EXHAUSTED", "namespaces", "server.namespace_bytes"):
+                for number in range(100):
                     registered.append(sidecar.register(opened.session_id, f"limit {number}", SIZE))
-            assert len(registered) > 50
+            assert len(registered) > 40
+            (trouble,) = sidecar.stats().troubles
+            assert trouble.part == "namespaces" and "server.namespace_bytes" in trouble.remedy
             assert sidecar.register(opened.session_id, "limit 1", SIZE) == registered[1], "it has this one"
         sidecar.until(lambda stats: not stats.sessions)
+    with sidecar.session() as opened:
+        sidecar.register(opened.session_id, "there is room again", SIZE)
+    assert not sidecar.stats().troubles
 
 
-def test_figures_are_told_however_long_namespaces_are(sidecar: Remote) -> None:
-    """The longest names and as many parts as may be, in as many namespaces as may be."""
+def test_figures_are_told_however_long_namespaces_are(launch: Callable[..., Remote]) -> None:
+    """The longest names and as many parts as may be, in many namespaces."""
+    sidecar = launch(SIDECAR)
     parts = [cache_pb2.Part(group="k", rank=rank, nbytes=1 << 30) for rank in range(1024)]
     with sidecar.session() as opened:
         for number in range(60):
@@ -113,24 +121,31 @@ def test_no_client_fills_what_the_daemons_own_worker_reads(
 
 
 def test_a_request_with_one_salt_too_many_runs_without_the_cache(
-    launch: Callable[..., Remote], with_model: dict[str, str | int], prompt: Callable[..., list[int]]
+    launch: Callable[..., Remote],
+    with_model: dict[str, str | int],
+    prompt: Callable[..., list[int]],
+    refused: Callable[..., Any],
 ) -> None:
-    remote, tokens = launch({**with_model, "server.max_namespaces": 2}), prompt(49)
+    remote, tokens = launch({**with_model, "server.namespace_bytes": "64KiB"}), prompt(49)
     remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY)
-    answers = [remote.generate(tokens, salt=salt) for salt in (b"one", b"two", b"three", b"three", b"one")]
-    assert len({tuple(answer.tokens) for answer in answers}) == 1
-    assert [answer.hits[0] for answer in answers] == [0, 0, 0, 0, 48]
-    assert all(answer.finished.reason == inference_pb2.FINISH_REASON_LENGTH for answer in answers)
-    several = remote.sequences(tokens, salt=b"four", n=3)
-    assert len(several) == 3 and several[0].tokens == answers[0].tokens
-    stats = remote.settled()
-    assert len(stats.namespaces) == 2 and stats.lost_blocks["too many namespaces"] == 3 * 3
-    blocks = sum(each.blocks for each in stats.namespaces)
-    assert blocks == stats.namespaces[0].blocks + stats.namespaces[1].blocks == 2 * stats.namespaces[0].blocks
-    remote.evict_all()
-    assert remote.generate(tokens, salt=b"three").hits == (0, 0, 0)
-    remote.settled()
-    assert remote.generate(tokens, salt=b"three").hits[0] == 48, "there is room for it now"
+    with remote.session() as opened:  # of a client that keeps all that it has open
+        with refused("RESOURCE_EXHAUSTED", "server.namespace_bytes"):
+            for number in range(100):
+                remote.register(opened.session_id, f"{number}", SIZE)
+        answers = [remote.generate(tokens, salt=b"three") for _ in range(2)]
+        assert [answer.hits[0] for answer in answers] == [0, 0]
+        assert all(answer.finished.reason == inference_pb2.FINISH_REASON_LENGTH for answer in answers)
+        several = remote.sequences(tokens, salt=b"four", n=3)
+        assert len(several) == 3 and several[0].tokens == answers[0].tokens
+        stats = remote.settled()
+        assert stats.lost_blocks["too many namespaces"] == 3 * 3
+        assert [trouble.part for trouble in stats.troubles] == ["namespaces"]
+        assert stats.namespace_room.refused_namespaces == 4
+    remote.until(lambda stats: not stats.sessions)
+    again = [remote.generate(tokens, salt=salt) for salt in (b"three", b"three", b"four", b"three")]
+    assert [answer.hits[0] for answer in again] == [0, 48, 0, 48], "there is room for them now"
+    assert {tuple(answer.tokens) for answer in (*answers, *again)} == {tuple(several[0].tokens)}
+    assert not remote.stats().troubles
 
 
 def test_a_restart_keeps_what_has_blocks_and_nothing_else(
@@ -148,3 +163,38 @@ def test_a_restart_keeps_what_has_blocks_and_nothing_else(
         assert again.register(opened.session_id, "kept", SIZE) == kept
         assert again.get(opened.session_id, kept, list(range(8))) == (2, bytes(2 * SIZE))
         assert again.register(opened.session_id, "kept", 2 * SIZE) != kept, "another geometry, another namespace"
+
+
+@pytest.mark.slow
+def test_three_thousand_salts_through_one_client_and_a_restart(launch: Callable[..., Remote], tmp_path: Any) -> None:
+    """From the 1,025th on all were refused, for ever and after a restart too."""
+    room, blob = {**SIDECAR, "server.namespace_bytes": "512KiB", "data_dir": str(tmp_path)}, np.zeros(SIZE, np.uint8)
+
+    def spec(number: int) -> NamespaceSpec:
+        return NamespaceSpec("m", 4, (PartSpec("kv", 0, SIZE),), salt=b"%d" % number)
+
+    remote = launch(room)
+    with Client(remote.daemon.address) as client:
+        kept = [client.register(spec(number)) for number in range(4)]
+        for cache in kept:
+            cache.store([1, 2, 3, 4], blob)
+        for number in range(4, 3000):
+            client.register(spec(number)).store([1, 2, 3, 4], blob)
+            if number % 16 == 0:
+                assert [cache.match([1, 2, 3, 4]).blocks for cache in kept] == [1] * 4
+        stats = client.stats()
+        assert stats.namespace_room.refused_namespaces == 0 and not stats.troubles
+        assert stats.namespace_room.used_bytes <= stats.namespace_room.limit_bytes == 512 << 10
+        assert stats.namespace_room.forgotten_namespaces > 2500
+        old = client.register(spec(4))
+        client.register(spec(5)).store([1, 2, 3, 4], blob)
+        for number in range(4000, 4400):
+            client.register(spec(number))
+        assert old.match([1, 2, 3, 4]).blocks == 0, "its registration was given back, and it is made anew"
+    remote.daemon.stop()
+    again = launch(room)
+    with Client(again.daemon.address) as client:
+        assert client.stats().namespace_room.used_bytes <= 512 << 10
+        for number in range(5000, 5400):
+            client.register(spec(number)).store([1, 2, 3, 4], blob)
+        assert client.stats().namespace_room.refused_namespaces == 0

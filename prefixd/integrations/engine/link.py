@@ -139,12 +139,12 @@ class Link:
 
     async def cache(self, spec: NamespaceSpec) -> AsyncCache:
         """The registered namespace. For use in the link's thread, inside `guard`."""
-        known = self._caches.get(spec)
+        known = self._caches.pop(spec, None)
         if known is None:
             known = await self._client.register(spec)
             if len(self._caches) >= _NAMESPACES:
-                self._caches.pop(next(iter(self._caches)))
-            self._caches[spec] = known
+                self._caches.pop(next(iter(self._caches)))  # the least recently used
+        self._caches[spec] = known
         return known
 
     async def evict(self, spec: NamespaceSpec) -> int:

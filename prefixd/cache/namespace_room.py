@@ -1,0 +1,223 @@
+"""How much memory namespaces take, and which are forgotten when it is used up: the least recently used.
+
+A namespace is in use while blocks of it are held or pinned, while a request or a call has a reference to it, and while
+a session has it open whose client would not open it again (`Session.reopens`). All others go with their blocks, those
+of the tenant that has more than its share first: no tenant makes the daemon forget what another uses within its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from prefixd.cache.forgetting import find_namespaces, forget
+from prefixd.cache.index.trie import Trie
+from prefixd.cache.mover import Mover
+from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.sessions import LeaseTable
+from prefixd.cache.troubles import Troubles
+from prefixd.errors import ExhaustedError
+from prefixd.pacer import give_way
+from prefixd.tenants import COMMON, Tenant, Tenants
+from prefixd_swap import StorageError
+
+log = logging.getLogger(__name__)
+
+PART = "namespaces"
+"""What the trouble is about when one is refused."""
+_KEPT_BYTES = 32 << 10  # for each tenant: some ten namespaces
+_FORGOTTEN_AT_ONCE = 16  # a sixteenth of a tenant's, so that a look over all blocks is for many
+_IN_ONE_TURN = 32  # namespaces; each is looked for in all sessions
+_VAIN_S = 1.0  # how long nobody looks again for what could be forgotten, after all was in use
+
+
+class NamespaceRoom:
+    """Bounds the memory of a registry.
+
+    Args:
+        registry: all namespaces.
+        tenants: to whom they belong.
+        leases: the sessions that have some open.
+        mover: forgets blocks.
+        trie_at: the trie of the namespace with an ordinal.
+        forgotten: called with ordinal and id of each that is forgotten.
+        troubles: where it is told that one was refused.
+        clock: seconds.
+        limit_bytes: the most that all may take.
+    """
+
+    def __init__(
+        self,
+        registry: NamespaceRegistry,
+        tenants: Tenants,
+        leases: LeaseTable,
+        mover: Mover,
+        trie_at: Callable[[int], Trie],
+        forgotten: Callable[[int, bytes], None],
+        troubles: Troubles,
+        clock: Callable[[], float],
+        limit_bytes: int,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.forgotten = 0
+        """Namespaces that were forgotten for want of room."""
+        self.refused = 0
+        """Registrations that were refused since all were in use."""
+        self._registry = registry
+        self._tenants = tenants
+        self._leases = leases
+        self._mover = mover
+        self._trie_at = trie_at
+        self._forgotten = forgotten
+        self._troubles = troubles
+        self._clock = clock
+        self._making = asyncio.Lock()
+        self._vain_until_s: dict[Tenant, float] = {}
+        self._refused_last: tuple[Tenant, int] | None = None
+
+    def fits(self, tenant: Tenant, nbytes: int) -> bool:
+        """Whether a tenant may have one more namespace, of `nbytes` bytes, beside what is kept for others."""
+        most = tenant.quota.namespaces
+        if most is not None and self._registry.count(tenant.name) >= most:
+            return False
+        each = min(_KEPT_BYTES, self.limit_bytes // (2 * self._tenants.calling))
+        others = (other for other in self._tenants if other is not tenant and other.name != COMMON)
+        kept = sum(max(0, each - self._registry.bytes_of(other.name)) for other in others)
+        return self._registry.nbytes + nbytes + kept <= self.limit_bytes
+
+    def check(self, tenant: Tenant, nbytes: int) -> None:
+        """Raises ExhaustedError unless it fits; for all tenants' limit that is a trouble, which ends when one fits."""
+        have = self._registry.count(tenant.name)
+        tenant.check("namespaces", have, "namespaces are in use", "use one of them")
+        if self.fits(tenant, nbytes):
+            self._mend()
+            return
+        self.refused += 1
+        tenant.refused["namespaces"] += 1
+        self._refused_last = tenant, nbytes
+        there = (
+            f"{self._registry.counted} namespaces take {self._registry.nbytes} bytes of memory and are in use, one "
+            f"more takes {nbytes}, and all tenants together may have {self.limit_bytes}, some of which are kept for "
+            "each (limit server.namespace_bytes)"
+        )
+        self._troubles.begin(
+            PART,
+            f"requests of tenant {tenant.name} run without the cache: {there}; raise server.namespace_bytes, or have "
+            "clients end leases and sessions, and operators unpin",
+        )
+        raise ExhaustedError(f"tenant {tenant.name}: {there}; use one of them, or have the operator raise it")
+
+    def look(self) -> None:
+        """Ends the trouble when what was refused last would fit now."""
+        if self._refused_last is not None and self.fits(*self._refused_last):
+            self._mend()
+
+    async def make(self, tenant: Tenant, nbytes: int) -> None:
+        """Forgets until a tenant may have one more namespace of `nbytes` bytes, or all that are left are in use."""
+        if self.fits(tenant, nbytes):
+            return
+        async with self._making:
+            for victim in self._victims(tenant, nbytes):
+                if self._clock() < self._vain_until_s.get(victim, 0.0):
+                    continue
+                order = self._registry.oldest(victim.name)
+                step, found = max(1, len(order) // _FORGOTTEN_AT_ONCE), 0
+                for start in range(0, len(order), step):
+                    if self.fits(tenant, nbytes):
+                        return
+                    found += await self._forget(order[start : start + step])
+                if not found:
+                    self._vain_until_s[victim] = self._clock() + _VAIN_S
+
+    def _mend(self) -> None:
+        self._refused_last = None
+        if PART in self._troubles:
+            self._troubles.end(PART)
+
+    def _victims(self, tenant: Tenant, nbytes: int) -> list[Tenant]:
+        """Whose namespaces go, in order."""
+        use, most = self._registry.bytes_of, tenant.quota.namespaces
+        if most is not None and self._registry.count(tenant.name) >= most:
+            return [tenant]
+        owners = self._tenants.calling + bool(use(COMMON))
+        share, own = self.limit_bytes // owners, use(tenant.name) + nbytes
+        over = [other for other in self._tenants if other is not tenant and use(other.name) > max(share, own)]
+        over.sort(key=lambda other: -use(other.name))
+        if own > share:
+            return [tenant, *over]
+        beyond = [other for other in self._tenants if other is not tenant and share < use(other.name) <= own]
+        return [*over, *beyond, tenant]
+
+    async def _forget(self, ordinals: Sequence[int]) -> int:
+        """Forgets those of some namespaces that are not in use; how many."""
+        before, with_blocks = self.forgotten, defaultdict[int, dict[int, bytes]](dict)
+        for number, ordinal in enumerate(ordinals):
+            if number % _IN_ONE_TURN == _IN_ONE_TURN - 1:
+                await give_way()
+            identity = self._close(ordinal)
+            if identity is None:
+                continue
+            trie = self._trie_at(ordinal)
+            if trie.blocks_of(ordinal):
+                with_blocks[trie.ordinal][ordinal] = identity
+            else:
+                self._drop(ordinal)
+        for of_trie in with_blocks.values():
+            await self._forget_blocks(self._trie_at(next(iter(of_trie))), of_trie)
+        return self.forgotten - before
+
+    def _close(self, ordinal: int) -> bytes | None:
+        """Closes a namespace in all sessions, if nobody else uses it; its id then."""
+        namespace = self._registry.find_at(ordinal)
+        if namespace is None:
+            return None
+        identity = namespace.id
+        having = [each for each in self._leases.sessions.values() if identity in each.namespaces]
+        if not all(session.reopens for session in having):
+            self._registry.touch(namespace)
+            return None
+        for session in having:
+            del session.namespaces[identity]
+        del namespace
+        if self._registry.is_used(ordinal):
+            used = self._registry.at(ordinal)
+            for session in having:
+                session.namespaces[identity] = used
+            self._registry.touch(used)
+            return None
+        return identity
+
+    async def _forget_blocks(self, trie: Trie, identities: dict[int, bytes]) -> None:
+        """Forgets namespaces of one trie with their blocks, but for those of which some are held or pinned."""
+        found = await find_namespaces(trie, identities)
+        of = trie.namespace[found.rows]
+        same = trie.generation[found.rows] == found.generations
+        in_use = set(of[same & ((trie.keep[found.rows] > 0) | trie.pinned[found.rows])].tolist())
+        for ordinal in in_use & identities.keys():
+            self._registry.touch(self._registry.at(ordinal))
+        going = [
+            ordinal
+            for ordinal, identity in identities.items()
+            if ordinal not in in_use and self._has(ordinal, identity) and not self._registry.is_used(ordinal)
+        ]
+        try:
+            async for _ in forget(self._mover, found.of(going)):
+                pass
+        except StorageError as error:  # they are gone from memory, and come back at the next start
+            log.warning("namespaces are forgotten, but their blocks are still on disk: %s", error)
+        for ordinal in going:
+            if self._has(ordinal, identities[ordinal]) and not trie.blocks_of(ordinal):
+                self._drop(ordinal)
+
+    def _has(self, ordinal: int, identity: bytes) -> bool:
+        namespace = self._registry.find_at(ordinal)
+        return namespace is not None and namespace.id == identity
+
+    def _drop(self, ordinal: int) -> None:
+        """Forgets a namespace without blocks, unless somebody has begun to use it."""
+        identity = self._registry.forget(ordinal)
+        if identity is not None:
+            self.forgotten += 1
+            self._forgotten(ordinal, identity)

@@ -10,14 +10,15 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd import heap
+from prefixd.cache.beginnings import Beginning, Reader
 from prefixd.cache.common_blocks import CommonBlocks
-from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import NO_SLOT, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
@@ -69,10 +70,22 @@ def _working(
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Prompt tokens asked for and found since the start, once a prompt; the rest, asked - found, was not found."""
+    """Prompt tokens asked for and found since the start, once a prompt; the rest, asked - found, was not found.
+
+    Found is what was granted to be read: what is cached and has no room where it is read is no hit.
+    """
 
     asked_tokens: int = 0
     hit_tokens: list[int] = field(default_factory=lambda: [0] * TIERS)  # by the tier they were found in
+
+    def ask(self, tokens: int) -> None:
+        """So many prompt tokens were asked for."""
+        self.asked_tokens += tokens
+
+    def find(self, tiers: npt.NDArray[np.int8], block_tokens: int) -> None:
+        """Blocks were granted that had been found in these tiers."""
+        for tier, blocks in enumerate(np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()):
+            self.hit_tokens[tier] += blocks * block_tokens
 
 
 class TieredCache:
@@ -150,6 +163,7 @@ class TieredCache:
         self.write_back = WriteBack(self.mover, enabled=write_back, limit_bytes=write_queue_bytes)
         self.scrubber = Scrubber(self.mover, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
         self.refused = RefusedBlocks(self.mover)
+        self._uncut: set[Beginning] = set()
         self._prefetches = Prefetches(self.mover, prefetch_bytes)
         self.leases = LeaseTable(
             self._end_grants,
@@ -377,10 +391,8 @@ class TieredCache:
             blocks: how many were asked for.
             rows: those that were found, at most as many.
         """
-        distances = trie.distances(rows)
-        self.counters.asked_tokens += blocks * trie.block_tokens
-        for tier in range(TIERS):
-            self.counters.hit_tokens[tier] += int((distances == tier).sum()) * trie.block_tokens
+        self.counters.ask(blocks * trie.block_tokens)
+        self.counters.find(trie.distances(rows), trie.block_tokens)
 
     # -- engines' side --------------------------------------------------------------------------------------------
 
@@ -393,16 +405,29 @@ class TieredCache:
         *,
         first_block: int = 0,
         max_blocks: int = 0,
+        prefix_blocks: int = 0,
         ttl_s: float = 0.0,
         counted: bool = True,
-        matched: Callable[[Rows], None] | None = None,
+        found: npt.NDArray[np.int8] | None = None,
+        matched: Callable[[Reader], None] | None = None,
     ) -> Lease | None:
         """Leases the cached prefix from `first_block` on in the CPU tier; None when nothing is cached there.
 
         The lease is shorter than the match when the CPU tier cannot take it all, when the tenant may hold no more, or
-        when a block turns out to be damaged.
-        `counted`: this is the lookup by which the prompt enters the hit rates. `matched` is called with the usable
-        prefix before anything of it is brought up.
+        when a block turns out to be damaged: it is the longest beginning for which there is room (`beginnings`).
+
+        Args:
+            session: whose lease it is.
+            namespace: the prompt's.
+            chain: its blocks.
+            first_block: what is before it is of no interest.
+            max_blocks: so many at the most; 0: all.
+            prefix_blocks: the blocks are read as a slice of a prefix of this length; 0: the prompt goes on behind them.
+            ttl_s: see `LeaseTable.ttl`.
+            counted: this is the lookup by which the prompt enters the hit rates; what is leased counts as found.
+            found: the prompt was counted as asked for, and what is leased counts as found: in these tiers, from the
+                prompt's first block on, and behind them where it is. `counted` is not looked at.
+            matched: called with what is to be read before anything of it is brought up.
 
         Raises:
             ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
@@ -411,65 +436,66 @@ class TieredCache:
         self.leases.admit(session)
         ttl = self.leases.ttl(ttl_s)
         trie = self.trie(namespace)
-        limit = first_block + max_blocks if max_blocks else len(chain)
-        path = (await self.match(namespace, chain, limit)).rows
-        if counted:
-            self.count_lookup(trie, max(min(limit, len(chain)) - first_block, 0), path[first_block:])
+        end = min(first_block + max_blocks, len(chain)) if max_blocks else len(chain)
+        path = (await self.match(namespace, chain, prefix_blocks or end)).rows
+        if counted and found is None:
+            self.counters.ask(max(end - first_block, 0) * trie.block_tokens)
+        if trie.has_rules and len(path) < prefix_blocks:  # of a shorter prefix, other bytes are needed
+            end = first_block
+        reader = Reader(trie, path, first_block, min(end, len(path)), slice_only=prefix_blocks > 0)
         if matched is not None:
-            matched(path)
+            matched(reader)
+        tiers = trie.distances(path)
+        if found is not None:
+            tiers[: len(found)] = found[: len(tiers)]
         identity = self.leases.next_id()
-        path = self._holdable(session.tenant, trie, path, first_block)
-        hold, wanted = self._hold_for_reading(f"lease {identity}", trie, path, first_block), len(path) > first_block
+        wanted = self._holdable(session.tenant, reader)
+        beginning = Beginning(self.mover, f"lease {identity}", wanted, self._uncut)
+        await beginning.bring(give_way=partial(self._prefetches.end_of, session.tenant))
         try:
-            there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
-            while there < len(hold.rows):  # a shorter prefix may need other blocks, which may be there or not
-                path = trie.usable(path[: first_block + there])
-                hold, longer = self._hold_for_reading(hold.owner, trie, path, first_block), hold
-                longer.end()
-                there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
-            if not there and wanted:
+            # Others were granted leases meanwhile, and a shorter prefix may need other bytes.
+            while (reader := self._holdable(session.tenant, beginning.reader)) != beginning.reader:
+                beginning.cut(reader)
+                await beginning.bring()
+            if len(wanted.rows) and not len(reader.rows):
                 nbytes = self.mover.use.footprint(self.tiers.shared, trie.part_bytes)
                 self.mover.use.refuse_at_most(session.tenant, self.tiers.shared, nbytes, "release leases")
         except BaseException:
-            hold.end()
+            beginning.hold.end()
             raise
-        if not there:
+        hold = beginning.keep()
+        if not len(hold.rows):
             hold.end()
             return None
         lease = Lease(identity, session, hold, self.clock() + ttl)
         self.leases.grant(lease)
+        if counted or found is not None:
+            self.counters.find(tiers[first_block : reader.end], trie.block_tokens)
         return lease
 
-    def _holdable(self, tenant: Tenant, trie: Trie, path: Rows, first_block: int) -> Rows:
-        """The longest beginning of a usable prefix of which a tenant may hold in the CPU tier what a reader needs.
+    def _holdable(self, tenant: Tenant, reader: Reader) -> Reader:
+        """The longest beginning of what is read of which a tenant may hold in the CPU tier what is needed.
 
         Common blocks in it are held on the account of all tenants.
 
         Raises:
             ExhaustedError: it may not hold even the first block.
         """
-        shared, use = self.tiers.shared, self.mover.use
+        shared, use, trie = self.tiers.shared, self.mover.use, reader.trie
         if use.room_to_hold(tenant, shared) is None:
-            return path
-        while len(path) > first_block:
-            needed = trie.needed(len(path), first_block)
-            fresh = use.held.fresh_bytes(trie, shared, path[first_block:], needed)
+            return reader
+        while len(reader.rows):
+            fresh = use.held.fresh_bytes(trie, shared, reader.rows, reader.wanted)
             fits = len(fresh)
-            for owner, mine in use.places_by_owner(trie, path[first_block:]):
+            for owner, mine in use.places_by_owner(trie, reader.rows):
                 over = np.cumsum(fresh[mine]) > (use.room_to_hold(owner, shared) or 0)
                 fits = min([fits, *np.arange(len(fresh))[mine][over][:1].tolist()])
             if fits == len(fresh):
-                return path
-            path = trie.usable(path[: first_block + fits])
-            if len(path) <= first_block:
+                return reader
+            reader = reader.cut(reader.first_block + fits)
+            if not len(reader.rows):
                 use.refuse_to_hold(tenant, shared, "release leases and reservations")
-        return path
-
-    def _hold_for_reading(self, owner: str, trie: Trie, path: Rows, first_block: int) -> Hold:
-        """Holds in the CPU tier what a reader of the prefix `path` needs from `first_block` on."""
-        wanted = trie.needed(len(path), min(first_block, len(path))) if trie.has_rules else None
-        shared = self.tiers.shared
-        return self.mover.placement.holds.hold(owner, trie, path[first_block:], shared, wanted, counted=shared)
+        return reader
 
     def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice = slice(None)) -> npt.NDArray[np.uint64]:
         """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for a part that its KV group's rule does not

@@ -12,16 +12,18 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 
+from prefixd.cache.beginnings import Beginning, Reader
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.sessions import Session
 from prefixd.tenants import Tenant
 from prefixd_swap import round_to_slot
+from prefixd_swap.tiers import MemoryTier
 from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Prefetches:
         self._mover = mover
         self._limit_bytes = limit_bytes
         self._under_way: dict[str, set[asyncio.Task[None]]] = {}  # by session
+        self._tasks_of: dict[Tenant, set[asyncio.Task[None]]] = {}
         self._turns: dict[Tenant, _Turns] = {}
         self._bytes_of: Counter[Tenant] = Counter()  # on their way
 
@@ -61,36 +64,51 @@ class Prefetches:
             lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
         if not len(lacking):
             return 0
-        wanted = trie.needed(len(path))
-        hold = self._mover.placement.holds.hold(f"prefetch of session {session.id[:8]}", trie, path, shared, wanted)
-        task = self._mover.spawn(self._bring(session.tenant, trie, path, wanted))
+        owner, reader = f"prefetch of session {session.id[:8]}", Reader(trie, path, 0, len(path))
+        beginning = Beginning(self._mover, owner, reader, set())
+        task = self._mover.spawn(beginning.bring(partial(self._bring, session.tenant)))
         nbytes = len(lacking) * block_bytes
         self._under_way.setdefault(session.id, set()).add(task)
+        self._tasks_of.setdefault(session.tenant, set()).add(task)
         self._bytes_of[session.tenant] += nbytes
-        task.add_done_callback(lambda task: self._ended(session, hold, task, nbytes))
+        task.add_done_callback(lambda task: self._ended(session, beginning, task, nbytes))
         return len(lacking)
 
-    async def _bring(self, tenant: Tenant, trie: Trie, path: Rows, wanted: GroupMask) -> None:
-        mover, shared = self._mover, self._mover.tiers.shared
+    async def _bring(self, tenant: Tenant, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask | None) -> int:
+        """As `Mover.bring`, in turns with the tenant's other prefetches where there are several tenants."""
+        mover = self._mover
         if mover.use.tenants.calling == 1:
-            await mover.bring(trie, path, shared, wanted, urgency=Urgency.PREFETCH)
-            return
+            return await mover.bring(trie, rows, tier, wanted, urgency=Urgency.PREFETCH)
         turns = self._turns.setdefault(tenant, _Turns())
-        for start in range(0, len(path), BLOCKS_AT_ONCE):
+        there = 0
+        for start in range(0, len(rows), BLOCKS_AT_ONCE):
             some = slice(start, start + BLOCKS_AT_ONCE)
             async with turns.turn():
-                came = await mover.bring(trie, path[some], shared, wanted[some], urgency=Urgency.PREFETCH)
-            if came < len(path[some]):
+                groups = None if wanted is None else wanted[some]
+                came = await mover.bring(trie, rows[some], tier, groups, urgency=Urgency.PREFETCH)
+            there += came
+            if came < len(rows[some]):
                 break  # no later one takes room that these lack
+        return there
 
     def end(self, session: Session) -> None:
         """Drops what has not been moved yet of a session's."""
         for task in self._under_way.get(session.id, ()):
             task.cancel()
 
-    def _ended(self, session: Session, hold: Hold, task: asyncio.Task[None], nbytes: int) -> None:
-        hold.end()
+    async def end_of(self, tenant: Tenant) -> bool:
+        """Lets go of what a tenant's prefetches hold, for somebody who waits for room; whether there were any."""
+        tasks = list(self._tasks_of.get(tenant, ()))
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        return bool(tasks)
+
+    def _ended(self, session: Session, beginning: Beginning, task: asyncio.Task[None], nbytes: int) -> None:
+        beginning.hold.end()
         self._bytes_of[session.tenant] -= nbytes
+        self._tasks_of[session.tenant].discard(task)
         under_way = self._under_way[session.id]
         under_way.remove(task)
         if not under_way:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 import grpc
 import numpy as np
@@ -16,8 +17,9 @@ import numpy.typing as npt
 
 import prefixd
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
-from prefixd.cache.cache import NO_OFFSET
-from prefixd.cache.index.trie import Rows
+from prefixd.cache.beginnings import Reader
+from prefixd.cache.cache import MAX_BLOCKS, NO_OFFSET
+from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.namespaces import check_part_count
 from prefixd.errors import (
     InvalidArgumentError,
@@ -42,6 +44,7 @@ _GRANTED_PARTS = 1 << 20
 _UNREAD_S = 30.0
 """For a client to read a piece of an answer; at 0.3 Mbit/s it does."""
 _OFFSETS_AT_ONCE = 1 << 13
+_FOUND_RUNS = 4096
 _AGREED = (("prefixd-agreed", "1"),)
 
 
@@ -131,7 +134,9 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         match = await cache.match(namespace, chain)
-        if request.counted:
+        if request.asked:
+            cache.counters.ask(len(chain) * namespace.spec.block_tokens)
+        elif request.counted:
             cache.count_lookup(cache.trie(namespace), len(chain), match.rows)
         trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
         estimate = self._estimates.estimate(trie, match.rows, 0, chain.tokens, prefill)
@@ -151,23 +156,16 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         watch = self._estimates.watch(cache.trie(namespace), request.first_block, chain.tokens, prefill)
         with watch:
             lease = await cache.acquire(
-                session,
-                namespace,
-                chain,
-                first_block=request.first_block,
-                max_blocks=_most_blocks(parts, request.max_blocks),
-                ttl_s=request.ttl_s,
-                counted=not request.uncounted,
-                matched=watch.begin,
+                session, namespace, chain, ttl_s=request.ttl_s, matched=watch.begin, **_asked(request, parts)
             )
             watch.complete = lease is not None and len(lease.rows) == watch.blocks
-        if lease is None:
-            return pb.AcquireResponse(first_block=request.first_block, estimate=watch.estimate)
-        blocks = len(lease.rows)
         response = pb.AcquireResponse(
-            lease_id=lease.id, first_block=request.first_block, blocks=blocks, estimate=watch.estimate
+            first_block=request.first_block, estimate=watch.estimate, cached_blocks=watch.cached_blocks
         )
-        await _add_offsets(response, blocks, len(parts), partial(cache.offsets, lease, parts))
+        if lease is None:
+            return response
+        response.lease_id, response.blocks = lease.id, len(lease.rows)
+        await _add_offsets(response, len(lease.rows), len(parts), partial(cache.offsets, lease, parts))
         response.ttl_s = lease.expires_s - cache.clock()
         return response
 
@@ -280,20 +278,19 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         session = self._session(request.session_id)
         namespace = cache.open_in(session, request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
+        chain, asked, cached_blocks = cache.chain(namespace, request.token_ids), _asked(request, parts), 0
+
+        def matched(reader: Reader) -> None:
+            nonlocal cached_blocks
+            cached_blocks = len(reader.path)
+
         lease = await deliver(
-            cache.acquire(
-                session,
-                namespace,
-                cache.chain(namespace, request.token_ids),
-                first_block=request.first_block,
-                max_blocks=_most_blocks(parts, request.max_blocks),
-                ttl_s=cache.leases.max_ttl_s,
-                counted=not request.uncounted,
-            ),
+            cache.acquire(session, namespace, chain, ttl_s=cache.leases.max_ttl_s, matched=matched, **asked),
             partial(give_back, cache),
         )
+        header = pb.GetHeader(first_block=request.first_block, cached_blocks=cached_blocks)
         if lease is None:
-            await send(pb.GetResponse(header=pb.GetHeader(first_block=request.first_block)))
+            await send(pb.GetResponse(header=header))
             return
         pacer = Pacer()
         try:
@@ -304,7 +301,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             sent = b"".join(some.astype(np.uint8).tobytes() for some in needed)
             if b"\0" not in sent:
                 sent = b""
-            header = pb.GetHeader(first_block=request.first_block, blocks=len(lease.rows), sent=sent)
+            header.blocks, header.sent = len(lease.rows), sent
             await send(pb.GetResponse(header=header))
             for row, of_block in zip(lease.rows, itertools.chain.from_iterable(needed), strict=True):
                 await pacer.worked(1)
@@ -359,6 +356,38 @@ def _most_blocks(parts: Sequence[int], asked: int = 0) -> int:
     """How many blocks of these parts one answer grants at the most, of as many as were asked for (0: all)."""
     most = _GRANTED_PARTS // len(parts)
     return min(asked or most, most)
+
+
+class _Asked(TypedDict):
+    """What Acquire and Get ask for, as `TieredCache.acquire` takes it."""
+
+    first_block: int
+    max_blocks: int
+    prefix_blocks: int
+    counted: bool
+    found: npt.NDArray[np.int8] | None
+
+
+def _asked(request: pb.AcquireRequest | pb.GetRequest, parts: Sequence[int]) -> _Asked:
+    return _Asked(
+        first_block=request.first_block,
+        max_blocks=_most_blocks(parts, request.max_blocks),
+        prefix_blocks=request.prefix_blocks,
+        counted=not request.uncounted,
+        found=_tiers_of(request.found) if request.hits else None,
+    )
+
+
+def _tiers_of(runs: Sequence[pb.TierRun]) -> npt.NDArray[np.int8]:
+    """[blocks]: the tier of each block of some runs, from the prompt's first on."""
+    if len(runs) > _FOUND_RUNS:
+        raise InvalidArgumentError(f"found has {len(runs)} runs; send the first {_FOUND_RUNS} at the most")
+    tiers, blocks = [run.tier - 1 for run in runs], [run.blocks for run in runs]
+    if (wrong := next((tier for tier in tiers if not 0 <= tier < TIERS), None)) is not None:
+        raise InvalidArgumentError(f"found has a run in tier {wrong + 1}; send those that Match answered")
+    if sum(blocks) > MAX_BLOCKS:
+        raise InvalidArgumentError(f"found has {sum(blocks)} blocks; a prompt has {MAX_BLOCKS} at the most")
+    return np.repeat(np.array(tiers, np.int8), np.array(blocks, np.int64))
 
 
 async def _add_offsets(

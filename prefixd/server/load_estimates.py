@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache import TieredCache, Trie
+from prefixd.cache.beginnings import Reader
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError
 from prefixd.server.load_claims import LoadClaims
@@ -115,6 +116,7 @@ class LoadWatch:
     Attributes:
         estimate: as of the beginning.
         blocks: to be leased.
+        cached_blocks: of the prompt, as far as was asked for.
         complete: everything has come, set by who watches; only then something is learned.
     """
 
@@ -126,7 +128,7 @@ class LoadWatch:
         estimate: Callable[[list[Stretch]], pb.LoadEstimate],
     ) -> None:
         self.estimate = estimate([])
-        self.blocks = 0
+        self.blocks = self.cached_blocks = 0
         self.complete = False
         self._estimates = estimates
         self._trie = trie
@@ -136,8 +138,10 @@ class LoadWatch:
         self._claimed: Rows = np.empty(0, np.int64)
         self._nbytes: dict[Distance, int] = {}
 
-    def begin(self, path: Rows) -> None:
+    def begin(self, reader: Reader) -> None:
         """The prefix was matched, and nothing was brought up yet."""
+        self.cached_blocks = len(reader.path)
+        path = reader.path[: reader.end]
         stretches = self._estimates.stretches(self._trie, path, self._first_block)
         rows = path[self._first_block :]
         self.blocks = len(rows)

@@ -185,18 +185,20 @@ class LoadEstimate(_message.Message):
     def __init__(self, load_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., best_blocks: _Optional[int] = ..., best_s: _Optional[float] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace_id", "token_ids", "session_id", "counted", "prefill")
+    __slots__ = ("namespace_id", "token_ids", "session_id", "counted", "prefill", "asked")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     token_ids: bytes
     session_id: str
     counted: bool
     prefill: Prefill
-    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ..., counted: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
+    asked: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ..., counted: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., asked: bool = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")
@@ -217,7 +219,7 @@ class MatchResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts", "uncounted", "prefill")
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts", "uncounted", "prefill", "prefix_blocks", "hits", "found")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +229,9 @@ class AcquireRequest(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: bytes
     token_ids: bytes
@@ -236,23 +241,28 @@ class AcquireRequest(_message.Message):
     parts: _containers.RepeatedScalarFieldContainer[int]
     uncounted: bool
     prefill: Prefill
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
+    prefix_blocks: int
+    hits: bool
+    found: _containers.RepeatedCompositeFieldContainer[TierRun]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., prefix_blocks: _Optional[int] = ..., hits: bool = ..., found: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s", "estimate")
+    __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s", "estimate", "cached_blocks")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     first_block: int
     blocks: int
     offsets: _containers.RepeatedScalarFieldContainer[int]
     ttl_s: float
     estimate: LoadEstimate
-    def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ...) -> None: ...
+    cached_blocks: int
+    def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "namespace_id", "token_ids", "ttl_s", "parts", "first_block")
@@ -385,7 +395,7 @@ class RetainResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "parts", "uncounted")
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "parts", "uncounted", "prefix_blocks", "hits", "found")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +403,9 @@ class GetRequest(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: bytes
     token_ids: bytes
@@ -400,17 +413,22 @@ class GetRequest(_message.Message):
     max_blocks: int
     parts: _containers.RepeatedScalarFieldContainer[int]
     uncounted: bool
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ...) -> None: ...
+    prefix_blocks: int
+    hits: bool
+    found: _containers.RepeatedCompositeFieldContainer[TierRun]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ..., prefix_blocks: _Optional[int] = ..., hits: bool = ..., found: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
 
 class GetHeader(_message.Message):
-    __slots__ = ("first_block", "blocks", "sent")
+    __slots__ = ("first_block", "blocks", "sent", "cached_blocks")
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     first_block: int
     blocks: int
     sent: bytes
-    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., sent: _Optional[bytes] = ...) -> None: ...
+    cached_blocks: int
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., sent: _Optional[bytes] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("header", "data")

@@ -134,6 +134,9 @@ class PrefixCacheServicer(object):
         """Match and lease for reading. Blocks that are not in the CPU tier are brought there first, so the call can take as
         long as the disk needs. A prefix that is not cached at all is no error: `blocks` is 0 and there is no lease. One call
         grants at most 2^20 parts (blocks * parts), as Reserve and Get do: ask for the blocks behind them with `first_block`.
+        Where the CPU tier has no room for all, since it is smaller or others hold it, the longest beginning that fits is leased,
+        and `cached_blocks` tells how much there is. A prompt of any length is read in slices: Acquire, copy, Release, with
+        `prefix_blocks` and the next `first_block`. Whoever holds one slice while asking for the next may find no room for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

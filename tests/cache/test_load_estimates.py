@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from prefixd.cache.beginnings import Reader
 from prefixd.errors import InvalidArgumentError
 from prefixd.server.load_estimates import LoadEstimates, LoadWatch
 from prefixd.v1 import cache_pb2 as pb
@@ -67,7 +68,7 @@ async def test_who_computes_faster_than_the_disk_reads_is_told_so(make_rig: Call
         Stretch(Distance.DISK, 3 * BLOCK_TOKENS, 3 * rig.part_bytes),
     ]
     with watch:
-        watch.begin(path)
+        watch.begin(Reader(rig.trie, path, 1, len(path)))
         behind = estimates.estimate(rig.trie, path, 1, tokens, PREFILL)
     assert (watch.estimate.best_blocks, watch.estimate.best_s) == (1, 3 * BLOCK_TOKENS)
     assert behind.load_s == pytest.approx(2 * watch.estimate.load_s), "it waits for the other one, too"
@@ -77,7 +78,8 @@ async def test_a_load_that_did_not_come_whole_teaches_nothing(make_rig: Callable
     rig = await on_disk(make_rig)
     estimates = LoadEstimates(rig.cache)
     with estimates.watch(rig.trie, 0, 4 * BLOCK_TOKENS, None) as watch:
-        watch.begin(rig.trie.match(rig.namespace.root, rig.chain(A)).rows)
+        path = rig.trie.match(rig.namespace.root, rig.chain(A)).rows
+        watch.begin(Reader(rig.trie, path, 0, len(path)))
     assert estimates.cost.load_s(1, Distance.DISK) is None
 
 
@@ -92,8 +94,8 @@ async def test_of_two_who_load_the_same_one_learns(make_rig: Callable[..., Rig])
     estimates, tokens = LoadEstimates(rig.cache), 4 * BLOCK_TOKENS
     path = rig.trie.match(rig.namespace.root, rig.chain(A)).rows
     with estimates.watch(rig.trie, 0, tokens, None) as first, estimates.watch(rig.trie, 0, tokens, None) as second:
-        first.begin(path)
-        second.begin(path)
+        first.begin(Reader(rig.trie, path, 0, len(path)))
+        second.begin(Reader(rig.trie, path, 0, len(path)))
         assert estimates.queued_bytes[Distance.DISK] == 4 * rig.part_bytes
         rig.clock.now += 2.0
         first.complete = second.complete = True

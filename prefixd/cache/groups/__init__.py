@@ -22,7 +22,9 @@ from prefixd.cache.groups.group import (
     kv_groups,
     longest_prefix,
     longest_stored,
+    needed_bytes,
     needed_groups,
+    possible_lengths,
 )
 from prefixd.cache.groups.recurrent_state import RecurrentState
 from prefixd.cache.groups.rule import Bools, GroupRule, Int64s
@@ -46,5 +48,7 @@ __all__ = [
     "kv_groups",
     "longest_prefix",
     "longest_stored",
+    "needed_bytes",
     "needed_groups",
+    "possible_lengths",
 ]

@@ -45,8 +45,8 @@ def kv_groups(rules: Sequence[GroupRule]) -> tuple[KvGroup, ...]:
     return tuple(KvGroup(rule, tuple(of_rule), bit) for bit, (rule, of_rule) in enumerate(parts.items()))
 
 
-def longest_prefix(groups: Sequence[KvGroup], available: GroupMask) -> int:
-    """The most blocks after which every group lets a prompt continue.
+def possible_lengths(groups: Sequence[KvGroup], available: GroupMask) -> Bools:
+    """[n + 1]: whether every group lets a prompt continue after 0, 1, ..., n blocks.
 
     Args:
         groups: the groups.
@@ -55,7 +55,12 @@ def longest_prefix(groups: Sequence[KvGroup], available: GroupMask) -> int:
     possible = np.ones(len(available) + 1, np.bool_)
     for group in groups:
         possible &= group.rule.possible_prefixes((available & np.uint8(group.mask)) != 0)
-    return _last(possible)
+    return possible
+
+
+def longest_prefix(groups: Sequence[KvGroup], available: GroupMask) -> int:
+    """The most blocks after which every group lets a prompt continue; arguments as for `possible_lengths`."""
+    return _last(possible_lengths(groups, available))
 
 
 def longest_stored(groups: Sequence[KvGroup], available: GroupMask) -> int:
@@ -72,6 +77,24 @@ def needed_groups(groups: Sequence[KvGroup], blocks: int) -> GroupMask:
     for group in groups:
         span = group.rule.needed(blocks)
         needed[span.start : span.stop] |= np.uint8(group.mask)
+    return needed
+
+
+def needed_bytes(groups: Sequence[KvGroup], first_block: int, nbytes: Int64s) -> Int64s:
+    """[n + 1]: bytes that readers of prefixes of 0, 1, ..., n blocks need from `first_block` on.
+
+    Args:
+        groups: the groups.
+        first_block: of the blocks before it the readers need nothing.
+        nbytes: [groups, n], bytes of each group of each block.
+    """
+    lengths = np.arange(nbytes.shape[1] + 1)
+    needed = np.zeros(len(lengths), np.int64)
+    before = np.zeros(len(lengths), np.int64)
+    for group in groups:
+        np.cumsum(nbytes[group.bit], out=before[1:])
+        first, end = group.rule.needed_range(lengths)
+        needed += before[end] - before[np.minimum(np.maximum(first, first_block), end)]
     return needed
 
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from prefixd.cache.groups import (
     MAX_GROUPS,
+    Bools,
     FullAttention,
     GroupMask,
     GroupRule,
@@ -33,6 +34,7 @@ from prefixd.cache.groups import (
     kv_groups,
     longest_prefix,
     needed_groups,
+    possible_lengths,
 )
 from prefixd.cache.index.children import Descendants, link, unlink_all
 from prefixd.cache.index.key_index import Rows as Rows
@@ -200,6 +202,14 @@ class Trie(TrieTable):
             return path[: longest_prefix(self.groups, available)]
         good = available == self.all_groups
         return path if good.all() else path[: int(good.argmin())]
+
+    def usable_lengths(self, path: Rows) -> Bools:
+        """[len(path) + 1]: after which lengths of `path`, the rows of a prompt from its first block on, every group
+        lets a prompt continue, by what the tiers offer."""
+        usable = possible_lengths(self.groups, self.available[path])
+        if self.refused:
+            usable[self.unrefused(path) + 1 :] = False
+        return usable
 
     def unrefused(self, rows: Rows, first_block: int = 0) -> int:
         """How many of the rows of a prompt from `first_block` on come before one that is refused."""

@@ -124,14 +124,14 @@ class BlockBuffers:
 
 
 class StreamSink:
-    """Fills blocks from the start of `buffers` with the bytes of a stream, whatever its pieces.
+    """Fills `blocks` blocks of `buffers`, from block `first` on, with the bytes of a stream, whatever its pieces.
 
     `sent` says which parts the stream has: a byte for each, block-major, 0 for one that is left out; empty for all.
     Raises `ServerError` when that does not fit the blocks.
     """
 
-    def __init__(self, buffers: BlockBuffers, blocks: int, sent: bytes = b"") -> None:
-        targets = list(buffers.pieces(0, blocks, 1 << 62))
+    def __init__(self, buffers: BlockBuffers, first: int, blocks: int, sent: bytes = b"") -> None:
+        targets = list(buffers.pieces(first, blocks, 1 << 62))
         if sent and len(sent) != len(targets):
             raise ServerError(
                 f"the daemon says of {len(sent)} parts whether it sends them, where there are {len(targets)}"

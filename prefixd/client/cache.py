@@ -12,6 +12,7 @@ from prefixd.client.holds import Granted
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.namespace import Answer, RegisteredNamespace
 from prefixd.client.retention import Retention
+from prefixd.client.slices import SLICE_SHARE, Slice, Slices, Wanted
 from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import cache_pb2
@@ -43,21 +44,11 @@ class AsyncCache:
         """The longest cached prefix. It takes nothing and promises nothing: all may be evicted a moment
         later.
 
-        `counted`: this is the first lookup of the prompt, and enters the daemon's hit rates; pass `counted=False` to
-        `acquire` then. `prefill`: what computing takes, for the estimate in the answer.
+        `counted`: this is the first lookup of the prompt, and counts it in the daemon's hit rates as asked for; pass
+        the result to `acquire` as `found`, which counts what it leases as found. `prefill`: what computing takes, for
+        the estimate in the answer.
         """
-        prompt = token_bytes(tokens)
-        answer = await self._namespace.ask(
-            self._namespace.client.connection.cache.Match,
-            lambda session: cache_pb2.MatchRequest(
-                session_id=session.session_id,
-                namespace_id=self.namespace_id,
-                token_ids=prompt,
-                counted=counted,
-                prefill=None if prefill is None else prefill.to_proto(),
-            ),
-        )
-        return MatchResult.from_proto(answer.response)
+        return await self._match(token_bytes(tokens), counted=counted, prefill=prefill)
 
     async def prefetch(self, tokens: TokenIds) -> int:
         """Has the prefix brought up to CPU memory ahead of `acquire`; returns the blocks on their way."""
@@ -95,15 +86,25 @@ class AsyncCache:
         parts: Sequence[int] | None = None,
         counted: bool = True,
         prefill: Prefill | None = None,
+        prefix_blocks: int = 0,
+        found: MatchResult | None = None,
     ) -> AsyncLease:
         """Leases the longest cached prefix from `first_block` on, at most `max_blocks` blocks (0: all of it).
 
-        Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. The lease lives for
-        `ttl_s` seconds (None: the daemon's default). `parts` are indexes into the namespace's parts (None: all).
-        `counted`: it enters the daemon's hit rates, which count each prompt once. Raises `MemoryUnavailable` for a
-        client that streams: use `load`. `prefill`: what computing takes, for `AsyncLease.estimate`.
+        Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. Where the daemon's memory
+        has no room for all, the lease has the longest beginning that fits (`AsyncLease.cached_blocks`): copy it,
+        release it, and ask for what is behind it. With `prefix_blocks` the blocks are a slice of a prefix of this
+        length, which is read with several leases; with 0 the prompt goes on behind the leased ones. `load` does all of
+        that.
+
+        The lease lives for `ttl_s` seconds (None: the daemon's default). `parts` are indexes into the namespace's parts
+        (None: all). `counted`: it enters the daemon's hit rates, which count each prompt once; `found`: the `match`
+        that has counted the prompt as asked for, so that what is leased here counts as found. Raises
+        `MemoryUnavailable` for a client that streams: use `load`. `prefill`: what computing takes, for
+        `AsyncLease.estimate`.
         """
-        return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts, counted, prefill)
+        wanted = Wanted(first_block, max_blocks, prefix_blocks, found)
+        return await self._acquire(token_bytes(tokens), wanted, ttl_s, parts, counted, prefill)
 
     async def reserve(
         self,
@@ -142,8 +143,9 @@ class AsyncCache:
 
         `into` takes whole blocks one after the other, or is a list with one buffer per part. It must hold
         `max_blocks` blocks (0: every full block of `tokens` from `first_block` on); what is not cached, or not needed
-        by the rule of its KV group, is left as it was. Raises `BufferSizeError`, and `LeaseLost` when the bytes copied
-        are not to be trusted.
+        by the rule of its KV group, is left as it was. A prefix longer than the daemon's memory comes in slices. What
+        others hold of that memory is waited for, two seconds at the most. Raises `BufferSizeError`, and `LeaseLost`
+        when the bytes copied are not to be trusted.
         """
         _check_range(first_block, max_blocks)
         prompt = token_bytes(tokens)
@@ -153,10 +155,10 @@ class AsyncCache:
         buffers = BlockBuffers(into, self._namespace.part_bytes(parts), asked, writable=True)
         if not asked:
             return 0
-        if (await self._namespace.ready()).arena is None:
-            return await streaming.get(self._namespace, prompt, buffers, first_block, asked, parts)
-        async with await self._acquire(prompt, first_block, asked, None, parts) as lease:
-            return await lease.copy_out(buffers)
+        session = await self._namespace.ready()
+        slice_blocks = max(1, session.arena_bytes // SLICE_SHARE // max(1, self.spec.block_bytes))
+        kind = _StreamedSlices if session.arena is None else _LeasedSlices
+        return await kind(self, prompt, buffers, first_block, parts, slice_blocks).load(first_block, asked)
 
     async def store(
         self,
@@ -231,17 +233,30 @@ class AsyncCache:
                 duplicates += result.duplicates
         return StoreResult(committed, duplicates, total - done)
 
+    async def _match(self, prompt: bytes, *, counted: bool, prefill: Prefill | None = None) -> MatchResult:
+        answer = await self._namespace.ask(
+            self._namespace.client.connection.cache.Match,
+            lambda session: cache_pb2.MatchRequest(
+                session_id=session.session_id,
+                namespace_id=self.namespace_id,
+                token_ids=prompt,
+                counted=counted,
+                asked=counted,
+                prefill=None if prefill is None else prefill.to_proto(),
+            ),
+        )
+        return MatchResult.from_proto(answer.response)
+
     async def _acquire(
         self,
         prompt: bytes,
-        first_block: int,
-        max_blocks: int,
+        wanted: Wanted,
         ttl_s: float | None,
         parts: Sequence[int] | None,
         counted: bool = True,
         prefill: Prefill | None = None,
     ) -> AsyncLease:
-        _check_range(first_block, max_blocks)
+        _check_range(wanted.first_block, wanted.max_blocks, wanted.prefix_blocks)
         part_bytes = self._namespace.part_bytes(parts)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Acquire,
@@ -249,17 +264,20 @@ class AsyncCache:
                 session_id=session.session_id,
                 namespace_id=self.namespace_id,
                 token_ids=prompt,
-                first_block=first_block,
-                max_blocks=max_blocks,
+                first_block=wanted.first_block,
+                max_blocks=wanted.max_blocks,
+                prefix_blocks=wanted.prefix_blocks,
                 ttl_s=ttl_s or 0.0,
                 parts=parts or (),
-                uncounted=not counted,
+                uncounted=not counted or wanted.found is not None,
+                hits=wanted.found is not None,
+                found=None if wanted.found is None else wanted.found.to_found(),
                 prefill=None if prefill is None else prefill.to_proto(),
             ),
             grant_id=lambda response: str(response.lease_id),
         )
-        granted = self._granted(answer, prompt, answer.response.lease_id, part_bytes)
-        return AsyncLease(granted, LoadEstimate.from_proto(answer.response.estimate))
+        granted, response = self._granted(answer, prompt, answer.response.lease_id, part_bytes), answer.response
+        return AsyncLease(granted, LoadEstimate.from_proto(response.estimate), int(response.cached_blocks))
 
     async def _reserve(
         self, prompt: bytes, first_block: int, ttl_s: float | None, parts: Sequence[int] | None
@@ -303,6 +321,62 @@ class AsyncCache:
         )
 
 
-def _check_range(first_block: int, max_blocks: int = 0) -> None:
-    if first_block < 0 or max_blocks < 0:
-        raise InvalidArgumentError(f"first_block={first_block} and max_blocks={max_blocks} must not be negative")
+class _CacheSlices(Slices):
+    """A load's slices.
+
+    Args:
+        cache: the namespace.
+        prompt: token ids.
+        buffers: take the blocks from `first_block` on.
+        first_block: of the load.
+        parts: see `AsyncCache.load`.
+        slice_blocks: of one slice.
+    """
+
+    def __init__(
+        self,
+        cache: AsyncCache,
+        prompt: bytes,
+        buffers: BlockBuffers,
+        first_block: int,
+        parts: Sequence[int] | None,
+        slice_blocks: int,
+    ) -> None:
+        has_rules = any(part.rule is not None for part in cache.spec.parts)
+        super().__init__(slice_blocks, has_rules, cache._namespace.client.clock)
+        self._cache = cache
+        self._prompt = prompt
+        self._buffers = buffers
+        self._first_block = first_block
+        self._parts = parts
+
+    async def match(self, end: int) -> MatchResult:
+        """Counts the prompt as asked for."""
+        spec = self._cache.spec
+        return await self._cache._match(self._prompt[: end * spec.block_tokens * 4], counted=True)
+
+
+class _LeasedSlices(_CacheSlices):
+    """Slices that are copied out of the arena."""
+
+    async def read(self, wanted: Wanted) -> Slice:
+        """Leases, copies, releases."""
+        async with await self._cache._acquire(self._prompt, wanted, None, self._parts) as lease:
+            await lease.copy_out(self._buffers, wanted.first_block - self._first_block)
+            return Slice(lease.blocks, lease.cached_blocks)
+
+
+class _StreamedSlices(_CacheSlices):
+    """Slices whose bytes come through gRPC."""
+
+    async def read(self, wanted: Wanted) -> Slice:
+        """Asks for a stream and reads it."""
+        first = wanted.first_block - self._first_block
+        return await streaming.get(self._cache._namespace, self._prompt, self._buffers, wanted, first, self._parts)
+
+
+def _check_range(first_block: int, max_blocks: int = 0, prefix_blocks: int = 0) -> None:
+    if first_block < 0 or max_blocks < 0 or prefix_blocks < 0:
+        raise InvalidArgumentError(
+            f"first_block={first_block}, max_blocks={max_blocks} and prefix_blocks={prefix_blocks} must not be negative"
+        )

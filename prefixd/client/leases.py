@@ -29,15 +29,18 @@ _TELL_ATTEMPTS = 3
 class AsyncLease(Hold):
     """Blocks that neither move nor go while it lasts. `async with` it, or call `release`.
 
-    `blocks` is 0 when nothing was cached; there is then nothing to release. `estimate` is what the daemon expected of
-    loading them, before it did.
+    `blocks` is 0 when nothing was cached, or had room; there is then nothing to release. `cached_blocks` is how much of
+    the prompt is cached, from its first block on and as far as was asked for: more than `first_block + blocks` where
+    the daemon's memory has no room for all; 0 from a daemon that does not say. `estimate` is what the daemon expected
+    of loading them, before it did.
     """
 
     _word = "lease"
 
-    def __init__(self, granted: Granted, estimate: LoadEstimate) -> None:
+    def __init__(self, granted: Granted, estimate: LoadEstimate, cached_blocks: int) -> None:
         super().__init__(granted)
         self.estimate = estimate
+        self.cached_blocks = cached_blocks
 
     def view(self, block: int, part: int = 0) -> memoryview:
         """The bytes of a part, read-only, in the arena itself; gone with the lease.
@@ -56,11 +59,11 @@ class AsyncLease(Hold):
         buffers = BlockBuffers(into, self.part_bytes, self.blocks, writable=True)
         return await self.copy_out(buffers)
 
-    async def copy_out(self, buffers: BlockBuffers) -> int:
-        """`copy_into` for buffers that are checked already."""
+    async def copy_out(self, buffers: BlockBuffers, first: int = 0) -> int:
+        """`copy_into` for buffers that are checked already; the lease's first block is their block `first`."""
         if self.blocks:
             self.check()
-            await self._copy([(user, shared) for shared, user in self._pairs(buffers, 0, self.blocks)])
+            await self._copy([(user, shared) for shared, user in self._pairs(buffers, first, self.blocks)])
             self.check()
         return self.blocks
 

@@ -43,6 +43,7 @@ class Session:
         self.default_ttl_s = opened.default_ttl_s
         self.max_ttl_s = opened.max_ttl_s
         self.tenant = opened.tenant
+        self.arena_bytes = opened.arena_bytes
         self.arena = arena
         self.draining = False
         self.lost_because: str | None = None

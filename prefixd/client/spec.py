@@ -20,6 +20,15 @@ class Tier(IntEnum):
     REMOTE = 3
 
 
+_WIRE_TIERS = {
+    Tier.GPU: cache_pb2.TIER_GPU,
+    Tier.CPU: cache_pb2.TIER_CPU,
+    Tier.DISK: cache_pb2.TIER_DISK,
+    Tier.REMOTE: cache_pb2.TIER_REMOTE,
+}
+_MOST_RUNS = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class PartSpec:
     """The bytes of one block that belong to one (KV group, tensor-parallel rank): `nbytes` of them.
@@ -95,6 +104,10 @@ class MatchResult:
     blocks: int
     runs: tuple[TierRun, ...]
     estimate: LoadEstimate = field(default_factory=LoadEstimate)
+
+    def to_found(self) -> list[cache_pb2.TierRun]:
+        """The runs as Acquire and Get take them: where the prompt's blocks were when it was asked about."""
+        return [cache_pb2.TierRun(tier=_WIRE_TIERS[run.tier], blocks=run.blocks) for run in self.runs[:_MOST_RUNS]]
 
     def blocks_in(self, tier: Tier) -> int:
         """Blocks of the prefix whose nearest copy is in `tier`."""

@@ -10,6 +10,7 @@ from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.retention import Retention, retention_to_proto
 from prefixd.client.session import Session
+from prefixd.client.slices import Slice, Wanted
 from prefixd.client.spec import StoreResult
 from prefixd.v1 import cache_pb2
 
@@ -21,36 +22,42 @@ async def get(
     namespace: RegisteredNamespace,
     prompt: bytes,
     buffers: BlockBuffers,
-    first_block: int,
-    asked: int,
+    wanted: Wanted,
+    first: int,
     parts: Sequence[int] | None,
-) -> int:
-    """Fills `buffers` with the cached blocks from `first_block` on, at most `asked`; returns their number."""
+) -> Slice:
+    """Reads cached blocks; the first one wanted is block `first` of `buffers`."""
     connection = namespace.client.connection
 
-    async def attempt(session: Session) -> int:
+    async def attempt(session: Session) -> Slice:
         request = cache_pb2.GetRequest(
             session_id=session.session_id,
             namespace_id=namespace.namespace_id,
             token_ids=prompt,
-            first_block=first_block,
-            max_blocks=asked,
+            first_block=wanted.first_block,
+            max_blocks=wanted.max_blocks,
+            prefix_blocks=wanted.prefix_blocks,
             parts=parts or (),
+            uncounted=wanted.found is not None,
+            hits=wanted.found is not None,
+            found=None if wanted.found is None else wanted.found.to_found(),
         )
-        sink = StreamSink(buffers, 0)
-        blocks = 0
+        sink = StreamSink(buffers, first, 0)
+        came = Slice(0, 0)
         async with aclosing(connection.stream(connection.cache.Get, request)) as messages:
             async for message in messages:
                 if message.WhichOneof("content") == "header":
-                    blocks = message.header.blocks
-                    if blocks > asked:
-                        raise ServerError(f"the daemon sends {blocks} blocks where {asked} were asked for")
-                    sink = StreamSink(buffers, blocks, message.header.sent)
+                    came = Slice(message.header.blocks, message.header.cached_blocks)
+                    if came.blocks > wanted.max_blocks:
+                        raise ServerError(
+                            f"the daemon sends {came.blocks} blocks where {wanted.max_blocks} were asked for"
+                        )
+                    sink = StreamSink(buffers, first, came.blocks, message.header.sent)
                 else:
                     sink.write(message.data)
         if sink.missing_bytes:
             raise ServerError(f"the daemon ended the stream {sink.missing_bytes} bytes before its end")
-        return blocks
+        return came
 
     return await namespace.in_session(attempt)
 

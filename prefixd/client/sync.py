@@ -85,6 +85,11 @@ class Lease(_Hold[AsyncLease]):
         """What the daemon expected of loading the blocks."""
         return self._hold.estimate
 
+    @property
+    def cached_blocks(self) -> int:
+        """How much of the prompt is cached, whether it had room or not."""
+        return self._hold.cached_blocks
+
     def copy_into(self, into: Buffer) -> int:
         """See `AsyncLease.copy_into`."""
         return self._portal.run(self._hold.copy_into(into))
@@ -142,6 +147,8 @@ class Cache:
         parts: Sequence[int] | None = None,
         counted: bool = True,
         prefill: Prefill | None = None,
+        prefix_blocks: int = 0,
+        found: MatchResult | None = None,
     ) -> Lease:
         """See `AsyncCache.acquire`."""
         lease = self._cache.acquire(
@@ -152,6 +159,8 @@ class Cache:
             parts=parts,
             counted=counted,
             prefill=prefill,
+            prefix_blocks=prefix_blocks,
+            found=found,
         )
         return Lease(self._portal, self._portal.run(lease))
 

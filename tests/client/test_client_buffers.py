@@ -90,7 +90,7 @@ def test_an_array_of_any_dtype_is_bytes() -> None:
 def test_a_stream_fills_blocks_whatever_its_pieces(cuts: list[int], separate: bool) -> None:
     data = bytes(range(24))
     target = [bytearray(18), bytearray(6)] if separate else bytearray(24)
-    sink = StreamSink(BlockBuffers(target, PARTS, 3, writable=True), 3)
+    sink = StreamSink(BlockBuffers(target, PARTS, 3, writable=True), 0, 3)
     edges = [0, *sorted(cuts), 24]
     for begin, end in pairwise(edges):
         assert sink.missing_bytes == 24 - begin

@@ -365,6 +365,27 @@ def test_no_room(make_controller: MakeController) -> None:
             assert list(client.check_integrity().violations) == []
 
 
+def test_a_prompt_longer_than_the_daemons_memory(make_controller: MakeController) -> None:
+    """It has 32 pages of 32 KiB: all 64 pages come, and that many count as found."""
+    with DaemonProcess({"cpu.bytes": "1MiB", "disk.bytes": "64MiB"}) as daemon:
+        controller = make_controller(daemon, Shape(pages=160))
+        prompt = new_prompt(64)
+        saved = controller.random_pages(64, seed=20)
+        poll(lambda: controller.backup(prompt, saved) == 64 * 16, "not all is saved")
+        with Client(daemon.address) as client:
+            before = client.stats()
+            (namespace,) = before.namespaces
+            assert namespace.namespace.parts[0].nbytes == 32 << 10
+            for _ in range(2):
+                indices, tokens = controller.prefetch(prompt)
+                assert tokens == 64 * 16
+                assert indices is not None and all(same(controller.pool, indices, seed=20))
+                controller.pool.free(indices)
+            after = client.stats()
+        asked = after.asked_tokens - before.asked_tokens
+        assert asked == after.hit_tokens - before.hit_tokens > 0
+
+
 def test_a_trouble_is_said_once(
     daemon: DaemonProcess, make_controller: MakeController, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prefixd.client import Retention
+from prefixd.client import MatchResult, Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class LoadJob:
     """The engine's blocks, by group, all blocks of the job one after the other; `NO_BLOCK` where it wants no bytes."""
     waits: bool
     """Whether the step that begins with it computes on the bytes (layer-wise), or the request waits outside."""
+    found: MatchResult | None = None
+    """The answer that counted the prompt as asked for: what of it is loaded counts as found. None: it has been."""
 
 
 @dataclass(frozen=True, slots=True)

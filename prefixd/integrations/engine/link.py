@@ -34,6 +34,7 @@ from prefixd.client import (
     default_address,
 )
 from prefixd.client.portal import Portal
+from prefixd.client.slices import SLICE_SHARE
 from prefixd.errors import ConfigError
 
 T = TypeVar("T")
@@ -174,6 +175,11 @@ class Link:
     def arena(self) -> Arena | None:
         """The daemon's memory as mapped here; None while there is no session."""
         return self._client.arena
+
+    def slice_blocks(self, block_bytes: int) -> int:
+        """How many blocks of so many bytes one lease may have, so that other loads find room beside it."""
+        arena = self.arena
+        return max(1, (0 if arena is None else arena.nbytes) // SLICE_SHARE // block_bytes)
 
     def report(self, done: Future[Any]) -> None:
         """Logs what a task failed with; for tasks that should not fail."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.client import AsyncLease, ClientError, NamespaceSpec, Tier
+from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.ready import plan_prefix
@@ -28,6 +28,11 @@ _FRESH_S = 1.0  # for so long an answer stands
 _RENEWALS = 4  # old answers that are asked for again at a time, however many wait: a step must not pay for hundreds
 _LEASE_S = 30.0
 _LEASES = 32
+_LEASED_SLICES = 2
+"""With the last lease they are fewer than three: a quarter of the daemon's memory is left for loads, which hold slices
+of their own."""
+_ROOM_S = 1.0  # so long after a request's turn its lease may find no room
+_ROOM_PAUSE_S = 0.02
 _BYTES_PER_S = 100e6
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.02
@@ -53,8 +58,16 @@ class Lookup:
     seen: SeenPrefix | None = None
     seen_s: float = -float("inf")
     asking: Future[SeenPrefix] | None = None
+    found: MatchResult | None = None
+    """The first answer, by which the daemon has counted the prompt as asked for."""
     leasing: Future[AsyncLease] | None = None
     lease: AsyncLease | None = None
+    leased_blocks: int = 0
+    """How many the lease has, or may have, that is there or asked for."""
+    end_block: int = 0
+    """Up to this block the prefix is loaded. The lease may end before: of a long prefix it has the first slice."""
+    room_again_s: float = -float("inf")
+    """There was no room for the lease; it is not asked for again before this."""
     waited_for: Future[Any] | None = None
     """The answer that a step has waited for."""
     counted: bool = False
@@ -114,7 +127,7 @@ class Lookups:
         self._ahead: set[str] = set()  # prompts that are brought up ahead of their turn
         self._line: dict[str, None] = {}  # those that came when there were enough of them, in order
         self._complained_s = -float("inf")
-        self._leases = 0
+        self._leases = self._leased_blocks = 0
         self._renewals: list[Future[SeenPrefix]] = []
         self.patience_s = 0.0
         """How long this step may still wait for answers; set for each step."""
@@ -190,7 +203,7 @@ class Lookups:
                 return 0
             if min(lookup.seen.tokens, most_tokens) <= local_tokens:
                 return 0
-            if self._leases >= _LEASES:
+            if not self._may_lease(_LEASES, _LEASED_SLICES) or self._clock() < lookup.room_again_s:
                 return None
             end = self._worth_loading(lookup, lookup.seen, local_tokens)
             if end <= local_tokens:
@@ -198,13 +211,13 @@ class Lookups:
                 return 0
             first_block = local_tokens // self._block_tokens
             self._look_ahead.loads(lookup.seen.distance(local_tokens), self._nbytes(end - local_tokens))
-            self._acquire(lookup, first_block, -(-end // self._block_tokens) - first_block)
+            self._acquire(lookup, first_block, -(-end // self._block_tokens))
         if lookup.leasing is not None and not self._wait(lookup):
             self._look_whether_late(lookup)
             return None
         if lookup.lease is None:
-            return 0
-        end = (lookup.lease.first_block + lookup.lease.blocks) * self._block_tokens
+            return self._unleased(lookup)
+        end = lookup.end_block * self._block_tokens
         if lookup.lease.first_block * self._block_tokens > local_tokens:  # the engine has lost some meanwhile
             self._let_go(lookup)
             return None
@@ -216,11 +229,25 @@ class Lookups:
         Half of the leases are left for requests whose turn it is.
         """
         lookup = self._lookups.get(request_id)
-        if lookup is None or not self._link.up or self._leases >= _LEASES // 2:
+        if lookup is None or not self._link.up or not self._may_lease(_LEASES // 2, _LEASED_SLICES // 2):
             return
         patience_s, self.patience_s = self.patience_s, 0.0
         self._hit(request_id, lookup, local_tokens, most_tokens)
         self.patience_s = patience_s
+
+    def loading(self, request_id: str) -> None:
+        """The workers have been told to load what `hit` said. Where the lease has a part of it only, it ends: it would
+        keep room from their next slices."""
+        lookup = self._lookups[request_id]
+        lease = lookup.lease
+        if lease is not None and lease.first_block + lease.blocks < lookup.end_block:
+            self._let_go(lookup)
+
+    def take_found(self, request_id: str) -> MatchResult | None:
+        """The answer that counted the prompt as asked for, for the first load of it; None for others."""
+        lookup = self._lookups[request_id]
+        found, lookup.found = lookup.found, None
+        return found
 
     def sources(self, request_id: str, local_tokens: int, tokens: int) -> dict[Distance, int]:
         """Where `tokens` tokens beyond `local_tokens` came from, as far as was seen when they were asked for."""
@@ -290,6 +317,15 @@ class Lookups:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    @property
+    def _slice_blocks(self) -> int:
+        """The most that one lease has, a quarter of the daemon's memory."""
+        return self._link.slice_blocks(self._geometry.block_bytes)
+
+    def _may_lease(self, leases: int, slices: int) -> bool:
+        """Whether another lease may be asked for: there are fewer than so many, and they have fewer slices."""
+        return self._leases < leases and self._leased_blocks < slices * self._slice_blocks
+
     def _usable(self, tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
         """What the daemon is asked about. With windows, only as much as can be loaded: the daemon answers with the
         longest length that every group allows, and a lease for that length lacks window bytes that a shorter one needs.
@@ -317,6 +353,8 @@ class Lookups:
         async def ask() -> SeenPrefix:
             cache = await self._link.cache(lookup.spec)
             match = await cache.match(lookup.tokens, counted=first)
+            if first:
+                lookup.found = match
             if ahead and match.blocks_in(Tier.DISK) + match.blocks_in(Tier.REMOTE):
                 await cache.prefetch(lookup.tokens)
             return SeenPrefix(
@@ -348,14 +386,22 @@ class Lookups:
         # Whether it came, the next answer shows.
         self._link.start(bring_up).add_done_callback(self._result)
 
-    def _acquire(self, lookup: Lookup, first_block: int, max_blocks: int) -> None:
-        self._leases += 1
+    def _acquire(self, lookup: Lookup, first_block: int, end_block: int) -> None:
+        """Asks for a lease of the blocks that are to be loaded; of many, of the first ones: they come in slices."""
+        max_blocks = min(end_block - first_block, self._slice_blocks)
+        lookup.end_block, lookup.leased_blocks = end_block, max_blocks
+        self._leased(lookup, 1)
         lookup.leasing_s = began_s = self._clock()
 
         async def acquire() -> AsyncLease:
             cache = await self._link.cache(lookup.spec)
             lease = await cache.acquire(
-                lookup.tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=_LEASE_S, counted=False
+                lookup.tokens,
+                first_block=first_block,
+                max_blocks=max_blocks,
+                prefix_blocks=end_block,
+                ttl_s=_LEASE_S,
+                counted=False,
             )
             lookup.lease_s = self._clock() - began_s
             return lease
@@ -388,12 +434,37 @@ class Lookups:
             lookup.lease = self._result(lookup.leasing)
             lookup.leasing = None
             if lookup.lease is None:
-                self._leases -= 1
+                self._leased(lookup, -1)
                 lookup.refused = True
-            elif not lookup.lease.blocks:  # evicted since it was seen
-                self._leases -= 1
-                lookup.lease = None
-                lookup.seen, lookup.seen_s = NOTHING_SEEN, self._clock()
+            elif not lookup.lease.blocks:
+                self._not_leased(lookup, lookup.lease.cached_blocks)
+            else:
+                lease = lookup.lease  # an older daemon does not say what is cached behind it
+                lookup.end_block = min(lookup.end_block, lease.cached_blocks or lease.first_block + lease.blocks)
+
+    def _not_leased(self, lookup: Lookup, cached_blocks: int) -> None:
+        """A lease has no blocks, though so many are cached."""
+        self._leased(lookup, -1)
+        lookup.lease = None
+        now_s = self._clock()
+        if not cached_blocks:  # evicted since it was seen
+            lookup.seen, lookup.seen_s = NOTHING_SEEN, now_s
+        elif cached_blocks < lookup.end_block:
+            lookup.seen_s = -float("inf")
+        elif lookup.turn_s is not None and now_s - lookup.turn_s > _ROOM_S:
+            lookup.refused = True
+        else:
+            lookup.room_again_s = now_s + _ROOM_PAUSE_S
+
+    @staticmethod
+    def _unleased(lookup: Lookup) -> int | None:
+        """`hit` of a request for which no lease came: nothing, or that it is asked for again."""
+        return 0 if lookup.refused or lookup.seen is NOTHING_SEEN else None
+
+    def _leased(self, lookup: Lookup, by: int) -> None:
+        """There is one lease more, or less."""
+        self._leases += by
+        self._leased_blocks += by * lookup.leased_blocks
 
     def _worth_loading(self, lookup: Lookup, seen: SeenPrefix, local_tokens: int) -> int:
         """Up to which token of the prefix to load; what is behind is computed. Says when that lease is late."""
@@ -456,9 +527,9 @@ class Lookups:
             # Not cancelled: who cancels does not learn of a lease that was granted at that moment.
             lookup.leasing.add_done_callback(self._give_back)
             lookup.leasing = None
-            self._leases -= 1
+            self._leased(lookup, -1)
         if lookup.lease is not None:
-            self._leases -= 1
+            self._leased(lookup, -1)
             if lookup.lease.blocks:
                 self._link.give_back(lookup.lease)
             lookup.lease = None

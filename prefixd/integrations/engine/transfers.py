@@ -1,7 +1,8 @@
 """A worker's half: copies between the engine's KV blocks and the daemon's arena, beside the model's steps.
 
-A load acquires its own lease, copies, and releases; that the release succeeds proves that the bytes were the right ones
-from the first to the last. A save reserves, copies, commits. Neither is ever waited for by a step, but for loads that
+A load acquires leases of its own, one for each slice of its blocks, copies, and releases; that the release succeeds
+proves that the slice's bytes were the right ones from the first to the last. So a prompt may be longer than the
+daemon's memory. A save reserves, copies, commits. Neither is ever waited for by a step, but for loads that
 the step computes on (`LoadJob.waits`). Only calls to the daemon have a limit in time: what a copy or a step of the
 model takes says nothing about the daemon.
 """
@@ -33,6 +34,9 @@ from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up
 _SAVE_PAUSE_S = 1.0
 _RETAIN_PAUSE_S = 60.0
+_ROOM_S = 2.0  # so long a slice of a load waits for room that others hold; then the rest is computed
+_ROOM_PAUSE_S = 0.005
+_LONGEST_ROOM_PAUSE_S = 0.1
 _PIECES = 4096  # copied at a time: to list more of them would hold up the link's thread
 
 
@@ -65,6 +69,7 @@ class Transfers:
         self._geometry = geometry
         self._pages = list(pages)
         self._parts = geometry.parts_of(rank)
+        self._counts_hits = rank == 0
         self._engine = engine
         self._page_copies = page_copies
         self._counters = counters
@@ -158,39 +163,77 @@ class Transfers:
     # -- loads, in the link's thread --------------------------------------------------------------------------------
 
     async def _load(self, job: LoadJob, fence: Fence, there: Progress) -> None:
-        lease = await self._link.guard(partial(self._acquire, job), self._limit_s(job))
-        try:
-            # Of windows and states, a lease of fewer blocks has those of a shorter prefix than the engine goes on from.
-            usable = lease.blocks if lease.blocks == job.blocks or not self._geometry.needs_end else 0
-            if usable:
-                if fence is not computed_already:
-                    await asyncio.to_thread(fence)
-                groups = range(len(self._pages))
-                async with self._arena(lease) as base:
-                    for layers in self._stages(job):
-                        for blocks in self._batches(usable, layers):
-                            parts = [
-                                part
-                                for block in blocks
-                                for part in self._parts_at(lease, base, block, groups, job.block_ids, block)
-                            ]
-                            there.nbytes += await self._copy(parts, layers, Way.LOAD)
-                        if layers is not None and lease.blocks == job.blocks:
-                            self._layer_there(job.request_id, layers.stop)
-            await self._link.guard(lease.release)
-        except BaseException:
-            self._link.give_back(lease)
-            raise
-        there.blocks = usable
+        """Loads slice by slice, each under a lease of its own. No lease is held while the next is waited for."""
+        done, loads = 0, _Fenced(fence)
+        slice_blocks = self._link.slice_blocks(self._geometry.block_bytes)
+        while done < job.blocks:
+            lease = await self._room_for(job, done, min(slice_blocks, job.blocks - done))
+            if lease is None:
+                return
+            try:
+                nbytes = await self._load_slice(job, lease, done, loads)
+                await self._link.guard(lease.release)
+            except BaseException:
+                self._link.give_back(lease)
+                raise
+            done += lease.blocks
+            there.nbytes += nbytes
+            if done == job.blocks or not self._geometry.needs_end:
+                there.blocks = done
 
-    async def _acquire(self, job: LoadJob) -> AsyncLease:
+    async def _room_for(self, job: LoadJob, done: int, most: int) -> AsyncLease | None:
+        """A lease of blocks behind the first `done` of a job; waits for room, for a moment. None where nothing more of
+        the prefix can be had, or is of no use."""
+        pause_s, until_s = _ROOM_PAUSE_S, time.monotonic() + _ROOM_S
+        while True:
+            lease: AsyncLease | None
+            try:
+                lease = await self._link.guard(partial(self._acquire, job, done, most), self._limit_s(job, most))
+            except ExhaustedError:  # the tenant holds as much as it may
+                lease = None
+            if lease is not None:
+                # An older daemon leases what a prefix of the lease's length needs, not what one of the job's does.
+                of_no_use = self._geometry.needs_end and not lease.cached_blocks and lease.blocks < job.blocks
+                if lease.blocks and not of_no_use:
+                    return lease
+                if lease.blocks:
+                    self._link.give_back(lease)
+                if lease.cached_blocks <= job.first_block + done:
+                    return None
+            if time.monotonic() >= until_s:
+                return None
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_ROOM_PAUSE_S)
+
+    async def _load_slice(self, job: LoadJob, lease: AsyncLease, done: int, loads: _Fenced) -> int:
+        """Copies the blocks of a lease, which follow the first `done` of a job; returns how many bytes that was."""
+        await loads.may_begin()
+        nbytes = 0
+        groups = range(len(self._pages))
+        whole = lease.blocks == job.blocks
+        async with self._arena(lease) as base:
+            for layers in self._stages(job) if whole else [None]:
+                for blocks in self._batches(lease.blocks, layers):
+                    parts = [
+                        part
+                        for block in blocks
+                        for part in self._parts_at(lease, base, block, groups, job.block_ids, done + block)
+                    ]
+                    nbytes += await self._copy(parts, layers, Way.LOAD)
+                if layers is not None:
+                    self._layer_there(job.request_id, layers.stop)
+        return nbytes
+
+    async def _acquire(self, job: LoadJob, done: int, most: int) -> AsyncLease:
         cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
         return await cache.acquire(
             np.frombuffer(job.prefix.tokens, "<u4"),
-            first_block=job.first_block,
-            max_blocks=job.blocks,
+            first_block=job.first_block + done,
+            max_blocks=most,
             parts=self._parts,
-            counted=False,  # the scheduler's question was
+            prefix_blocks=job.first_block + job.blocks,
+            counted=False,
+            found=job.found if self._counts_hits else None,
         )
 
     def _stages(self, job: LoadJob) -> list[range | None]:
@@ -207,7 +250,7 @@ class Transfers:
 
     def _loaded(self, job: LoadJob, there: Progress, done: Future[None], elapsed_s: float) -> None:
         error = LinkDown("the engine ends") if done.cancelled() else done.exception()
-        good = there.blocks if error is None else 0
+        good = there.blocks
         if error is not None and not isinstance(error, LinkDown | LeaseLost):
             self._link.log.error("prefixd: the prefix of request %s could not be loaded: %s", job.request_id, error)
         failed = job.blocks - good
@@ -330,10 +373,11 @@ class Transfers:
 
     # -- both -------------------------------------------------------------------------------------------------------
 
-    def _limit_s(self, job: LoadJob | SaveJob) -> float:
-        """How long the daemon may take for a call that may have to wait for the job's bytes."""
-        whole = job.blocks * self._geometry.block_bytes
-        nbytes = self._geometry.nbytes(job.blocks) if isinstance(job, LoadJob) else whole
+    def _limit_s(self, job: LoadJob | SaveJob, blocks: int | None = None) -> float:
+        """How long the daemon may take for a call that may have to wait for the bytes of so many of a job's blocks."""
+        blocks = job.blocks if blocks is None else blocks
+        whole = blocks * self._geometry.block_bytes
+        nbytes = self._geometry.nbytes(blocks) if isinstance(job, LoadJob) else whole
         return self._link.timeout_s + nbytes / _BYTES_PER_S
 
     def _batches(self, blocks: int, layers: range | None = None) -> Iterator[range]:
@@ -433,6 +477,23 @@ class PartAt:
 
 class WindowMismatch(Exception):
     """The engine and the daemon do not mean the same blocks by a group's window."""
+
+
+class _Fenced:
+    """A load that may begin once nothing uses its blocks any more.
+
+    Args:
+        fence: returns then.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+
+    async def may_begin(self) -> None:
+        """Waits for it, the first time."""
+        fence, self._fence = self._fence, computed_already
+        if fence is not computed_already:
+            await asyncio.to_thread(fence)
 
 
 class Progress:

@@ -28,6 +28,7 @@ from prefixd.client import (
     ClientError,
     ExhaustedError,
     LeaseLost,
+    MatchResult,
     NamespaceSpec,
 )
 from prefixd.integrations.engine.link import Link, LinkDown
@@ -48,6 +49,9 @@ _BYTES_PER_S = 100e6  # a transfer slower than this is given up
 _SAVE_PAUSE_S = 1.0
 _CLEAR_S = 8.0
 _CLEAR_AGAIN_S = 0.02
+_ROOM_S = 2.0  # so long a load waits for room that others hold
+_ROOM_PAUSE_S = 0.02
+_WHERE_THEY_ARE = MatchResult(0, ())
 _TROUBLES = (LinkDown, ClientError, PagesUnusable)
 
 
@@ -197,7 +201,8 @@ class PageStore:
         ahead: Ahead | None = None
         with _timed(outcome, self._clock):
             until_s = self._clock() + self._slice_s
-            at, step = chain.before, self._slice
+            at, step = chain.before, min(self._slice, self._link.slice_blocks(self.page_bytes))
+            room_until_s = self._clock() + _ROOM_S
             try:
                 while at < len(chain):
                     asked, ahead = ahead or self._ahead(chain, at, step), None
@@ -211,11 +216,14 @@ class PageStore:
                     if lease.blocks:
                         ending.append((range(at, at + lease.blocks), ended))
                         at += lease.blocks
-                    elif step == 1:
+                        room_until_s = self._clock() + _ROOM_S
+                    elif lease.cached_blocks <= at - begin:
                         break
-                    # The memory tier may have no room for as much: first what is held here goes, then less is asked.
+                    # There is no room: first what is held here goes, then what others hold is waited for.
                     elif self._collect(ending, outcome, chain):
-                        step //= 2
+                        if self._clock() >= room_until_s:
+                            break
+                        time.sleep(_ROOM_PAUSE_S)
                     if at < len(chain) and self._clock() >= until_s:
                         outcome.cut = True
                         break
@@ -252,13 +260,13 @@ class PageStore:
             begin = self._starts.of(chain, at)[0]
         wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
         limit_s = self._limit_s(wanted.blocks)
-        return Ahead(at, stop, begin, self._link.start(partial(self._acquire, [wanted]), limit_s))
+        return Ahead(at, stop, begin, self._link.start(partial(self._acquire, [wanted], counted=True), limit_s))
 
     def _found(self, chain: Chain, asked: Ahead) -> tuple[int, Grant[AsyncLease]]:
         """Where the path begins that has the slice, and the lease; one of no blocks where none has it."""
         begin, grant = asked.begin, self._wait(asked.grant)
         others = [other for other in self._starts.of(chain, asked.at) if other != begin]
-        while not grant.holds[0].blocks and others:
+        while not grant.holds[0].blocks and grant.holds[0].cached_blocks <= asked.at - begin and others:
             self._given_back(grant)
             begin = others.pop(0)
             grant = self._wait(self._ahead(chain, asked.at, asked.stop - asked.at, begin).grant)
@@ -402,11 +410,18 @@ class PageStore:
         blocks = sum(each.blocks for each in wanted)
         return self._wait(self._link.start(partial(self._acquire, wanted), self._limit_s(blocks)))
 
-    async def _acquire(self, wanted: Sequence[Wanted]) -> Grant[AsyncLease]:
+    async def _acquire(self, wanted: Sequence[Wanted], *, counted: bool = False) -> Grant[AsyncLease]:
+        """Leases; `counted`: they count as found, of pages that `leading` has counted as asked for."""
         cache = await self._link.cache(self.spec)
         return await self._all(
             [
-                cache.acquire(_tokens(each.path), first_block=each.first_block, max_blocks=each.blocks, counted=False)
+                cache.acquire(
+                    _tokens(each.path),
+                    first_block=each.first_block,
+                    max_blocks=each.blocks,
+                    counted=False,
+                    found=_WHERE_THEY_ARE if counted else None,
+                )
                 for each in wanted
             ]
         )

@@ -187,6 +187,7 @@ class SchedulerHalf:
             distance = max(self.lookups.sources(request_id, start, external_tokens), default=Distance.CPU)
             self._loading[request_id] = _Loading(job.blocks, distance, start, self.lookups.lease_s(request_id))
             self._new_loads.append(job)
+            self.lookups.loading(request_id)
         else:
             self.lookups.refuse(request_id)
 
@@ -412,6 +413,7 @@ class SchedulerHalf:
             last - first,
             tuple(ids),
             self._options.load == "layerwise",
+            self.lookups.take_found(request.request_id),
         )
 
     def _advance(

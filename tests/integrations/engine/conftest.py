@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefixd.client import Retention
+from prefixd.client import MatchResult, Retention
 from prefixd.integrations.engine.counters import ConnectorCounters
 from prefixd.integrations.engine.device import Fence, computed_already
 from prefixd.integrations.engine.geometry import Geometry, Group
@@ -155,9 +155,10 @@ class Rank:
         first: int = 0,
         waits: bool = False,
         fence: Fence = computed_already,
+        found: MatchResult | None = None,
     ) -> None:
         blocks = len(prefix.tokens) // 64 - first
-        self.transfers.load(LoadJob(name, prefix, first, blocks, self.ids(*ids), waits), fence)
+        self.transfers.load(LoadJob(name, prefix, first, blocks, self.ids(*ids), waits, found), fence)
 
     def settle(self) -> Outcomes:
         """What has ended, once nothing is under way."""

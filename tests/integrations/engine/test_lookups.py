@@ -34,10 +34,11 @@ SPEC = NamespaceSpec("model", BLOCK, (PartSpec("all", 0, 64),))
 class Lease:
     """A lease that the test's daemon has granted."""
 
-    def __init__(self, link: ScriptedLink, first_block: int, blocks: int) -> None:
+    def __init__(self, link: ScriptedLink, first_block: int, blocks: int, cached_blocks: int = 0) -> None:
         self.link = link
         self.first_block = first_block
         self.blocks = blocks
+        self.cached_blocks = cached_blocks
         self.expires_s = link.now_s + 30.0
         self.lost = False
 
@@ -70,6 +71,10 @@ class ScriptedLink:
     given_back: list[Lease] = field(default_factory=list)
     prefetched: list[int] = field(default_factory=list)
     answers_at_once: Callable[[Call], Any] | None = None
+    slice_of: int = 1000
+
+    def slice_blocks(self, block_bytes: int) -> int:
+        return self.slice_of
 
     def start(self, work: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float | None = None) -> Future[Any]:
         call = Call(work.__name__, Future(), work=work)
@@ -99,7 +104,8 @@ class ScriptedLink:
         if isinstance(value, Exception):
             call.answer.set_exception(value)
         elif call.kind == "acquire":
-            self.granted.append(Lease(self, call.first_block, value))
+            blocks, cached_blocks = value if isinstance(value, tuple) else (value, 0)
+            self.granted.append(Lease(self, call.first_block, blocks, cached_blocks))
             call.answer.set_result(self.granted[-1])
         elif call.kind == "ask":
             tiers = [Distance.CPU] * value if isinstance(value, int) else value
@@ -354,6 +360,100 @@ def test_a_prefix_that_is_gone_when_it_is_leased_is_no_hit(lookups: Lookups, lin
     link.answer(0)
     assert lookups.hit("r", 0, 96) == 0 and lookups._leases == 0
     assert lookups.hit("r", 0, 96) == 0 and not link.calls, "and is not asked for in every step"
+
+
+# -- prefixes longer than the daemon's memory -----------------------------------------------------------------------
+
+
+def test_of_a_long_prefix_the_first_slice_is_leased_and_all_of_it_loaded(lookups: Lookups, link: ScriptedLink) -> None:
+    link.slice_of = 2
+    added(lookups, link, 6)
+    lookups.hit("r", 16, 96)
+    assert (link.calls[0].first_block, link.calls[0].max_blocks) == (1, 2)
+    link.answer((2, 6))
+    assert lookups.hit("r", 16, 96) == 80
+    lookups.loading("r")
+    assert link.given_back == link.granted and lookups._leases == lookups._leased_blocks == 0
+
+
+def test_a_lease_of_all_that_is_loaded_lasts_as_long_as_the_load(lookups: Lookups, link: ScriptedLink) -> None:
+    added(lookups, link, 6)
+    lookups.hit("r", 0, 96)
+    link.answer((6, 6))
+    assert lookups.hit("r", 0, 96) == 96
+    lookups.loading("r")
+    assert not link.given_back
+    lookups.refuse("r")
+    assert link.given_back == link.granted
+
+
+def test_what_is_not_cached_any_more_is_not_said_to_be_loaded(lookups: Lookups, link: ScriptedLink) -> None:
+    link.slice_of = 2
+    added(lookups, link, 6)
+    lookups.hit("r", 0, 96)
+    link.answer((2, 4))
+    assert lookups.hit("r", 0, 96) == 64
+
+
+def test_where_there_is_no_room_it_is_looked_for_again_and_after_a_second_all_is_computed(
+    lookups: Lookups, link: ScriptedLink
+) -> None:
+    added(lookups, link, 6)
+    answers: set[int | None] = set()
+    asked = 0
+    while link.now_s < 1001.5:
+        answers.add(lookups.hit("r", 0, 96))
+        while link.calls:
+            asked += 1
+            link.answer((0, 6))
+        link.now_s += 0.005
+    assert answers == {None, 0}
+    assert 10 < asked < 60, "not in every step"
+    assert lookups.hit("r", 0, 96) == 0 and lookups._leases == lookups._leased_blocks == 0
+
+
+def test_where_room_comes_it_is_used(lookups: Lookups, link: ScriptedLink) -> None:
+    added(lookups, link, 6)
+    lookups.hit("r", 0, 96)
+    link.answer((0, 6))
+    assert lookups.hit("r", 0, 96) is None
+    link.now_s += 0.1
+    assert lookups.hit("r", 0, 96) is None
+    link.answer((6, 6))
+    assert lookups.hit("r", 0, 96) == 96
+
+
+def test_of_a_prefix_that_has_become_shorter_it_is_asked_again_how_long_it_is(
+    lookups: Lookups, link: ScriptedLink
+) -> None:
+    added(lookups, link, 6)
+    lookups.hit("r", 0, 96)
+    link.answer((0, 3))
+    assert lookups.hit("r", 0, 96) is None
+    assert lookups.hit("r", 0, 96) is None and link.pending("ask") == 1
+    link.answer(3)
+    assert lookups.hit("r", 0, 96) is None
+    assert link.calls[0].max_blocks == 3
+
+
+def test_leases_leave_room_for_loads(lookups: Lookups, link: ScriptedLink) -> None:
+    link.slice_of = 5
+    for number in range(6):
+        added(lookups, link, 4, f"r{number}")
+    for number in range(6):
+        lookups.prepare(f"r{number}", 0, 96)
+    assert link.pending("acquire") == 2, "of 4 blocks each, ahead of their turns"
+    for number in range(6):
+        lookups.hit(f"r{number}", 0, 96)
+    assert link.pending("acquire") == 3, "fewer than three slices of 5"
+
+
+def test_what_is_loaded_counts_once(lookups: Lookups, link: ScriptedLink) -> None:
+    added(lookups, link, 4)
+    found = MatchResult(4, ())
+    lookups._lookups["r"].found = found
+    assert lookups.take_found("r") is found
+    assert lookups.take_found("r") is None
 
 
 @pytest.mark.parametrize("error", [LinkDown("away"), ExhaustedError("too many"), ZeroDivisionError("a defect")])
@@ -631,7 +731,7 @@ async def test_a_prompt_is_counted_once_however_often_it_is_asked_about(link: Sc
     async def registered(spec: NamespaceSpec) -> Any:
         return cache
 
-    async def acquire(tokens: Any, *, first_block: int, max_blocks: int, ttl_s: float, counted: bool) -> None:
+    async def acquire(tokens: Any, *, counted: bool, **how: Any) -> None:
         acquired.append(counted)
 
     cache.acquire = acquire  # type: ignore[attr-defined]

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from prefixd.client import Client, Retention
-from prefixd.integrations.engine.jobs import SaveJob
+from prefixd.integrations.engine.jobs import Namespaced, SaveJob
 from prefixd.integrations.engine.pages import NO_BLOCK
 from prefixd.integrations.engine.transfers import computed_already
 from prefixd.workloads.daemon_process import DaemonProcess
@@ -105,7 +106,7 @@ def test_what_the_daemon_will_not_retain_is_saved_all_the_same(
     tmp_path: Path, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its wishes are left out for a while, then they are made again."""
-    settings = {"cpu.bytes": "64MiB", "disk.bytes": 0, "tenants.default.retained_bytes": 3000}  # two blocks of 1,152
+    settings = {"cpu.bytes": "64MiB", "disk.bytes": 0, "tenants.default.retained_bytes": 4096}  # three blocks of 1,152
     with DaemonProcess(settings) as daemon:
         rank = make_rank(daemon.address)
         long, short, later = rank.prefix("long", 64), rank.prefix("short", 16), rank.prefix("later", 16)
@@ -567,3 +568,87 @@ def test_with_windows_a_shorter_prefix_than_was_found_is_of_no_use(daemon: Daemo
     outcome = rank.settle().loads["r"][1]
     assert outcome.failed_blocks == 3 and outcome.nbytes == 0
     assert rank.transfers.take_received() == ({"r"}, {"r"}) and rank.transfers.take_failed_ids() == set()
+
+
+# -- prefixes longer than the daemon's memory ------------------------------------------------------------------------
+
+LONG = 8  # blocks, all of the rank's memory
+PAGE = 4096  # with it a block has 48 KiB in each group
+
+
+@pytest.fixture
+def small_daemon() -> Iterator[Callable[[int], DaemonProcess]]:
+    """Daemons with a disk, and so many bytes of memory."""
+    with ExitStack() as running:
+        yield lambda nbytes: running.enter_context(DaemonProcess({"cpu.bytes": nbytes, "disk.bytes": "64MiB"}))
+
+
+def save_long(rank: Rank, prefix: Namespaced, ids: Sequence[Sequence[int]]) -> None:
+    """Saves a block after the other, each on disk before the next."""
+    with Client(rank.link.address) as client:
+        cache = client.register(rank.geometry.spec(prefix.name, b""))
+        for end in range(1, LONG + 1):
+            some = Namespaced(prefix.name, b"", prefix.tokens[: end * 64])
+            own = [of_group[(end - 1) * (len(of_group) // LONG) : end * (len(of_group) // LONG)] for of_group in ids]
+            rank.save(some, *own, first=end - 1)
+            rank.settle()
+            assert cache.persist(np.frombuffer(some.tokens, "<u4")) == end
+
+
+@pytest.mark.parametrize("memory_blocks", [1, 2, 5, 64])
+def test_a_prefix_longer_than_the_daemons_memory_is_loaded_in_slices(
+    small_daemon: Callable[[int], DaemonProcess], make_rank: MakeRank, memory_blocks: int
+) -> None:
+    rank = make_rank(small_daemon(memory_blocks * 12 * PAGE).address, page_bytes=PAGE)
+    fill(rank)
+    prefix, ids = rank.prefix("long", 16 * LONG), list(range(32))
+    save_long(rank, prefix, [ids])
+    before = pages_of(rank, ids)
+    rank.memory[0][:] = 0
+    with Client(rank.link.address) as client:
+        cache = client.register(rank.geometry.spec(prefix.name, b""))
+        found = cache.match(np.frombuffer(prefix.tokens, "<u4"), counted=True)
+        rank.load("r", prefix, ids, found=found)
+        assert rank.settle().loads["r"][1].failed_blocks == 0
+        stats = client.stats()
+        assert (stats.asked_tokens, stats.hit_tokens) == (16 * LONG, 16 * LONG)
+    assert pages_of(rank, ids) == before
+
+
+@pytest.mark.parametrize("memory_blocks", [2, 5])
+def test_of_a_long_prefix_with_windows_the_end_has_the_windows_bytes(
+    small_daemon: Callable[[int], DaemonProcess], make_rank: MakeRank, memory_blocks: int
+) -> None:
+    """The lease of a slice has what a prefix of the whole length needs, not what one of the slice's end does."""
+    address = small_daemon(memory_blocks * 18 * PAGE).address
+    rank = make_rank(address, page_bytes=PAGE, groups=2, window_tokens=18)
+    fill(rank)
+    prefix, ids = rank.prefix("long windows", 16 * LONG), [list(range(32)), list(range(16))]
+    save_long(rank, prefix, ids)
+    before = [pages_of(rank, of_group, group) for group, of_group in enumerate(ids)]
+    for memory in rank.memory:
+        memory[:] = 0
+    rank.load("r", prefix, ids[0], [NO_BLOCK] * 12 + ids[1][12:])
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    assert pages_of(rank, ids[0]) == before[0]
+    assert pages_of(rank, ids[1][12:], 1) == before[1][12:]
+
+
+def test_slices_that_came_are_good_when_there_is_no_room_for_more(
+    small_daemon: Callable[[int], DaemonProcess], make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.integrations.engine.transfers._ROOM_S", 0.05)
+    rank = make_rank(small_daemon(4 * 12 * PAGE).address, page_bytes=PAGE)
+    fill(rank)
+    prefix, ids = rank.prefix("long", 16 * LONG), list(range(32))
+    save_long(rank, prefix, [ids])
+    before = pages_of(rank, ids)
+    rank.memory[0][:] = 0
+    with Client(rank.link.address) as client:
+        cache = client.register(rank.geometry.spec(prefix.name, b""))
+        with cache.acquire(np.frombuffer(prefix.tokens, "<u4")) as others:
+            assert others.blocks == 4, "all of the memory"
+            rank.load("r", prefix, ids)
+            assert rank.settle().loads["r"][1].failed_blocks == 4
+    assert pages_of(rank, ids[:16]) == before[:16]
+    assert rank.transfers.take_failed_ids() == set(ids[16:])

@@ -23,23 +23,28 @@ from prefixd.tenants import Role
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
 DESCRIPTION = """\
-Kills a daemon with SIGKILL at random moments while two client processes store, read, lease, prefetch and
-evict, each with four calls at a time; starts it again on the same directory; audits it; and lets the load
-go on. One client shares the daemon's memory and is of the default tenant; the other streams over TCP and is
-of a tenant of its own. Both have quotas. Most kills come under load, some in a drain, some while the daemon
-that was just killed starts again. The load is idle during an audit: the clients read everything they know
-of and compare every byte with what it has to be, and the daemon accounts for its slots.
+Kills a daemon with SIGKILL at random moments while two client processes store, read, lease, prefetch, pin,
+retain and evict, prompts and whole namespaces, each with four calls at a time; starts it again on the same
+directory; audits it; and lets the load go on. One client shares the daemon's memory and is of the default
+tenant; the other streams over TCP and is of a tenant of its own. Both have quotas, which change. Most kills
+come under load, some in a drain, some while the daemon that was just killed starts again. The load is idle
+during an audit: the clients read everything they know of and compare every byte with what it has to be, and
+the daemon accounts for its slots.
 
 In three of four lives the disk tier has room for everything, so that every block that was acknowledged as
 durable must be there (lost_durable), unless its client had asked to drop it; and then it must stay away
-(resurrected). In the others the disk tier is full and evicts all the time; there a durable block may have
-had to go (evicted_durable), and what is there must be right. wrong_bytes counts bytes under load and in
-audits; reopen_failures counts starts that did not end in a daemon that answers."""
+(resurrected). In the others the disk tier is full and evicts all the time, and starts again larger or
+smaller; there a durable block may have had to go (evicted_durable), and what is there must be right. What
+was acknowledged as pinned must be there and pinned (lost_pins), but after a start with a smaller disk tier.
+wrong_bytes counts bytes under load and in audits; reopen_failures counts starts that did not end in a daemon
+that answers."""
 
 _NUMBERS = 20
 """Prompts of each namespace that a tenant's clients ask for: 22 MiB a tenant."""
 _CPU_BYTES = 12 << 20
-_ROOMY_BYTES, _TIGHT_BYTES = 224 << 20, 20 << 20
+_ROOMY_BYTES, _TIGHT_BYTES = 224 << 20, (14 << 20, 20 << 20)
+_RESIZED = 0.2
+"""Share of the starts with a tight disk tier that give it another size."""
 TENANTS = ("default", "other")
 _DURABLE = 4
 """Prompts that each client knows to be durable before the first kill: without any, an audit could find no loss."""
@@ -60,6 +65,8 @@ class Findings:
     lost_durable: int = 0
     evicted_durable: int = 0
     resurrected: int = 0
+    lost_pins: int = 0
+    pins: int = 0
     violations: list[str] = field(default_factory=list)
     audits: int = 0
     audited_blocks: int = 0
@@ -78,6 +85,7 @@ class Findings:
             "lost_durable": self.lost_durable,
             "reopen_failures": self.reopen_failures,
             "resurrected": self.resurrected,
+            "lost_pins": self.lost_pins,
             "evicted_durable": self.evicted_durable,
             "integrity_violations": len(self.violations),
             "failed_calls": self.tally.failed_calls,
@@ -86,6 +94,7 @@ class Findings:
             "audits": self.audits,
             "audited_blocks": self.audited_blocks,
             "durable_prompts_checked": self.durable_prompts,
+            "pinned_prompts_checked": self.pins,
             "verified_bytes": self.tally.verified_bytes,
             "start_p50_s": round(starts[len(starts) // 2], 3) if starts else 0.0,
             "start_max_s": round(starts[-1], 3) if starts else 0.0,
@@ -95,7 +104,7 @@ class Findings:
     @property
     def broken(self) -> int:
         """Promises that were not kept."""
-        kinds = (self.tally.wrong_bytes, self.lost_durable, self.reopen_failures, self.resurrected)
+        kinds = (self.tally.wrong_bytes, self.lost_durable, self.reopen_failures, self.resurrected, self.lost_pins)
         return sum(kinds) + len(self.violations) + self.tally.failed_calls
 
 
@@ -117,10 +126,13 @@ class Lives:
         self._seed = seed
         self._findings = findings
         self._between = between
-        disk_bytes = _ROOMY_BYTES if roomy else _TIGHT_BYTES
+        disk_bytes = _ROOMY_BYTES if roomy else _TIGHT_BYTES[-1]
         # A client that the daemon shuts out has no chance to find its new port.
-        self._house = House(directory, dict.fromkeys(TENANTS, _quota(disk_bytes)), harness.free_port())
-        settings = {"cpu.bytes": _CPU_BYTES, "disk.bytes": disk_bytes, **self._house.settings}
+        self._house = House(
+            directory, dict.fromkeys(TENANTS, _quota(_ROOMY_BYTES if roomy else _TIGHT_BYTES[0])), harness.free_port()
+        )
+        settings = {"cpu.bytes": _CPU_BYTES, "disk.bytes": disk_bytes, "disk.shrink": True, **self._house.settings}
+        self._disk_bytes, self._shrunk = disk_bytes, False
         self._daemon = DaemonProcess(settings, directory=directory / "daemon")
         self._clients: list[LoadProcess] = []
         self._start_s = 1.0
@@ -132,7 +144,7 @@ class Lives:
             for owner, tenant in enumerate(TENANTS, 1):
                 local = tenant == TENANTS[0]
                 token = "" if local else self._house.token(tenant, Role.ADMIN)
-                plan = LoadPlan(owner, self._seed, numbers=_NUMBERS, outages=True, token=token)
+                plan = LoadPlan(owner, self._seed, numbers=_NUMBERS, outages=True, token=token, operator=True)
                 address = self._daemon.address if local else self._daemon.tcp or ""
                 self._clients.append(stack.enter_context(LoadProcess(address, plan)))
             while any(client.ask("pause")["durable"] < _DURABLE for client in self._clients):
@@ -164,11 +176,29 @@ class Lives:
             kills += 1
         if self._between is not None:
             self._between(self._daemon.directory / "data")
+        self._resize()
         self._start()
         for client in self._clients:  # idle: their calls have failed, or found the new daemon
             client.answer()
         self._audit()
+        self._change_quotas()
         return kills
+
+    def _resize(self) -> None:
+        """Now and then, the next start finds another size of a tight disk tier."""
+        before, self._shrunk = self._disk_bytes, False
+        if not self._roomy and self._rng.random() < _RESIZED:
+            self._disk_bytes = self._rng.choice(_TIGHT_BYTES)
+            self._shrunk = self._disk_bytes < before
+            self._daemon.configure({"disk.bytes": self._disk_bytes})
+
+    def _change_quotas(self) -> None:
+        """What a tenant may have, until the next start; of a roomy disk tier it keeps its share."""
+        most = {"cpu": (0, self._rng.choice([_CPU_BYTES // 2, _CPU_BYTES]))}
+        if not self._roomy:
+            most["disk"] = (0, self._rng.choice([_TIGHT_BYTES[0] // 2, _TIGHT_BYTES[0]]))
+        with Client(self._daemon.address) as admin:
+            admin.set_tenant(self._rng.choice(TENANTS), tiers=most)
 
     def _start(self) -> None:
         begin = time.perf_counter()
@@ -192,6 +222,10 @@ class Lives:
             findings.durable_prompts += answer["durable"]
             findings.resurrected += len(answer["back"])
             findings.notes += [f"came back: {prompt}" for prompt in answer["back"]]
+            findings.pins += answer["pinned"]
+            if not self._shrunk:
+                findings.lost_pins += len(answer["unpinned"])
+                findings.notes += [f"not pinned any more: {prompt}" for prompt in answer["unpinned"]]
             if self._roomy:
                 findings.lost_durable += answer["lost_blocks"]
                 findings.notes += [f"lost: {lost}" for lost in answer["lost"]]

@@ -19,12 +19,13 @@ from benchmarks.storage.power_steps import Life, draw, smaller
 from prefixd_swap.slab.store import SlabStore
 
 DESCRIPTION = """\
-Runs the real store through random writes, replacements, removals, overlapping calls and restarts over a
-disk whose power is cut at a random point: of what was not synced, any part is left, torn by sectors or
-pages and out of order, sizes and names of files included. Then the store is opened on what is left, and
-must have every block that it said was stored and none that it said was removed, each with exactly its
-bytes, in slots of their own; and it goes on from there to the next cut. A case is reproduced by its
-seed: --seed SEED --cases 1. A case that fails is made smaller by leaving out what it does not need."""
+Runs the real store through random writes, replacements, removals of some and of all, pins, overlapping calls
+and restarts, some with less room, over a disk whose power is cut at a random point: of what was not synced,
+any part is left, torn by sectors or pages and out of order, sizes and names of files included. Then the
+store is opened on what is left, and must have every block that it said was stored and none that it said was
+removed, each with exactly its bytes, in slots of their own, and pinned as it said; and it goes on from there
+to the next cut. A case is reproduced by its seed: --seed SEED --cases 1. A case that fails is made smaller
+by leaving out what it does not need."""
 
 _SHRINK_CHOICES = 4  # ways of losing data to try at each position of a smaller case
 

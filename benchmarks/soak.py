@@ -7,7 +7,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
 from benchmarks.tenancy.house import House
 from benchmarks.tenancy.left_behind import left_of_tenants
-from prefixd.client import Client
+from prefixd.client import Client, NotFoundError
 from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Runs one daemon with the embedded model under mixed load: client processes that store, read, lease,
-prefetch, evict and generate; every few seconds one of them ends, in order or by SIGKILL, and another comes.
+prefetch, pin, retain, generate and evict, prompts and whole namespaces; every few seconds one of them ends,
+in order or by SIGKILL, and another comes. Quotas change every minute.
 Two thirds of them share the daemon's memory and are of the default tenant, the others stream over TCP and
 are of a tenant of their own; both have quotas. Every byte that is read is verified, and a prompt must always get
 the same tokens. Every --sample seconds the resident memory, descriptors and mappings of daemon and worker
@@ -180,6 +181,7 @@ class Soak:
             if at_s - integrity_s >= _INTEGRITY_S:
                 integrity_s = at_s
                 self._check_integrity()
+                self._change_quotas()
             self._sample(at_s)
             step()
             time.sleep(max(0.0, begin + (number + 1) * sample_s - time.monotonic()))
@@ -197,6 +199,7 @@ class Soak:
             tasks=3,
             own_durable=8,
             generate=True,
+            operator=True,
             memory="streamed" if streams else "shared",
             timeout_s=60.0,
             token=self._house.token(_TENANTS[1], Role.ADMIN) if streams else "",
@@ -214,6 +217,17 @@ class Soak:
         else:
             self.findings.tally.add(client.count())
             client.kill()
+            self._unpin_all()  # or what dead clients had pinned would fill the tiers
+
+    def _unpin_all(self) -> None:
+        for prefix in self._admin.prefixes().prefixes:
+            if prefix.pinned:
+                with suppress(NotFoundError):
+                    self._admin.unpin(prefix.key)
+
+    def _change_quotas(self) -> None:
+        most = self._rng.choice([60 << 20, 80 << 20])
+        self._admin.set_tenant(self._rng.choice(_TENANTS), tiers={"disk": (24 << 20, most)})
 
     def _sample(self, at_s: float) -> None:
         findings, stats = self.findings, self._admin.stats()

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.load.world import NAMESPACES, Bytes, Prompt, content, key_in_namespace, wrong_bytes
+from benchmarks.load.world import (
+    NAMESPACES,
+    Bytes,
+    Prompt,
+    brief_namespace,
+    content,
+    key_in_namespace,
+    wrong_bytes,
+)
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -22,12 +30,15 @@ from prefixd.client import (
     LeaseLost,
     NotFoundError,
     PreconditionError,
+    Retention,
     ServerUnavailable,
     Tokens,
 )
 
 _SHOWN_FAILURES = 20
 _GENERATE_PROMPTS = 64
+_PINNED = 3
+"""Prompts that an operator has pinned at a time."""
 
 
 @dataclass(slots=True)
@@ -87,10 +98,14 @@ class Audit:
 
     durable: int
     """Prompts of its own that have to be there."""
+    pinned: int
+    """Those that have to be pinned."""
     found: int = 0
     """Blocks that were read."""
     lost_blocks: int = 0
     lost: list[str] = field(default_factory=list)
+    unpinned: list[str] = field(default_factory=list)
+    """Prompts that were pinned and are not any more."""
     back: list[str] = field(default_factory=list)
     """Prompts that were forgotten and are cached again, though nobody stored them."""
 
@@ -114,6 +129,8 @@ class LoadPlan:
     outages: bool = False
     generate: bool = False
     """Also ask the daemon's worker for tokens."""
+    operator: bool = False
+    """Also pin, retain, and fill a namespace and evict it as a whole."""
     memory: str = "auto"
     timeout_s: float = 30.0
     token: str = ""
@@ -130,6 +147,8 @@ class MixedLoad:
         """Prompts of its own that the daemon acknowledged as durable and that it has not asked to forget."""
         self.forgotten: dict[Prompt, None] = {}
         """Those that the daemon acknowledged as forgotten."""
+        self.pinned: dict[Prompt, None] = {}
+        """Those that the daemon acknowledged as pinned across restarts and that it has not asked to unpin."""
         self._client = AsyncClient(
             address,
             name=f"load {plan.owner}",
@@ -158,6 +177,8 @@ class MixedLoad:
         ]
         if plan.generate:
             work.append((self._generate, 6))
+        if plan.operator:
+            work += [(self._pin, 5), (self._retain, 4), (self._brief, 4)]
         self._work = [do for do, _ in work]
         self._weights = [weight for _, weight in work]
 
@@ -182,7 +203,7 @@ class MixedLoad:
 
     async def audit(self, shared: Iterable[Prompt]) -> Audit:
         """Reads and verifies all there is of `shared` and of its own durable prompts, which must be there whole."""
-        audit = Audit(durable=len(self.durable))
+        audit = Audit(durable=len(self.durable), pinned=len(self.pinned))
         for prompt in [*self.durable, *shared]:
             there = await self._read_all(prompt)
             audit.found += there
@@ -190,6 +211,12 @@ class MixedLoad:
                 audit.lost_blocks += prompt.blocks - there
                 audit.lost.append(f"{prompt}: {there} of {prompt.blocks} blocks are there")
                 del self.durable[prompt]  # reported once
+        for prompt in list(self.pinned):
+            with suppress(NotFoundError):
+                if (await self._client.inspect(await self._last_key(prompt))).prefix.pinned:
+                    continue
+            audit.unpinned.append(f"{prompt}")
+            del self.pinned[prompt]
         for prompt in self.forgotten:
             if (await (await self._cache(prompt)).match(prompt.tokens)).blocks > prompt.shared_blocks:
                 audit.back.append(f"{prompt}")
@@ -233,7 +260,7 @@ class MixedLoad:
     async def _store_own(self, rng: random.Random) -> None:
         """Stores a prompt of its own, durable; forgets the oldest when there are enough."""
         if len(self.durable) >= self.plan.own_durable:
-            prompt = next(iter(self.durable))
+            prompt = next((each for each in self.durable if each not in self.pinned), next(iter(self.durable)))
             del self.durable[prompt]  # before the call: whether it was forgotten is unknown when the call breaks off
             try:
                 evicted = await self._client.evict(key=await self._own_key(prompt))
@@ -303,6 +330,36 @@ class MixedLoad:
         with suppress(NotFoundError, PreconditionError):
             await self._client.evict(key=await self._own_key(prompt))
 
+    async def _pin(self, rng: random.Random) -> None:
+        """Pins a durable prompt of its own; lets the oldest go when there are enough."""
+        if len(self.pinned) >= _PINNED:
+            prompt = next(iter(self.pinned))
+            del self.pinned[prompt]  # before the call: whether it is pinned is unknown when the call breaks off
+            with suppress(NotFoundError):
+                await self._client.unpin(await self._last_key(prompt))
+        if not self.durable:
+            return
+        prompt = rng.choice(list(self.durable))
+        with suppress(NotFoundError):  # evicted for room
+            if (await self._client.pin(await self._last_key(prompt))).durable and prompt in self.durable:
+                self.pinned[prompt] = None
+
+    async def _retain(self, rng: random.Random) -> None:
+        """Asks for another priority of a prompt for a while."""
+        prompt = self._shared(rng)
+        wish = Retention(rng.choice((-1, 1)), 0, rng.randint(1, len(prompt.tokens)), rng.choice((0.05, 1.0)))
+        await (await self._cache(prompt)).retain(prompt.tokens, [wish])
+
+    async def _brief(self, rng: random.Random) -> None:
+        """Stores many small blocks in a namespace and evicts it as a whole."""
+        spec = brief_namespace(self.plan.owner)
+        cache = await self._client.register(spec)
+        for _ in range(rng.randint(1, 6)):
+            blocks = rng.randint(1, 12)
+            tokens = [rng.randrange(1 << 16) for _ in range(blocks * spec.block_tokens)]
+            await cache.store(tokens, bytes(blocks * spec.block_bytes), durable=rng.random() < 0.5)
+        await self._client.evict(namespace_id=cache.namespace_id)
+
     async def _generate(self, rng: random.Random) -> None:
         """A greedy request for the daemon's own worker: always the same tokens for a prompt. Some are broken off."""
         number, patience = rng.randrange(_GENERATE_PROMPTS), rng.choice((1, 3, 99))
@@ -337,6 +394,10 @@ class MixedLoad:
     async def _own_key(self, prompt: Prompt) -> str:
         """The key of the first block that a prompt does not share with others."""
         return key_in_namespace((await self._cache(prompt)).namespace_id, prompt, prompt.shared_blocks)
+
+    async def _last_key(self, prompt: Prompt) -> str:
+        """The key of its last block."""
+        return key_in_namespace((await self._cache(prompt)).namespace_id, prompt, prompt.blocks - 1)
 
     async def _read_all(self, prompt: Prompt) -> int:
         """Reads what there is of a prompt and verifies it; how many blocks that was."""

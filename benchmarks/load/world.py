@@ -26,6 +26,7 @@ NAMESPACES = (
     NamespaceSpec("load-parts", 8, (PartSpec("full", 0, 20 << 10), PartSpec("window", 0, 5999))),
     NamespaceSpec("load-large", 4, (PartSpec("full", 0, 160 << 10),)),
 )
+BRIEF_SALTS = 4
 FAMILIES = 6
 """Prefixes that many prompts begin with, in each namespace."""
 
@@ -63,6 +64,11 @@ class Prompt:
     def tokens(self) -> Tokens:
         """Its token ids; the last block may be incomplete."""
         return _tokens(self)
+
+
+def brief_namespace(owner: int) -> NamespaceSpec:
+    """The namespace that a client fills with small blocks and evicts as a whole; few in all, however many clients."""
+    return NamespaceSpec("load-brief", 4, (PartSpec("full", 0, 3000),), salt=b"brief %d" % (owner % BRIEF_SALTS))
 
 
 def prompts(numbers: int) -> Iterator[Prompt]:

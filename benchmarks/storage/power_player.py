@@ -13,12 +13,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.storage.power_cut import PAGE_BYTES, PowerCutOps
-from benchmarks.storage.power_steps import NAMESPACES, Overlap, Put, Register, Remove, Restart, Step
+from benchmarks.storage.power_steps import (
+    CAPACITY_PAGES,
+    NAMESPACES,
+    Overlap,
+    Pin,
+    Put,
+    Register,
+    Remove,
+    Restart,
+    Step,
+)
 from prefixd_swap import NewBlock, Span
 from prefixd_swap.slab.store import SlabStore
 
-_CAPACITY = 24 * PAGE_BYTES
 _NAMESPACE = b"namespac"
+_SPEC_WORDS = 128  # of 8 bytes: with a dozen specs of this size LMDB makes more pages than it then writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,8 @@ class Call:
     begin: int
     end: int
     blocks: Change
-    namespace: int | None = None
+    namespaces: dict[int, bool] = field(default_factory=dict)
+    pins: dict[int, bool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -48,6 +59,23 @@ class World:
 
     blocks: dict[int, Block] = field(default_factory=dict)
     namespaces: set[int] = field(default_factory=set)
+    pins: set[int] = field(default_factory=set)
+
+    def change(self, call: Call) -> None:
+        """What a call has done. A pin goes with its block, and stays where the block is written again."""
+        for key, block in call.blocks.items():
+            if block is None:
+                self.blocks.pop(key, None)
+                self.pins.discard(key)
+            else:
+                self.blocks[key] = block
+        for now, changes in ((self.namespaces, call.namespaces), (self.pins, call.pins)):
+            now |= {number for number, is_there in changes.items() if is_there}
+            now -= {number for number, is_there in changes.items() if not is_there}
+
+    def copy(self) -> World:
+        """Another one that holds the same."""
+        return World(dict(self.blocks), set(self.namespaces), set(self.pins))
 
 
 class Violation(Exception):
@@ -61,7 +89,7 @@ class Player:
         self.ops = PowerCutOps(root)
         self.calls: list[Call] = []
         self._root = root
-        self._world = World(dict(world.blocks), set(world.namespaces))
+        self._world = world.copy()
         self._store_class = store_class
         self._alive: list[np.ndarray[Any, Any]] = []
 
@@ -71,14 +99,26 @@ class Player:
         try:
             for step in steps:
                 match step:
-                    case Restart():
+                    case Restart(pages):
                         store.close()
-                        store = open_store(self._root / "store", self._store_class, self.ops)
-                    case Register(number):
                         begin = len(self.ops.journal)
-                        store.put_namespace(_namespace(number), b"spec %d" % number)
-                        self.calls.append(Call(begin, len(self.ops.journal), {}, number))
-                        self._world.namespaces.add(number)
+                        store = open_store(self._root / "store", self._store_class, self.ops, pages)
+                        self._done(begin, self._dropped(store, pages))
+                    case Register(numbers, kept):
+                        for number in numbers:
+                            begin = len(self.ops.journal)
+                            store.put_namespace(_namespace(number), b"spec %3d" % number * _SPEC_WORDS)
+                            self._done(begin, {}, {number: True})
+                        if not kept:
+                            begin = len(self.ops.journal)
+                            store.remove_namespaces([_namespace(number) for number in numbers])
+                            self._done(begin, {}, dict.fromkeys(numbers, False))
+                    case Pin(keys, pinned):
+                        stored = [key for key in keys if key in self._world.blocks]
+                        begin = len(self.ops.journal)
+                        if store.pin([(_NAMESPACE, _key(key)) for key in keys], pinned) != len(stored):
+                            raise Violation(f"{stored} are stored, and not as many of {keys} can be pinned")
+                        self._done(begin, {}, {}, dict.fromkeys(stored, pinned))
                     case Overlap(first, others):
                         self._overlap(store, first, others)
                     case Put() | Remove():
@@ -86,6 +126,24 @@ class Player:
             store.check_integrity()
         finally:
             store.close()
+
+    def _done(
+        self,
+        begin: int,
+        blocks: Change,
+        namespaces: dict[int, bool] | None = None,
+        pins: dict[int, bool] | None = None,
+    ) -> None:
+        """A call that began there has returned."""
+        self.calls.append(Call(begin, len(self.ops.journal), blocks, namespaces or {}, pins or {}))
+        self._world.change(self.calls[-1])
+
+    def _dropped(self, store: SlabStore, pages: int) -> Change:
+        """What a start with room for so many pages has dropped: nothing, unless that is less than there is."""
+        gone = self._world.blocks.keys() - {_number(record.key) for record in store.records()}
+        if gone and pages == CAPACITY_PAGES:
+            raise Violation(f"after a restart with the power on, blocks {sorted(gone)} are missing")
+        return dict.fromkeys(gone)
 
     def _overlap(self, store: SlabStore, first: Put | Remove, others: Sequence[Put | Remove]) -> None:
         touched: set[int] = set()
@@ -124,7 +182,7 @@ class Player:
             call.end = len(self.ops.journal)
         self.calls += calls
         for call in calls:
-            _change(self._world.blocks, call.blocks)
+            self._world.change(call)
 
     def _plan(self, store: SlabStore, step: Put | Remove, touched: set[int]) -> Callable[[], Change]:
         """The step against what is stored now, without the keys that calls beside it touch, as a function to call."""
@@ -145,19 +203,19 @@ class Player:
                 parts = tuple(_content(step.fill, key, part, size) for part, size in enumerate(sizes))
                 wanted[key] = Block(above, parts)
         touched |= set(wanted) | {block.parent for block in wanted.values() if block.parent is not None}
-        return lambda: self._put(store, wanted)
+        return lambda: self._put(store, wanted, step.tokens)
 
     def _remove(self, store: SlabStore, keys: Sequence[int]) -> Change:
         store.remove([(_NAMESPACE, _key(key)) for key in keys])
         return dict.fromkeys(keys)
 
-    def _put(self, store: SlabStore, wanted: dict[int, Block]) -> Change:
+    def _put(self, store: SlabStore, wanted: dict[int, Block], tokens: int) -> Change:
         new = [
             NewBlock(
                 _NAMESPACE,
                 _key(key),
                 b"" if block.parent is None else _key(block.parent),
-                b"tok%d" % (key % 10),
+                b"tok%d" % (key % 10) * tokens,
                 key,
                 [self._span(part) for part in block.parts],
             )
@@ -180,22 +238,23 @@ def audit(root: Path, before: World, calls: Sequence[Call], position: int, store
     Raises:
         Violation: a promise was broken.
     """
-    blocks = dict(before.blocks)
-    namespaces = set(before.namespaces)
+    world = before.copy()
     under_way: dict[int, Block | None] = {}
+    unsure_pins: set[int] = set()
+    unsure_namespaces: set[int] = set()
     for call in calls:
         if call.end <= position:
-            _change(blocks, call.blocks)
-            if call.namespace is not None:
-                namespaces.add(call.namespace)
+            world.change(call)
         elif call.begin <= position:
             under_way |= call.blocks
+            unsure_pins |= call.pins.keys()
+            unsure_namespaces |= call.namespaces.keys()
     try:
         store = open_store(root / "store", store_class, None)
     except Exception as error:
         raise Violation(f"the store cannot be opened again: {error!r}") from error
     try:
-        return _audit(store, blocks, under_way, namespaces)
+        return _audit(store, world, under_way, unsure_pins, unsure_namespaces)
     except Violation:
         raise
     except Exception as error:
@@ -205,7 +264,11 @@ def audit(root: Path, before: World, calls: Sequence[Call], position: int, store
 
 
 def _audit(
-    store: SlabStore, blocks: dict[int, Block], under_way: dict[int, Block | None], namespaces: set[int]
+    store: SlabStore,
+    world: World,
+    under_way: dict[int, Block | None],
+    unsure_pins: set[int],
+    unsure_namespaces: set[int],
 ) -> World:
     store.check_integrity()
     found: dict[int, Block] = {}
@@ -218,32 +281,32 @@ def _audit(
         found[_number(record.key)] = Block(_number(record.parent) if record.parent else None, tuple(parts))
     if len(set(slots)) != len(slots):
         raise Violation(f"two records share a slot: {sorted(slots)}")
-    if store.used_bytes > _CAPACITY:
-        raise Violation(f"{store.used_bytes} bytes are used of {_CAPACITY}")
-    for key in sorted({*blocks, *found, *under_way}):
-        allowed = [blocks.get(key)] + ([under_way[key]] if key in under_way else [])
+    if store.used_bytes > CAPACITY_PAGES * PAGE_BYTES:
+        raise Violation(f"{store.used_bytes} bytes are used of {CAPACITY_PAGES * PAGE_BYTES}")
+    for key in sorted({*world.blocks, *found, *under_way}):
+        allowed = [world.blocks.get(key)] + ([under_way[key]] if key in under_way else [])
         if found.get(key) not in allowed:
             what = "is there" if key in found else "is missing"
             if key in found and any(allowed):
                 what = "has other bytes or another parent than were written"
             raise Violation(f"block {key} {what}")
-    named = set(store.namespaces())
-    if lost := {_namespace(number) for number in namespaces} - named:
-        raise Violation(f"namespaces are lost: {sorted(lost)}")
-    return World(found, {number for number in range(NAMESPACES) if _namespace(number) in named})
+    stored = store.namespaces()
+    named = {number for number in range(NAMESPACES) if _namespace(number) in stored}
+    if wrong := (named ^ world.namespaces) - unsure_namespaces:
+        raise Violation(f"namespaces {sorted(named)} are there, not {sorted(world.namespaces)}: {sorted(wrong)} differ")
+    pins = {_number(key) for _, key in store.pins()}
+    if wrong := (pins ^ (world.pins & found.keys())) - unsure_pins:
+        raise Violation(
+            f"pins {sorted(pins)} are there, not {sorted(world.pins & found.keys())}: {sorted(wrong)} differ"
+        )
+    return World(found, named, pins)
 
 
-def open_store(path: Path, store_class: type[SlabStore], ops: PowerCutOps | None) -> SlabStore:
+def open_store(
+    path: Path, store_class: type[SlabStore], ops: PowerCutOps | None, pages: int = CAPACITY_PAGES
+) -> SlabStore:
     """The store as every case has it: small slabs, and one thread so that a case can be repeated."""
-    return store_class.open(path, _CAPACITY, slab_bytes=4 * PAGE_BYTES, io_threads=1, ops=ops)
-
-
-def _change(blocks: dict[int, Block], change: Change) -> None:
-    for key, block in change.items():
-        if block is None:
-            blocks.pop(key, None)
-        else:
-            blocks[key] = block
+    return store_class.open(path, pages * PAGE_BYTES, slab_bytes=4 * PAGE_BYTES, io_threads=1, ops=ops)
 
 
 def _read(store: SlabStore, nbytes: int, part: Any) -> bytes:

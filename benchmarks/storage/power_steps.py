@@ -11,7 +11,11 @@ from benchmarks.storage.power_cut import PAGE_BYTES as PAGE
 from benchmarks.storage.power_cut import Committed, Event
 
 KEYS = 6
-NAMESPACES = 4
+NAMESPACES = 12
+CAPACITY_PAGES = 24
+_FEWER_PAGES = (8, 16)
+_LONG = 1500
+"""Token ids of a block whose record takes pages of its own in the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,8 @@ class Put:
 
     blocks: tuple[tuple[int, int | None, tuple[int, ...]], ...]
     fill: int
+    tokens: int = 1
+    """Token ids of each block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +45,28 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A namespace to store."""
+    """Namespaces to store, in a call each, and then to forget, in one call, unless they are kept."""
 
-    number: int
+    numbers: tuple[int, ...]
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Blocks to pin, or to let go; those that are not stored are ignored."""
+
+    keys: tuple[int, ...]
+    pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Close the store and open it again, with the power on."""
+    """Close the store and open it again, with the power on, maybe with another capacity."""
+
+    pages: int = CAPACITY_PAGES
 
 
-Step = Put | Remove | Overlap | Register | Restart
+Step = Put | Remove | Overlap | Register | Pin | Restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +105,14 @@ def draw(seed: int) -> tuple[Life, ...]:
 def _draw_step(rng: random.Random, fills: Iterator[int]) -> Step:
     kind = rng.random()
     if kind < 0.06:
-        return Restart()
+        return Restart(rng.choice([CAPACITY_PAGES, CAPACITY_PAGES, *_FEWER_PAGES]))
     if kind < 0.12:
-        return Register(rng.randrange(NAMESPACES))
+        count = rng.choice([1, NAMESPACES - 1, NAMESPACES])
+        return Register(tuple(rng.sample(range(NAMESPACES), count)), rng.random() < 0.6)
+    if kind < 0.2:
+        return Pin(tuple(rng.sample(range(KEYS), rng.randint(1, 3))), rng.random() < 0.7)
+    if kind < 0.24:  # as an operator who evicts a namespace
+        return Remove(tuple(range(KEYS)))
     if kind < 0.4:
         others = tuple(_draw_call(rng, fills) for _ in range(rng.randint(1, 2)))
         return Overlap(_draw_remove(rng) if rng.random() < 0.6 else _draw_call(rng, fills), others)
@@ -108,7 +130,8 @@ def _draw_call(rng: random.Random, fills: Iterator[int]) -> Put | Remove:
     if len(sizes) > 1 and rng.random() < 0.3:
         sizes[1] = 0
     keys = sorted(rng.sample(range(KEYS), rng.randint(1, 4)))
-    return Put(tuple((key, rng.choice([None, *range(key)]), tuple(sizes)) for key in keys), next(fills))
+    blocks = tuple((key, rng.choice([None, *range(key)]), tuple(sizes)) for key in keys)
+    return Put(blocks, next(fills), rng.choice([1, 1, 1, _LONG]))
 
 
 def smaller(lives: Sequence[Life]) -> Iterator[tuple[Life, ...]]:
@@ -131,5 +154,11 @@ def _less(step: Step) -> Iterator[tuple[Step, ...]]:
             yield from ((replace(step, others=(other,)),) for other in step.others)
     if isinstance(step, Put) and len(step.blocks) > 1:
         yield from ((replace(step, blocks=(block,)),) for block in step.blocks)
-    if isinstance(step, Remove) and len(step.keys) > 1:
-        yield from ((Remove((key,)),) for key in step.keys)
+    if isinstance(step, Put) and step.tokens > 1:
+        yield (replace(step, tokens=1),)
+    if isinstance(step, Remove | Pin) and len(step.keys) > 1:
+        yield from ((replace(step, keys=(key,)),) for key in step.keys)
+    if isinstance(step, Register) and len(step.numbers) > 1:
+        yield from ((replace(step, numbers=part),) for part in (step.numbers[::2], step.numbers[1::2]))
+    if isinstance(step, Restart) and step.pages != CAPACITY_PAGES:
+        yield (Restart(),)

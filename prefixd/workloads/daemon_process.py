@@ -114,6 +114,10 @@ class DaemonProcess:
         self.launch()
         self.wait_until_ready()
 
+    def configure(self, settings: Mapping[str, object]) -> None:
+        """Gives it other settings from its next start on; those that are not named stay."""
+        self._settings.update(settings)
+
     def launch(self) -> None:
         """Starts the process and does not wait until it answers."""
         if self._process is not None:

@@ -52,11 +52,13 @@ async def test_an_audit_sees_wrong_bytes_and_missing_blocks() -> None:
         async with MixedLoad(daemon.address, LoadPlan(1, 0)) as load:
             load.durable = dict.fromkeys((there, wrong, missing))
             load.forgotten = {there: None}
+            load.pinned = dict.fromkeys((there, missing))
             audit = await load.audit([])
     assert load.tally.wrong_bytes == 1 and len(load.tally.wrong) == 1
     assert audit.lost_blocks == missing.blocks and len(audit.lost) == 1 and str(missing) in audit.lost[0]
     assert list(load.durable) == [there, wrong]
     assert audit.back == [str(there)]
+    assert audit.pinned == 2 and audit.unpinned == [str(there), str(missing)] and not load.pinned
 
 
 def test_kills_break_no_promise(
@@ -66,8 +68,9 @@ def test_kills_break_no_promise(
     monkeypatch.setattr("sys.argv", ["crash", "--kills", "4", "--json", str(file)])
     crash.main()
     result = json.loads(file.read_text())
-    broken = ("wrong_bytes", "lost_durable", "reopen_failures", "resurrected", "integrity_violations", "failed_calls")
-    assert (result["kills"], [result[name] for name in broken]) == (4, [0] * 6), result["found"]
+    broken = ("wrong_bytes", "lost_durable", "reopen_failures", "resurrected", "lost_pins")
+    broken += ("integrity_violations", "failed_calls")
+    assert (result["kills"], [result[name] for name in broken]) == (4, [0] * 7), result["found"]
     assert result["verified_bytes"] > 1e6 and result["durable_prompts_checked"] > 10
 
 

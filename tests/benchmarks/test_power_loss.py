@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from benchmarks import power_loss
@@ -14,6 +15,7 @@ from benchmarks.storage.power_player import Violation
 from prefixd_swap.slab.block_record import record_slots
 from prefixd_swap.slab.file import SlabFile
 from prefixd_swap.slab.group_commit import Commit
+from prefixd_swap.slab.index import SlabIndex
 from prefixd_swap.slab.store import SlabStore
 
 
@@ -69,6 +71,31 @@ def test_slots_that_are_reused_early_are_found_out(tmp_path: Path) -> None:
     assert findings and "have checksum" in findings[0].problem
     with pytest.raises(Violation):
         power_loss.run_case(findings[0].lives, tmp_path, EarlyReuse)
+
+
+def test_an_index_that_is_thrown_away_though_it_is_whole_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB's file may end before its last page: to take that for damage loses everything."""
+
+    def every_page_counts(self: SlabIndex, expected: int) -> None:
+        if (found := (self._path / "data.mdb").stat().st_size) < expected:
+            raise lmdb.CorruptedError(f"data.mdb has {found} bytes of {expected}")
+
+    monkeypatch.setattr(SlabIndex, "_check_length", every_page_counts)
+    _, findings = power_loss.run_cases(range(20, 60), shrink_first=0)
+    assert findings and "missing" in findings[0].problem
+
+
+class ForgetsPins(SlabStore):
+    """Takes a block's pin away when the block is written again."""
+
+    def _flush(self, batch: Sequence[Commit]) -> None:
+        super()._flush(batch)
+        self._index.pin([key for commit in batch for key, value in commit.changes if value is not None], False)
+
+
+def test_pins_that_are_lost_are_found_out() -> None:
+    _, findings = power_loss.run_cases(range(150), ForgetsPins, shrink_first=0)
+    assert findings and "pins" in findings[0].problem
 
 
 def test_names_that_are_not_synced_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -614,8 +614,12 @@ class WorkerSettings(_Section):
     """Size of an image's file (PNG, JPEG, WebP)."""
     image_pixels: Count = 16 << 20
     """Width times height of an image; an image that is decoded takes 4 bytes for each."""
+    image_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
+    """Processor time to decode an image and to resize it for the model, which is done in a process of its own; one that
+    takes more is refused. A photograph of 16 million pixels takes one."""
     images_bytes: Bytes = 1 << 30
-    """Size of the image files of all requests that wait or run; one more is refused."""
+    """Size of the images of all requests that wait or run, of their files and of their pixels as the model takes them;
+    one more is refused."""
     threads: Count = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """CPU threads of the worker."""
     restart_limit: Annotated[int, Field(ge=0)] = 3

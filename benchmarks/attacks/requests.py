@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import struct
 import zlib
@@ -274,6 +275,34 @@ class Images(_Flood):
                 images = [_png(4096, 4096, 4096)] * 16
         prompt = [*range(1, 20), *[hybrid_models.IMAGE_TOKEN] * min(len(images), 16)]
         await _drain(client, prompt, images=images, max_tokens=2)
+
+
+class Scans(Images):
+    """JPEGs of 16 million pixels in scans that change nothing, each of which costs a pass over all pixels: thousands of
+    them, as many as a daemon takes, and callers who go away meanwhile."""
+
+    name = "JPEG scans"
+    closed_by = ""
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """One of them."""
+        images = [_scanned(rng.choice((50, 50, 3000)))]
+        prompt = [*range(1, 20), hybrid_models.IMAGE_TOKEN]
+        async with asyncio.timeout(rng.choice((0.5, 30.0))):
+            await _drain(client, prompt, images=images, max_tokens=2)
+
+
+@cache
+def _scanned(scans: int) -> bytes:
+    """A grey progressive JPEG of 4096 x 4096 with so many more scans."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("L", (4096, 4096), 90).save(file, "JPEG", progressive=True)
+    plain = file.getvalue()
+    table = b"\xff\xc4" + bytes([0, 20, 0x10, 1, *[0] * 15, 0xE0])  # one code, for 16,384 blocks without a change
+    scan = b"\xff\xda" + bytes([0, 8, 1, 1, 0, 1, 63, 0]) + bytes(32)
+    return plain[:-2] + table + scan * scans + plain[-2:]
 
 
 @cache

@@ -47,6 +47,7 @@ SCENARIOS: dict[str, Scenario] = {
         hogs.LateWriter(),
         doors.IdleMetrics(),
         requests.Images(),
+        requests.Scans(),
         routers.ClaimedModel(),
         routers.ManySubscriptions(),
     )

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -148,7 +149,10 @@ class Generation:
         granted: ExitStack,
     ) -> AsyncGenerator[GenerationEvent, None]:
         dispatcher = chosen.dispatcher
-        images = await model.read_images(ids, params.images, tenant.name)
+        images = await model.read_images(ids, params.images, tenant.name, partial(self._images.held, tenant))
+        if images is not None:
+            granted.callback(images.leave)
+            params = replace(params, images=())  # they are decoded
         await self._make_namespace_room(model, tenant, params.salt)
         self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await chosen.model()

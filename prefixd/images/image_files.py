@@ -1,19 +1,34 @@
-"""Encoded images that came with a prompt: bounded, whole, and named by their content."""
+"""Encoded images that came with a prompt: bounded, whole, and named by their content.
+
+What decoding costs is bounded before it begins. Bytes and pixels alone do not bound it: each scan of a JPEG goes over
+all pixels, and has 28 bytes if it changes none of them; each chunk of a PNG is a turn of a loop, and has 12 bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import re
 from dataclasses import dataclass
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from prefixd.errors import InvalidArgumentError
 from prefixd.images.token_counts import ImageProcessor
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+MOST_SCANS = 64
+"""Of a JPEG. libjpeg's own progressive files have 10, mozjpeg's up to 23; the format allows any number."""
+MOST_SEGMENTS = 1024
+"""Of a JPEG: tables, and metadata in pieces of 64 KiB."""
+MOST_CHUNKS = 1 << 14
+"""Of a PNG. Encoders write 8 KiB and more in each."""
 _ORIENTATION = 0x0112  # in Exif: 5 to 8 lay the image on its side
 _ON_ITS_SIDE = (5, 6, 7, 8)
+_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
+_MARKER = re.compile(rb"\xff+([^\x00\xff])", re.DOTALL)
+_END_OF_DATA = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
+_SOS, _EOI, _BARE = 0xDA, 0xD9, frozenset([0x01, *range(0xD0, 0xD9)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +39,37 @@ class ImageLimits:
         images: of a prompt.
         image_bytes: of an image's file.
         image_pixels: of an image, decoded.
+        image_seconds: of processor time, to decode an image and to make it as large as the model takes it.
     """
 
     images: int
     image_bytes: int
     image_pixels: int
+    image_seconds: int = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedImage:
-    """An image that decodes.
+    """An image that has been decoded.
 
     Attributes:
-        data: its file.
-        digest: 32 bytes: SHA-256 of its file and of what the model's image processor does with it.
+        image: upright, in RGB.
         tokens: its placeholders in the prompt.
     """
 
-    data: bytes
-    digest: bytes
+    image: Image.Image
     tokens: int
 
 
+def image_digest(data: bytes, processor: ImageProcessor) -> bytes:
+    """32 bytes: SHA-256 of a file and of what the model's image processor does with it."""
+    digest = hashlib.sha256(processor.digest)
+    digest.update(data)
+    return digest.digest()
+
+
 def check_image(data: bytes, number: int, processor: ImageProcessor, limits: ImageLimits) -> CheckedImage:
-    """Decodes an image once, to know that the worker can. Takes up to a second: not for the event loop.
+    """Decodes an image. Takes up to a second of an honest one: in a process that can be killed (`decode_process`).
 
     Args:
         data: the file. `number`: which of the prompt's, from 0.
@@ -55,21 +77,24 @@ def check_image(data: bytes, number: int, processor: ImageProcessor, limits: Ima
         limits: refused above them, before anything is decoded.
 
     Raises:
-        InvalidArgumentError: it is too large, no PNG, JPEG or WebP, damaged, incomplete, or moves.
+        InvalidArgumentError: it is too large, has too many scans, is no PNG, JPEG or WebP, damaged, incomplete, or
+            moves.
     """
     name = f"images[{number}]"
-    if len(data) > limits.image_bytes:
-        raise InvalidArgumentError(
-            f"{name} has {len(data)} bytes, and worker.image_bytes allows {limits.image_bytes}; compress it more"
-        )
+    check_file(data, number, limits)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
-            if width * height <= limits.image_pixels:
-                frames = getattr(image, "n_frames", 1)
-                image.load()
+            frames = getattr(image, "n_frames", 1)
+            decoded = None
+            if width * height <= limits.image_pixels and frames == 1:
                 if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                     width, height = height, width
+                tokens = _tokens(name, processor, width, height)
+                image.load()
+                decoded = ImageOps.exif_transpose(image).convert("RGB")
+    except InvalidArgumentError:
+        raise
     except UnidentifiedImageError as error:  # its text names an object in memory
         raise InvalidArgumentError(
             f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: it is none of them; send a whole file of "
@@ -89,12 +114,61 @@ def check_image(data: bytes, number: int, processor: ImageProcessor, limits: Ima
             f"{name} has {width} x {height} pixels, and worker.image_pixels allows {limits.image_pixels}; "
             "make it smaller"
         )
-    if frames > 1:
+    if decoded is None:
         raise InvalidArgumentError(f"{name} has {frames} frames; send one image a file")
-    digest = hashlib.sha256(processor.digest)
-    digest.update(data)
+    return CheckedImage(decoded, tokens)
+
+
+def check_file(data: bytes, number: int, limits: ImageLimits) -> None:
+    """Refuses a file with too many bytes, or in too many pieces. Nothing is decoded. Raises InvalidArgumentError."""
+    name = f"images[{number}]"
+    if len(data) > limits.image_bytes:
+        raise InvalidArgumentError(
+            f"{name} has {len(data)} bytes, and worker.image_bytes allows {limits.image_bytes}; compress it more"
+        )
+    if data.startswith(_JPEG):
+        _check_jpeg(data, name)
+    elif data.startswith(_PNG):
+        _check_png(data, name)
+
+
+def _check_jpeg(data: bytes, name: str) -> None:
+    """Counts scans and segments as a decoder finds them, up to the end of the image or what is no marker."""
+    at, scans, segments = len(_JPEG), 0, 0
+    while marker := _MARKER.search(data, at):
+        kind, at = marker[1][0], marker.end()
+        if kind == _EOI:
+            return
+        if kind in _BARE:
+            continue
+        segments += 1
+        scans += kind == _SOS
+        if scans > MOST_SCANS:
+            raise InvalidArgumentError(
+                f"{name} is a JPEG of more than {MOST_SCANS} scans, each of which goes over all of its pixels; save it "
+                "anew"
+            )
+        if segments > MOST_SEGMENTS:
+            raise InvalidArgumentError(f"{name} is a JPEG of more than {MOST_SEGMENTS} segments; save it anew")
+        at += int.from_bytes(data[at : at + 2], "big")
+        if kind == _SOS:
+            end = _END_OF_DATA.search(data, at)
+            if end is None:
+                return
+            at = end.start()
+
+
+def _check_png(data: bytes, name: str) -> None:
+    at, chunks = len(_PNG), 0
+    while at < len(data):
+        chunks += 1
+        if chunks > MOST_CHUNKS:
+            raise InvalidArgumentError(f"{name} is a PNG of more than {MOST_CHUNKS} chunks; save it anew")
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+
+
+def _tokens(name: str, processor: ImageProcessor, width: int, height: int) -> int:
     try:
-        tokens = processor.counts.tokens(height, width)
+        return processor.counts.tokens(height, width)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{name} cannot be used: {error}") from error
-    return CheckedImage(data, digest.digest(), tokens)

@@ -1,44 +1,35 @@
-"""``python -m prefixd.images.load_processor PARENT DIRECTORY``: a model's image processor in numbers, a line of JSON.
-
-A process of its own, for the reasons of `prefixd/server/load_tokenizer.py`.
-"""
+"""A model's image processor, read by transformers without torch."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
 import sys
-from contextlib import redirect_stdout
 from typing import Any
 
+import msgspec
+
 from prefixd import heap
-from prefixd.child_process import end_with_parent
+from prefixd.images.token_counts import ImageProcessor
 
 
-def main() -> None:
-    """Writes the fields of `token_counts.ImageProcessor`, or `error`."""
-    (directory,) = end_with_parent()
-    with redirect_stdout(sys.stderr):
-        answer = _load(directory)
-    print(json.dumps(answer))
+def load_processor(directory: str) -> tuple[Any, ImageProcessor]:
+    """transformers' image processor of a model directory, and what the daemon knows of it. Takes seconds.
 
-
-def _load(directory: str) -> dict[str, Any]:
+    In a process of its own, for the reasons of `prefixd/server/load_tokenizer.py`. Raises what transformers raises.
+    """
     sys.modules["torch"] = None  # type: ignore[assignment] # refused: transformers then needs none
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     with heap.imports():
         from transformers import AutoConfig, AutoImageProcessor
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        processor = AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
-        counts = _counts(config, processor)
-        settings = json.dumps([processor.to_dict(), counts], sort_keys=True, default=str)
-    except Exception as error:  # their checks have errors of their own
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-    return {"counts": counts, "digest": base64.b64encode(hashlib.sha256(settings.encode()).digest()).decode()}
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    processor = AutoImageProcessor.from_pretrained(directory, backend="pil", local_files_only=True)
+    counts = _counts(config, processor)
+    settings = json.dumps([processor.to_dict(), counts], sort_keys=True, default=str)
+    described = {"counts": counts, "digest": hashlib.sha256(settings.encode()).digest()}
+    return processor, msgspec.convert(described, ImageProcessor)
 
 
 def _counts(config: Any, processor: Any) -> dict[str, Any]:
@@ -68,7 +59,3 @@ def _counts(config: Any, processor: Any) -> dict[str, Any]:
             }
         case other:
             raise ValueError(f"no rule says how many tokens an image of the family {other} has")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,11 @@ Each image counts as if it were alone in its prompt, so that it is the same imag
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import msgspec
 
-from prefixd.child_process import run_module
-from prefixd.errors import ConfigError, InvalidArgumentError
+from prefixd.errors import InvalidArgumentError
 
 _MOST_RATIO = 200
 
@@ -103,27 +100,3 @@ class ImageProcessor(msgspec.Struct, frozen=True):
 
     counts: FixedCount | GridCount | TileCount
     digest: bytes
-
-
-def read_image_processor(model: Path) -> ImageProcessor:
-    """The image processor of a model directory, read by transformers in a process of its own; takes seconds.
-
-    Raises ConfigError: there is none, or of a family that is not known.
-    """
-    try:
-        loaded = run_module("prefixd.images.load_processor", str(model))
-    except OSError as error:
-        raise ConfigError(
-            f"the image processor in {str(model)!r} cannot be loaded: no process for it ({error.strerror}); "
-            "give the daemon more processes and descriptors, and restart it"
-        ) from error
-    if loaded.returncode:
-        why = f"transformers ended with status {loaded.returncode}, see the lines above"
-    elif "error" in (answer := json.loads(loaded.stdout)):
-        why = answer["error"][:300]
-    else:
-        return msgspec.convert(answer, ImageProcessor)
-    raise ConfigError(
-        f"the image processor in {str(model)!r} cannot be loaded: {why}; "
-        "save preprocessor_config.json there with save_pretrained"
-    )

@@ -1,21 +1,31 @@
-"""Images of prompts are checked in a thread of their own."""
+"""Images of prompts are checked and decoded, in turns of their tenants."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.errors import InvalidArgumentError, UnavailableError
-from prefixd.images.image_files import CheckedImage, ImageLimits, check_image
+from prefixd.images.image_files import ImageLimits, image_digest
 from prefixd.images.token_counts import GridCount, ImageProcessor
+from prefixd.server.image_decoder import DecodedImage
+from prefixd.server.pixel_store import HoldBytes
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.tenant_turns import TenantTurns
 from prefixd.worker.protocol import Hello, PromptImage
+
+
+class Decoder(Protocol):
+    """What decodes a file (`ImageDecoder`)."""
+
+    async def decode(self, data: bytes, number: int) -> DecodedImage: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +37,8 @@ class ImageReader:
         processor: its image processor.
         limits: what a prompt may bring.
         step_tokens: most tokens that the worker computes in one step.
-        threads: where images are decoded.
+        decoder: decodes images, in processes of their own.
+        threads: where files are hashed.
         turns: one image of each tenant at a time.
     """
 
@@ -35,16 +46,21 @@ class ImageReader:
     processor: ImageProcessor
     limits: ImageLimits
     step_tokens: int
+    decoder: Decoder = field(repr=False)
     threads: ThreadPoolExecutor = field(repr=False)
     turns: TenantTurns = field(default_factory=TenantTurns, repr=False)
 
     async def read(
-        self, tokens: npt.NDArray[np.uint32], images: Sequence[bytes], tenant: Hashable = None
+        self, tokens: npt.NDArray[np.uint32], images: Sequence[bytes], tenant: Hashable, hold: HoldBytes
     ) -> PromptLayout | None:
         """The images of a prompt, whose `tokens` hold one placeholder for each; None for a prompt without.
 
+        The caller is the first user of the layout. `hold`: counts the bytes of pixels as long as there are users.
+
         Raises:
-            InvalidArgumentError: the placeholders and the images do not match, or an image is too large or not whole.
+            InvalidArgumentError: the placeholders and the images do not match, or an image is too large, not whole, or
+                takes too long to decode.
+            ExhaustedError: there is no room for the pixels, or the machine is too busy.
             UnavailableError: the daemon ends.
         """
         shape = self.hello.images
@@ -68,41 +84,55 @@ class ImageReader:
                 f"images {meeting[0]} and {meeting[0] + 1} follow each other directly, which this model takes for one; "
                 "write its tokens for an image's begin and end around each"
             )
-        checked = [await self._checked(data, number, tenant) for number, data in enumerate(images)]
-        if shape.both_ways and (most := max(image.tokens for image in checked)) > self.step_tokens:
-            raise InvalidArgumentError(
-                f"an image has {most} tokens, which this model computes in one step, and worker.max_step_tokens is "
-                f"{self.step_tokens}; raise that to {most}"
-            )
-        return self._laid_out(tokens, places.tolist(), checked)
+        digests: list[bytes] = []
+        with ExitStack() as places_taken:
+            decoded: list[DecodedImage] = []
+            for number, data in enumerate(images):
+                digest, image = await self._decoded(data, number, tenant)
+                places_taken.callback(image.place.leave)
+                image.place.keep(image.nbytes, hold)
+                digests.append(digest)
+                decoded.append(image)
+            if shape.both_ways and (most := max(image.tokens for image in decoded)) > self.step_tokens:
+                raise InvalidArgumentError(
+                    f"an image has {most} tokens, which this model computes in one step, and worker.max_step_tokens is "
+                    f"{self.step_tokens}; raise that to {most}"
+                )
+            layout = self._laid_out(tokens, places.tolist(), digests, decoded)
+            places_taken.pop_all()
+        return layout
 
-    async def _checked(self, data: bytes, number: int, tenant: Hashable) -> CheckedImage:
+    async def _decoded(self, data: bytes, number: int, tenant: Hashable) -> tuple[bytes, DecodedImage]:
         loop = asyncio.get_running_loop()
         try:
             async with self.turns.turn(tenant):
-                return await loop.run_in_executor(self.threads, check_image, data, number, self.processor, self.limits)
+                digest = await loop.run_in_executor(self.threads, image_digest, data, self.processor)
+                return digest, await self.decoder.decode(data, number)
         except (RuntimeError, asyncio.CancelledError) as error:  # of the executor, which was shut down
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # no: of the caller
                 raise
             raise UnavailableError("the daemon is ending; send the request again when it is back") from error
 
-    def _laid_out(self, tokens: npt.NDArray[np.uint32], places: list[int], checked: list[CheckedImage]) -> PromptLayout:
+    def _laid_out(
+        self, tokens: npt.NDArray[np.uint32], places: list[int], digests: list[bytes], decoded: list[DecodedImage]
+    ) -> PromptLayout:
         """Repeats the placeholders, each as often as its image has tokens. Raises InvalidArgumentError: too many."""
         repeats = np.ones(len(tokens), np.int64)
-        repeats[places] = [image.tokens for image in checked]
+        repeats[places] = [image.tokens for image in decoded]
         total, limit = int(repeats.sum()), self.hello.max_model_tokens
         if total >= limit:
             raise InvalidArgumentError(
-                f"the prompt has {total} tokens with those of its {len(checked)} images, but the model takes {limit} "
+                f"the prompt has {total} tokens with those of its {len(decoded)} images, but the model takes {limit} "
                 f"with the output; send at most {limit - 1}"
             )
         firsts = np.cumsum(repeats) - repeats
         laid_out = [
-            PromptImage(int(firsts[place]), image.tokens, image.digest, image.data)
-            for place, image in zip(places, checked, strict=True)
+            PromptImage(int(firsts[place]), image.tokens, digest, image.pixels)
+            for place, digest, image in zip(places, digests, decoded, strict=True)
         ]
         assert self.hello.images is not None
         cross = self.hello.images.kind == "cross"
         repeated = np.repeat(tokens, repeats).astype("<u4", copy=False).tobytes()
-        return PromptLayout(repeated, laid_out, self.hello.block_tokens, cross)
+        memory = [image.place for image in decoded]
+        return PromptLayout(repeated, laid_out, self.hello.block_tokens, cross, memory)

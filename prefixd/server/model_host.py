@@ -13,13 +13,15 @@ from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
-from prefixd.images.token_counts import FixedCount, read_image_processor
+from prefixd.images.token_counts import FixedCount
 from prefixd.model_fingerprint import fingerprint, fingerprint_of_both
 from prefixd.server.gpu_memory import GpuMemory
+from prefixd.server.image_decoder import ImageDecoder
 from prefixd.server.image_kv import image_namespace
 from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import KvShape
+from prefixd.server.pixel_store import PixelStore
 from prefixd.server.served_model import ServedModel
 from prefixd.server.step_back import step_back
 from prefixd.server.tier_share import TierShare
@@ -79,6 +81,9 @@ class ModelHost:
         except SwapError as error:
             raise ConfigError(f"prompts cannot be tokenized, nor their images checked: {error}") from error
         worker = settings.worker
+        limits = ImageLimits(worker.images_per_prompt, worker.image_bytes, worker.image_pixels, worker.image_seconds)
+        self._pixels = PixelStore()
+        self._decoder = ImageDecoder(self.directory, limits, self._pixels, self._images)
         self.worker = WorkerProcess(
             WorkerSettings(
                 model=os.fspath(self.directory),
@@ -99,6 +104,7 @@ class ModelHost:
                 draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,
                 threads=worker.threads,
+                pixels_fd=self._pixels.fd,
             ),
             worker.restart_limit,
             on_hello=self._on_hello,
@@ -117,8 +123,9 @@ class ModelHost:
         return [self.worker.start(), self.dispatcher.start()]
 
     def stop_tokenizing(self) -> None:
-        """Texts are tokenized no more."""
+        """Texts are tokenized no more, and images not decoded."""
         self._text.close()
+        self._decoder.close()
         self._images.shutdown(wait=False, cancel_futures=True)
 
     async def stop_loading(self) -> None:
@@ -126,6 +133,8 @@ class ModelHost:
         if self._model is not None:
             self._model.cancel()
             await asyncio.gather(self._model, return_exceptions=True)
+        await self._decoder.stop()
+        self._pixels.close()
 
     async def end_if_loading(self) -> None:
         """The daemon ends: what waits for a worker that still loads is told, and the worker is killed."""
@@ -195,15 +204,14 @@ class ModelHost:
     async def _read_image_processor(self, hello: Hello) -> ImageReader:
         """What reads images for a model that takes them. Raises ConfigError."""
         worker = self._settings.worker
-        processor = await self._text.load(read_image_processor, self.directory)
+        processor = await self._decoder.start()
         fixed = processor.counts.count if isinstance(processor.counts, FixedCount) else 0
         if hello.images is not None and hello.images.both_ways and fixed > worker.max_step_tokens:
             raise ConfigError(
                 f"worker.max_step_tokens = {worker.max_step_tokens} is below the {fixed} tokens of an image, which the "
                 f"model computes in one step; raise it to {fixed} or more"
             )
-        limits = ImageLimits(worker.images_per_prompt, worker.image_bytes, worker.image_pixels)
-        return ImageReader(hello, processor, limits, worker.max_step_tokens, self._images)
+        return ImageReader(hello, processor, self._decoder.limits, worker.max_step_tokens, self._decoder, self._images)
 
     async def _on_hello(self, hello: Hello) -> FramePool:
         """Waits for the GPU tier, which all workers of all models are given."""

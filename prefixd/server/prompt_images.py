@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from prefixd.cache import BlockChain, Namespace
 from prefixd.images.identity import ImageSpan, drawn_block, identity_tokens, next_uncut_blocks, uncut_blocks
+from prefixd.server.pixel_store import PixelPlace
 from prefixd.worker.protocol import PromptImage
 
 
@@ -22,12 +24,24 @@ class PromptLayout:
         images: in their order.
         block_tokens: tokens of a block.
         cross: all rows of the prompt depend on all images.
+        memory: where their pixels lie. Who made the layout is its first user.
     """
 
     token_ids: bytes
     images: list[PromptImage]
     block_tokens: int
     cross: bool
+    memory: Sequence[PixelPlace] = ()
+
+    def enter(self) -> None:
+        """There is one more user of the pixels."""
+        for place in self.memory:
+            place.enter()
+
+    def leave(self) -> None:
+        """A user has no more use for the pixels."""
+        for place in self.memory:
+            place.leave()
 
     @property
     def tokens(self) -> int:
@@ -59,6 +73,14 @@ class PromptImages:
         self._tokens = bytearray(layout.token_ids)
         self._spans = layout.spans
         self._block_tokens = layout.block_tokens
+
+    def enter(self) -> None:
+        """The request was queued: from now on it may run."""
+        self._layout.enter()
+
+    def leave(self) -> None:
+        """The request has ended: no worker reads its pixels any more."""
+        self._layout.leave()
 
     @property
     def token_ids(self) -> bytes:

@@ -405,6 +405,8 @@ class Request:
     def enqueue(self) -> None:
         """It was put into the queue."""
         self._go("enqueue")
+        if self.images is not None:
+            self.images.enter()
 
     def stage(self, footprint: Footprint) -> None:
         """Its prefix is held in the GPU tier; what is missing there is on its way."""
@@ -476,6 +478,8 @@ class Request:
                 f"`{transition}` of request {self.name} while it is {self.state.name}; only allowed from {allowed}"
             )
         self.state = target
+        if target is _S.ENDED and self.images is not None:
+            self.images.leave()
 
     def _end_footprint(self) -> None:
         if self._footprint is None:

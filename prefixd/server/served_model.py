@@ -12,6 +12,7 @@ from prefixd.errors import UnsupportedError
 from prefixd.server.image_kv import ImageKv
 from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_shape import KvShape
+from prefixd.server.pixel_store import HoldBytes
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.tokenization import TextCodec, TokenIds
 from prefixd.server.tokenizer_threads import TokenizerThreads
@@ -40,10 +41,12 @@ class ServedModel:
     image_namespace: NamespaceSpec | None = None
     """Of images, as `namespace`, if layers of the model attend to images and to nothing else."""
 
-    async def read_images(self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable) -> PromptLayout | None:
+    async def read_images(
+        self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable, hold: HoldBytes
+    ) -> PromptLayout | None:
         """See `ImageReader.read`. Raises UnsupportedError, too: images for a model of text alone."""
         if self.images is not None:
-            return await self.images.read(tokens, images, tenant)
+            return await self.images.read(tokens, images, tenant, hold)
         if images:
             raise UnsupportedError(f"the request has {len(images)} images, and the model reads text alone; send none")
         return None

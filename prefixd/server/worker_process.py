@@ -322,7 +322,7 @@ class WorkerProcess:
                     str(theirs.fileno()),
                     "--config",
                     encode_settings(self.settings),
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), *([self.settings.pixels_fd] if self.settings.pixels_fd >= 0 else [])],
                     env={**ENVIRONMENT, **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
                     process_group=0,  # Ctrl-C is the daemon's: before the worker can ignore it, it would end it

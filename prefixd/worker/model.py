@@ -266,7 +266,7 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
     kind = image_kind(spec.config)
     images = None
     if kind is not None:
-        images = ImageEncoder(model, read_processor(spec.path), kind, FeatureStore(spec.feature_bytes))
+        images = ImageEncoder(model, read_processor(spec.path), kind, FeatureStore(spec.feature_bytes), spec.pixels_fd)
     result = CausalModel(spec, model, attention, images)
     result.check()
     return result

@@ -51,6 +51,7 @@ class ModelSpec:
     images: how it takes images; None for a model of text alone.
     feature_bytes: most bytes of embeddings that are kept, images_per_prompt: most images of a prompt, by the settings.
     draft: the model that proposes tokens, if there is one; its `groups` are its own. draft_tokens: how many in a round.
+    pixels_fd: of the memory with the pixels of images, by the settings.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class ModelSpec:
     images_per_prompt: int = 0
     draft: ModelSpec | None = None
     draft_tokens: int = 0
+    pixels_fd: int = -1
 
     @property
     def images_apart(self) -> bool:
@@ -271,6 +273,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         images=images,
         feature_bytes=settings.feature_bytes,
         images_per_prompt=settings.images_per_prompt,
+        pixels_fd=settings.pixels_fd,
     )
 
 

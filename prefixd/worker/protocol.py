@@ -27,6 +27,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from prefixd.images.decoding import Pixels
 from prefixd.worker.errors import ConnectionClosedError, ProtocolError
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -428,13 +429,13 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
     first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
     digest: 32 bytes that name its content.
-    data: the file as it came, checked by the daemon (PNG, JPEG or WebP).
+    pixels: it, in the memory that the daemon shares; they stay there until the daemon has had the request's `Done`.
     """
 
     first: int
     tokens: int
     digest: bytes
-    data: bytes
+    pixels: Pixels
 
 
 class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
@@ -529,7 +530,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: FromWorker | ToWorker) -> bytearray:
-    """A message with its length in front; images in it are copied once."""
+    """A message with its length in front."""
     framed = bytearray()
     _encoder.encode_into(message, framed, _LENGTH.size)
     _LENGTH.pack_into(framed, 0, len(framed) - _LENGTH.size)

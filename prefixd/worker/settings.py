@@ -34,6 +34,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     threads: of torch on a CPU; 0 takes torch's default.
     feature_bytes: most bytes of images' embeddings that are kept on the device, of a model that reads images.
     images_per_prompt: most images of a prompt.
+    pixels_fd: descriptor of the memory file with images' pixels; -1 without.
     """
 
     model: str
@@ -53,6 +54,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     threads: NotNegative = 0
     feature_bytes: NotNegative = 256 << 20
     images_per_prompt: Positive = 16
+    pixels_fd: int = -1
 
 
 def encode_settings(settings: WorkerSettings) -> str:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from prefixd.errors import InvalidArgumentError
-from prefixd.images.image_files import ImageLimits, check_image
+from prefixd.images.image_files import (
+    MOST_CHUNKS,
+    MOST_SCANS,
+    MOST_SEGMENTS,
+    ImageLimits,
+    check_file,
+    check_image,
+    image_digest,
+)
 from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor, TileCount
 
 LIMITS = ImageLimits(images=2, image_bytes=20_000, image_pixels=64 * 64)
@@ -30,7 +38,7 @@ def encoded(width: int, height: int, kind: str = "PNG", *, seed: int = 0, **savi
 def test_whole_files_are_taken_and_half_ones_are_not(kind: str) -> None:
     data = encoded(40, 24, kind)
     checked = check_image(data, 0, PROCESSOR, LIMITS)
-    assert (checked.data, checked.tokens, len(checked.digest)) == (data, 5, 32)
+    assert (checked.image.mode, checked.image.size, checked.tokens) == ("RGB", (40, 24), 5)
     with pytest.raises(InvalidArgumentError, match=r"images\[3\] \(\d+ bytes\) cannot be read.*send a whole file"):
         check_image(data[: len(data) // 2], 3, PROCESSOR, LIMITS)
 
@@ -74,6 +82,46 @@ def test_an_image_that_moves_is_refused() -> None:
         check_image(file.getvalue(), 0, PROCESSOR, LIMITS)
 
 
+def scanned(jpeg: bytes, scans: int) -> bytes:
+    """A progressive JPEG with so many more scans, which change nothing: 12 bytes each."""
+    table = b"\xff\xc4" + bytes([0, 20, 0x10, 1, *[0] * 15, 0xE0])  # one code, for 16,384 blocks without a change
+    scan = b"\xff\xda" + bytes([0, 8, 1, 1, 0, 1, 63, 0]) + b"\0\1"
+    return jpeg[:-2] + table + scan * scans + jpeg[-2:]
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scan goes over all pixels, whether it changes any or not: 16 ms of 16 million pixels for a few bytes."""
+    plain = encoded(40, 24, "JPEG", progressive=True)
+    scans = plain.count(b"\xff\xda")
+    assert 5 < scans < 20 and check_image(plain, 0, PROCESSOR, LIMITS).tokens == 5
+    most = scanned(plain, MOST_SCANS - scans)
+    assert check_image(most, 0, PROCESSOR, LIMITS).tokens == 5, "as many as may be"
+    monkeypatch.setattr(Image, "open", None)
+    for data in (scanned(plain, MOST_SCANS - scans + 1), scanned(plain, 500), scanned(encoded(40, 24, "JPEG"), 64)):
+        with pytest.raises(InvalidArgumentError, match=r"images\[4\] is a JPEG of more than 64 scans.*save it anew"):
+            check_image(data, 4, PROCESSOR, LIMITS)
+
+
+def test_files_in_many_pieces_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "open", None)
+    jpeg, png = encoded(8, 8, "JPEG"), encoded(8, 8)
+    limits = ImageLimits(1, 1 << 20, 64)
+    with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a JPEG of more than 1024 segments; save it anew"):
+        check_image(jpeg[:2] + b"\xff\xfe\0\2" * MOST_SEGMENTS + jpeg[2:], 0, PROCESSOR, limits)
+    empty = struct.pack(">I", 0) + b"teXt" + struct.pack(">I", zlib.crc32(b"teXt"))
+    with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a PNG of more than 16384 chunks; save it anew"):
+        check_image(png[:33] + empty * MOST_CHUNKS + png[33:], 0, PROCESSOR, limits)
+
+
+@pytest.mark.parametrize("saving", [{}, {"progressive": True}, {"restart_marker_blocks": 1}, {"subsampling": 0}])
+def test_metadata_that_looks_like_scans_is_none(saving: dict[str, object]) -> None:
+    """Comments, thumbnails, and what stands behind the end of the image."""
+    noisy = encoded(64, 64, "JPEG", quality=98, comment=b"\xff\xda" * 1000, **saving)
+    data = noisy + b"\xff\xda" * 1000
+    check_file(data, 0, LIMITS)
+    assert check_image(data, 0, PROCESSOR, LIMITS).tokens == 5
+
+
 def test_an_image_that_the_model_cannot_take_is_named() -> None:
     processor = ImageProcessor(GridCount(side=28, least_pixels=28 * 28, most_pixels=28 * 28 * 24), bytes(32))
     with pytest.raises(InvalidArgumentError, match=r"images\[1\] cannot be used: it has 1024 x 4 pixels"):
@@ -92,10 +140,10 @@ def test_an_image_that_lies_on_its_side_is_turned_before_it_is_counted() -> None
 
 def test_a_file_has_another_digest_with_another_processor() -> None:
     data = encoded(8, 8)
-    one = check_image(data, 0, PROCESSOR, LIMITS)
-    assert one == check_image(data, 7, PROCESSOR, LIMITS)
-    assert one.digest != check_image(data, 0, ImageProcessor(FixedCount(5), b"\1" * 32), LIMITS).digest
-    assert one.digest != check_image(encoded(8, 8, seed=1), 0, PROCESSOR, LIMITS).digest, "other noise"
+    one = image_digest(data, PROCESSOR)
+    assert len(one) == 32 and one == image_digest(data, PROCESSOR)
+    assert one != image_digest(data, ImageProcessor(FixedCount(5), b"\1" * 32))
+    assert one != image_digest(encoded(8, 8, seed=1), PROCESSOR), "other noise"
 
 
 @settings(max_examples=60, deadline=None)

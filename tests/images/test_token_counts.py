@@ -1,6 +1,7 @@
 """How many tokens an image has: as transformers' own processors count."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from transformers import Gemma3Config, LlavaOnevisionConfig, MllamaConfig, Qwen2
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from prefixd.errors import ConfigError, InvalidArgumentError
-from prefixd.images.token_counts import FixedCount, GridCount, TileCount, read_image_processor
+from prefixd.errors import InvalidArgumentError
+from prefixd.images.decoding import Described, from_decoder
+from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor, TileCount
 
 sides = st.integers(1, 3000)
 PINPOINTS = [(height, width) for height in (28, 56, 84) for width in (28, 56, 84)]
@@ -50,6 +52,25 @@ def save(folder: Path, config: object, **processor: object) -> Path:
     config.save_pretrained(folder)  # type: ignore[attr-defined]
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def described(folder: Path) -> Described:
+    """What a decode process says of a model directory."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "prefixd.images.decode_process", "--fd", str(theirs.fileno()), "--memory", "0"]
+    command += ["--limits", '{"images": 1, "image_bytes": 1, "image_pixels": 1}', str(folder)]
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]):
+        theirs.close()
+        said = from_decoder(ours.makefile("rb").readline())
+        ours.shutdown(socket.SHUT_RDWR)
+    assert isinstance(said, Described)
+    return said
+
+
+def read_image_processor(folder: Path) -> ImageProcessor:
+    found = described(folder).processor
+    assert found is not None
+    return found
 
 
 def test_a_model_directory_says_all_of_it(tmp_path: Path) -> None:
@@ -88,13 +109,14 @@ def test_the_families(tmp_path: Path, config: object, processor: dict[str, objec
 
 def test_a_directory_without_a_processor_is_refused_in_one_line(tmp_path: Path) -> None:
     Gemma3Config().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be loaded: .*save preprocessor_config.json there") as caught:
-        read_image_processor(tmp_path)
-    assert "\n" not in str(caught.value)
+    said = described(tmp_path)
+    assert said.processor is None
+    assert "preprocessor_config.json" in said.error and "\n" not in said.error
 
 
 def test_the_daemons_part_loads_neither_torch_nor_transformers() -> None:
-    program = "import sys, prefixd.images.image_files, prefixd.images.identity; print(*sys.modules)"
+    rooms = "prefixd.images.image_files, prefixd.images.identity, prefixd.server.image_decoder"
+    program = f"import sys, {rooms}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "prefixd.images.token_counts" in loaded
     assert not {"torch", "transformers"} & set(loaded)

@@ -45,6 +45,7 @@ from prefixd.generation import (
     sequence_seed,
 )
 from prefixd.generation.params import MOST_STOP_TOKENS
+from prefixd.images.decoding import Pixels
 from prefixd.server.image_kv import image_namespace
 from prefixd.server.kv_shape import KvShape
 from prefixd.server.prompt_images import PromptLayout
@@ -750,8 +751,8 @@ async def test_the_frames_of_images_count_in_what_a_request_needs(cache: TieredC
     tokens = ids(*[7] * 5, *range(10, 21))
 
     class Reader:
-        async def read(self, prompt: TokenIds, images: list[bytes], tenant: object) -> PromptLayout:
-            found = [PromptImage(place, 1, data * 32, data) for place, data in enumerate(images)]
+        async def read(self, prompt: TokenIds, images: list[bytes], tenant: object, hold: object) -> PromptLayout:
+            found = [PromptImage(place, 1, data * 32, Pixels(0, (), {})) for place, data in enumerate(images)]
             return PromptLayout(tokens, found, 16, cross=True)
 
     served = ServedModel(

@@ -16,8 +16,9 @@ import pytest
 from prefixd.cache import TieredCache
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.images.token_counts import FixedCount, ImageProcessor
-from prefixd.server import gpu_memory, model_host
+from prefixd.server import gpu_memory
 from prefixd.server.gpu_tier_size import most_frames
+from prefixd.server.image_decoder import ImageDecoder
 from prefixd.server.models import Models
 from prefixd.settings import Settings
 from prefixd.worker.protocol import FullAttention, GroupShape, Hello, ImageShape
@@ -160,7 +161,10 @@ async def test_blocks_that_cannot_tell_images_apart_are_refused(models: Models) 
 
 
 async def test_a_step_that_cannot_hold_an_image_is_refused(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_host, "read_image_processor", lambda _: ImageProcessor(FixedCount(513), bytes(32)))
+    async def start(_: ImageDecoder) -> ImageProcessor:
+        return ImageProcessor(FixedCount(513), bytes(32))
+
+    monkeypatch.setattr(ImageDecoder, "start", start)
     hello = SimpleNamespace(images=ImageShape(90, "rows", both_ways=True))
     with pytest.raises(ConfigError, match=r"worker.max_step_tokens = 512 is below the 513 tokens of an image"):
         await models.first._read_image_processor(hello)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
 
+from prefixd.images.decoding import InputArray, Pixels
+from prefixd.images.prepare import prepare_image, scaled, scales
 from prefixd.worker.errors import ModelError, RequestError
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.grouped_attention import GroupedAttention
@@ -66,14 +69,17 @@ class Vision:
     def __init__(self, name: str, directory: Path, **settings: object) -> None:
         self.name = name
         self.directory = save_image_model(directory, name)
+        self.processor = read_processor(directory)
+        self.memory = os.memfd_create("pixels", os.MFD_CLOEXEC)
+        self.files: dict[int, bytes] = {}
+        """By the offset of their pixels in the memory."""
         self.model = self.load(**settings)
         self.reference = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
-        self.processor = read_processor(directory)
         self.cross = name == "mllama"
         self.token = self.model.spec.images.placeholder_id
 
     def load(self, **settings: object) -> CausalModel:
-        settings = {"chunk_bytes": 4096, **settings}
+        settings = {"chunk_bytes": 4096, "pixels_fd": self.memory, **settings}
         return load_model(read_model_spec(WorkerSettings(model=str(self.directory), **settings)))
 
     def prompt(self, *parts: list[int] | bytes) -> Prompt:
@@ -85,9 +91,20 @@ class Vision:
                 tokens += part
                 continue
             rows = 1 if self.cross else self.rows(part)
-            images.append(PromptImage(len(tokens) + 1, rows, hashlib.sha256(part).digest(), part))
+            images.append(PromptImage(len(tokens) + 1, rows, hashlib.sha256(part).digest(), self.pixels(part)))
             tokens += [BEGIN, *[self.token] * rows, END]
         return Prompt(tokens, images)
+
+    def pixels(self, file: bytes) -> Pixels:
+        """As a daemon's decode process hands them over."""
+        prepared = prepare_image(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB"), self.processor)
+        offset = len(self.files) << 30
+        self.files[offset] = file
+        os.pwrite(self.memory, prepared.pixels.tobytes(), offset)
+        inputs = {
+            name: InputArray(str(array.dtype), array.shape, array.tobytes()) for name, array in prepared.inputs.items()
+        }
+        return Pixels(offset, prepared.pixels.shape, inputs)
 
     def rows(self, file: bytes) -> int:
         """Rows of the embedding, by transformers."""
@@ -104,7 +121,7 @@ class Vision:
         ids = torch.tensor([prompt.tokens])
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if prompt.images:
-            arguments |= self.inputs([image.data for image in prompt.images])
+            arguments |= self.inputs([self.files[image.pixels.offset] for image in prompt.images])
             if self.cross:
                 tiles = arguments["aspect_ratio_mask"].sum(-1).tolist()
                 spans = [get_cross_attention_token_mask(prompt.tokens, self.token)]
@@ -456,7 +473,7 @@ def test_frames_of_images_that_do_not_fit(vision, rig):
 @pytest.mark.parametrize(("width", "height"), [(20, 20), (28, 28), (112, 80), (30, 56), (200, 20), (5, 300)])
 def test_the_size_of_an_image_tells_its_patches(vision, width, height):
     image = vision.prompt(picture(31, width, height)).images[0]
-    tiles = int(vision.inputs([image.data])["aspect_ratio_mask"].sum())
+    tiles = int(vision.inputs([vision.files[image.pixels.offset]])["aspect_ratio_mask"].sum())
     assert vision.model.images.visible(image) == 5 * tiles
 
 
@@ -502,14 +519,20 @@ def test_bytes_before_the_window_change_nothing_and_those_in_it_do(vision, rig):
 def test_an_image_that_cannot_be_read_ends_its_request_alone(vision, rig):
     file = picture(16)
     prompt = vision.prompt(text(28, 5), file, text(29, 5))
-    broken = [msgspec.structs.replace(prompt.images[0], data=data, digest=bytes(32)) for data in (file[:-40], b"x")]
+    image = prompt.images[0]
+    gone = msgspec.structs.replace(image.pixels, offset=len(vision.files) << 30)
+    bare = msgspec.structs.replace(image.pixels, inputs={})
+    broken = [msgspec.structs.replace(image, pixels=pixels, digest=bytes(32)) for pixels in (gone, bare)]
+    if not vision.model.images.kind.inputs:
+        del broken[1]
     requests = [rig.start(prompt.tokens, images=[image]) for image in broken]
     healthy = rig.start(prompt.tokens, images=prompt.images)
     rig.run()
     for request, image in zip(requests, broken, strict=True):
         done = rig.done[request]
         assert done.reason == "error"
-        assert done.detail.startswith(f"the image at token 6 ({len(image.data)} bytes) cannot be read: ")
+        why = "ends after 0 bytes; send" if image.pixels.inputs else "came without"
+        assert done.detail.startswith(f"the image at token 6 (pixels {list(image.pixels.shape)}) {why}")
         assert "\n" not in done.detail
     assert rig.tokens[healthy] == vision.greedy(prompt)
 
@@ -526,7 +549,7 @@ def test_an_image_is_turned_as_its_camera_was_held(vision, rig, orientation):
     upright = photo.transpose(turns[orientation]) if orientation in turns else photo
     upright.save(plain, "PNG")
     prompt = vision.prompt(text(40, 5), plain.getvalue(), text(41, 5))
-    image = msgspec.structs.replace(prompt.images[0], data=turned.getvalue())
+    image = msgspec.structs.replace(prompt.images[0], pixels=vision.pixels(turned.getvalue()))
     ours = our_logits(rig, opened(rig, prompt)[0], Prompt(prompt.tokens, [image]))
     torch.testing.assert_close(ours, vision.logits(prompt), rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -540,7 +563,7 @@ def test_an_image_with_another_number_of_placeholders(vision, rig):
         request = rig.start(prompt.tokens, images=[fewer])
         rig.run()
         assert rig.done[request].detail.startswith(
-            f"the image at token 6 ({len(image.data)} bytes) has an embedding of {image.tokens} rows, "
+            f"the image at token 6 (pixels {list(image.pixels.shape)}) has an embedding of {image.tokens} rows, "
             f"but {image.tokens - 1} placeholders"
         )
 
@@ -578,12 +601,26 @@ def test_a_draft_is_refused(vision):
         read_model_spec(WorkerSettings(model=directory, draft_model=directory))
 
 
+def test_tables_of_colours_have_the_bits_of_the_processor(vision):
+    """Whatever an image's size, and with either half of the scale, or none."""
+    for options in ({}, {"do_normalize": False}, {"do_rescale": False}, {"do_rescale": False, "do_normalize": False}):
+        processor = type(vision.processor)(**{**vision.processor.to_dict(), **options})
+        table = scales(processor)
+        for seed, (width, height) in enumerate(((28, 28), (112, 80), (30, 56), (200, 20), (57, 300))):
+            noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+            image = Image.fromarray(noise)
+            made = scaled(prepare_image(image, processor), table, processor)
+            expected = processor(images=[image], return_tensors="np")["pixel_values"]
+            assert made.dtype == np.float32
+            np.testing.assert_array_equal(made, expected)
+
+
 SHAPE = ImageShape(IMAGE_TOKEN, "rows")
 TOKENS = [1, 2, *[IMAGE_TOKEN] * 4, 3, *[IMAGE_TOKEN] * 4, 4]
 
 
 def image_at(first: int, tokens: int = 4) -> PromptImage:
-    return PromptImage(first, tokens, bytes(32), b"")
+    return PromptImage(first, tokens, bytes(32), Pixels(0, (), {}))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Images in prompts: which models read them, and their way from a file to rows of a pass.
+"""Images in prompts: which models read them, and their way from pixels to rows of a pass.
 
 ```
-Start.images --> PromptImages --hold--> FeatureStore --(not kept)--> ImageEncoder: processor, vision encoder
+Start.images --> PromptImages --hold--> FeatureStore --(not kept)--> ImageEncoder: colours, vision encoder
                       |
                       +--of_pass--> PassImages of a Segment: embeddings, positions, who attends both ways
 ```

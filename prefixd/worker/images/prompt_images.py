@@ -44,7 +44,7 @@ class PromptImages:
 
     encoded: how many embeddings were made for this request.
     memory: of a model with cross-attention, where the images' keys and values lie; to be set before the first `hold`.
-    Raises RequestError for a file that cannot be read, as far as positions or masks depend on it.
+    Raises RequestError for an image without what positions or masks depend on.
     """
 
     def __init__(self, images: Sequence[PromptImage], tokens: int, encoder: ImageEncoder) -> None:
@@ -72,7 +72,7 @@ class PromptImages:
                 features = self._features(image)
                 if len(features.rows) != image.tokens:
                     raise RequestError(
-                        f"the image at token {image.first} ({len(image.data)} bytes) has an embedding of "
+                        f"the image at token {image.first} (pixels {list(image.pixels.shape)}) has an embedding of "
                         f"{len(features.rows)} rows, but {image.tokens} placeholders; repeat the placeholder as the "
                         "model's processor does"
                     )

@@ -12,6 +12,7 @@ import pytest
 
 from prefixd.cache import Namespace
 from prefixd.cache.index.trie import CPU
+from prefixd.images.decoding import Pixels
 from prefixd.server import piece_load, tail_load
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.worker.protocol import Arrived, Extend, PromptImage, Start
@@ -106,7 +107,7 @@ async def test_tenants_do_not_wait_for_each_other(make_bench: MakeBench) -> None
 async def test_a_worker_that_knows_an_image_does_not_tell_another_tenant(make_bench: MakeBench) -> None:
     """An answer says how many embeddings of its images were computed, and comes earlier without."""
     house = await house_of(make_bench)
-    images = [PromptImage(place, 3, b"\1" * 32, b"data") for place in (2, 7)]
+    images = [PromptImage(place, 3, b"\1" * 32, Pixels(0, (), {})) for place in (2, 7)]
     layout = PromptLayout(bytes(40), images, 8, cross=False)
     await house.run("a", PROMPT)
     await house.run("b", PROMPT)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd.images import identity
+from prefixd.images.decoding import InputArray, Pixels
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Cancel, PromptImage, Start
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Piece = list[int] | tuple[str, int]
 """Tokens, or an image: its name and how many tokens it has."""
+NOTHING = InputArray("int64", (0,), b"")
 CAT, DOG = ("cat", 6), ("dog", 6)
 
 
@@ -49,7 +51,9 @@ def lay_out(pieces: Sequence[Piece], cross: bool = False) -> tuple[list[int], Pr
     for piece in pieces:
         if isinstance(piece, tuple):
             name, count = piece
-            images.append(PromptImage(len(tokens), count, name.encode().ljust(32, b"."), name.encode()))
+            images.append(
+                PromptImage(len(tokens), count, name.encode().ljust(32, b"."), Pixels(0, (), {name: NOTHING}))
+            )
             tokens += [PLACEHOLDER] * count
         else:
             tokens += piece
@@ -91,7 +95,7 @@ async def test_the_worker_gets_the_tokens_and_the_images(make_bench: MakeBench, 
     request = await run(bench, [1, 2, 3], CAT, [4, 5], max_tokens=5)
     (start,) = starts_of(bench, request)
     assert np.frombuffer(start.tokens, "<u4").tolist() == [1, 2, 3] + [PLACEHOLDER] * 6 + [4, 5]
-    assert [(image.first, image.tokens, image.data) for image in start.images] == [(3, 6, b"cat")]
+    assert [(image.first, image.tokens, *image.pixels.inputs) for image in start.images] == [(3, 6, "cat")]
     assert events(request) == (answer(start, 5), "length")
     assert np.frombuffer(request.token_ids, "<u4").tolist()[11:] == answer(start, 5)
 

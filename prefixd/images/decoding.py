@@ -1,0 +1,93 @@
+"""What the daemon and its process that decodes images say to each other: lines of JSON on a socket.
+
+```
+daemon                          decode process                  a process for each image
+  <--- Described --------------- loads transformers
+  ---- Job -------------------->  forks  -------------------->   reads the file from the shared memory, decodes it,
+                                                                 writes its pixels there, and ends
+  <--- Decoded or Refused ------  waits for it  <-------------
+  ---- Drop ------------------->  kills it                       nobody wants its pixels any more
+  <--- Killed ------------------
+```
+
+Each job is answered once. The shared memory is a memory file (`PixelStore`) that both and the worker inherit.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from prefixd.images.token_counts import ImageProcessor
+
+
+class InputArray(msgspec.Struct, frozen=True, array_like=True):
+    """A small array that the model takes with the pixels. data: C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Pixels(msgspec.Struct, frozen=True, array_like=True):
+    """An image as the model takes it, but for its colours' scale (`prepare_image`).
+
+    offset: of its bytes in the shared memory; uint8, C order. shape: of them.
+    inputs: what transformers' image processor made besides, by name: `image_grid_thw`.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    inputs: dict[str, InputArray]
+
+
+class Described(msgspec.Struct, frozen=True, tag=True):
+    """The image processor is loaded; or why not."""
+
+    processor: ImageProcessor | None
+    error: str = ""
+
+
+class Job(msgspec.Struct, frozen=True, tag=True):
+    """Decode an image. number: which of its prompt's. offset, nbytes: of its file in the shared memory, and of its
+    pixels, which take the same place."""
+
+    id: int
+    number: int
+    offset: int
+    nbytes: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Nobody wants it any more. Ignored if it has ended."""
+
+    id: int
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    """The pixels are in the shared memory. tokens: the image's placeholders in the prompt."""
+
+    id: int
+    tokens: int
+    pixels: Pixels
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The file cannot be used; why, for its sender."""
+
+    id: int
+    why: str
+
+
+class Killed(msgspec.Struct, frozen=True, tag=True):
+    """The process of this image ended without an answer. overtime: it took all the time that it may."""
+
+    id: int
+    overtime: bool
+    status: int
+
+
+Answer = Decoded | Refused | Killed
+
+to_decoder = msgspec.json.Decoder(Job | Drop).decode
+from_decoder = msgspec.json.Decoder(Described | Decoded | Refused | Killed).decode
+encode = msgspec.json.Encoder().encode

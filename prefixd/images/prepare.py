@@ -1,0 +1,70 @@
+"""An image as a model takes it, as bytes: resized, cut and laid out by transformers' own processor.
+
+Behind that the processor only scales each channel's values, which is a table of 256 numbers for each (`scales`). So the
+bytes go to the worker, a quarter as many as its floats, and the worker looks them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image that a processor has laid out.
+
+    Attributes:
+        pixels: of its tiles or patches, uint8: `[..., 3, height, width]`, or `[patches, 3, pixels]` for models that
+            read patches one by one (Qwen2.5-VL), each once.
+        inputs: the processor's other arrays, by name.
+    """
+
+    pixels: Pixels
+    inputs: dict[str, npt.NDArray[Any]]
+
+
+def prepare_image(image: Image.Image, processor: Any) -> PreparedImage:
+    """Has a processor of transformers (backend "pil") lay out an image in RGB. Raises what the processor raises."""
+    made = processor(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
+    pixels = made["pixel_values"]
+    if (times := _frames(processor)) is not None:  # patches of a video have several frames, which an image repeats
+        pixels = pixels.reshape(len(pixels), 3, times, -1)[:, :, 0]
+    inputs = {name: value for name, value in made.items() if name != "pixel_values" and isinstance(value, np.ndarray)}
+    return PreparedImage(np.ascontiguousarray(pixels, np.uint8), inputs)
+
+
+def scales(processor: Any) -> npt.NDArray[np.float32]:
+    """What a processor makes of each value of each channel: ``[3, 256]``, with the bits of its own arithmetic."""
+    values: Any = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16))
+    if processor.do_rescale:
+        values = processor.rescale(values, processor.rescale_factor)
+    if processor.do_normalize:
+        values = processor.normalize(values, processor.image_mean, processor.image_std)
+    return np.asarray(values, np.float32).reshape(3, 256)
+
+
+def scaled(prepared: PreparedImage, table: npt.NDArray[np.float32], processor: Any) -> npt.NDArray[np.float32]:
+    """The `pixel_values` that the processor makes of the image. `table`: its `scales`."""
+    pixels, times = prepared.pixels, _frames(processor)
+    channel = 1 if times is not None else pixels.ndim - 3
+    values = np.empty(pixels.shape, np.float32)
+    for number in range(3):
+        np.moveaxis(values, channel, 0)[number] = table[number][np.moveaxis(pixels, channel, 0)[number]]
+    if times is not None:
+        return np.repeat(values[:, :, None], times, axis=2).reshape(len(values), -1)
+    mask = prepared.inputs.get("aspect_ratio_mask")
+    if mask is not None:  # places of tiles that the image does not have hold zeros, whatever the scale (Llama 3.2)
+        values[mask == 0] = 0
+    return values
+
+
+def _frames(processor: Any) -> int | None:
+    times = getattr(processor, "temporal_patch_size", None)
+    return None if times is None else int(times)

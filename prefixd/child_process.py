@@ -23,9 +23,14 @@ def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes]
 
 
 def end_with_parent() -> list[str]:
-    """The kernel kills this process with the thread that started it; returns the arguments that come behind PARENT."""
+    """`end_with` PARENT, the first argument; returns the others."""
     _, parent, *arguments = sys.argv
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):
-        sys.exit(1)  # it ended before
+    end_with(int(parent))
     return arguments
+
+
+def end_with(parent: int) -> None:
+    """The kernel kills this process with the thread of process `parent` that started it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before

@@ -622,6 +622,9 @@ class WorkerSettings(_Section):
     one more is refused."""
     threads: Count = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """CPU threads of the worker."""
+    step_seconds: Annotated[int, Field(ge=1)] = 600
+    """The longest that a step of the worker may take. A worker that answers nothing for that long hangs: it is killed,
+    and another one is started."""
     restart_limit: Annotated[int, Field(ge=0)] = 3
     """How often a worker that died is started again before the daemon gives it up."""
 

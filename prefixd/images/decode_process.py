@@ -8,7 +8,6 @@ state of the image before it.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import resource
 import selectors
@@ -24,6 +23,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from prefixd.child_process import end_with
 from prefixd.errors import InvalidArgumentError
 from prefixd.images.decoding import (
     Answer,
@@ -46,7 +46,6 @@ from prefixd.images.token_counts import ImageProcessor
 Work = Callable[[Job, bytes], Answer]
 """Decodes an image's file; writes its pixels into the shared memory."""
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 _NICENESS = 10
 
@@ -143,9 +142,7 @@ class DecodeServer:
         """Does the work within its limits, and ends the process."""
         status = 1
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(status)
+            end_with(parent)
             self._connection.close()
             _limit_process(self._seconds)
             answer = self._work(job, os.pread(self._memory, job.nbytes, job.offset))
@@ -206,11 +203,13 @@ def main(
         work_of: makes of it what a child does, see `decode_work`.
     """
     parser = argparse.ArgumentParser(prog="python -m prefixd.images.decode_process", description="decodes images")
+    parser.add_argument("--parent", type=int, required=True, help="process of the daemon, with which this one ends")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the daemon")
     parser.add_argument("--memory", type=int, required=True, help="descriptor of the memory of pixels")
     parser.add_argument("--limits", required=True, help="ImageLimits as JSON")
     parser.add_argument("directory", help="of the model")
     options = parser.parse_args(arguments)
+    end_with(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when this ends, not the terminal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     limits = msgspec.json.decode(options.limits, type=ImageLimits)

@@ -291,6 +291,8 @@ async def _start(
                 sys.executable,
                 "-m",
                 _MODULE,
+                "--parent",
+                str(os.getpid()),
                 "--fd",
                 str(theirs.fileno()),
                 "--memory",
@@ -302,6 +304,7 @@ async def _start(
                 env={**os.environ, **_ENVIRONMENT},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C does not reach it
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_LINE_BYTES)
     except (OSError, RuntimeError) as error:

@@ -114,6 +114,7 @@ class ModelHost:
             on_death=self._on_death,
             troubles=cache.tiers.troubles,
             part=part,
+            step_seconds=worker.step_seconds,
         )
         self.dispatcher = make_dispatcher(settings, cache, self.worker.send, clock, share)
 

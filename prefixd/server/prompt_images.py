@@ -93,7 +93,10 @@ class PromptImages:
         The worker keeps embeddings by these, and an answer says how many it had: of nobody else's images.
         """
         names = (hashlib.blake2b(image.digest, digest_size=32, key=namespace.digest) for image in self.images)
-        return [replace(image, digest=name.digest()) for image, name in zip(self.images, names, strict=True)]
+        tenant = namespace.spec.tenant
+        return [
+            replace(image, digest=name.digest(), tenant=tenant) for image, name in zip(self.images, names, strict=True)
+        ]
 
     def append(self, token_ids: bytes, chain: BlockChain) -> None:
         """Adds tokens that were generated, here and to the chain.

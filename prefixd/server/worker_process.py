@@ -18,6 +18,7 @@ import numpy as np
 
 from prefixd.cache.troubles import Troubles
 from prefixd.errors import PrefixdError
+from prefixd.server.step_watchdog import StepWatchdog
 from prefixd.worker.protocol import (
     Done,
     Failed,
@@ -25,6 +26,7 @@ from prefixd.worker.protocol import (
     Grow,
     Hello,
     Memory,
+    Ping,
     Ready,
     Shrink,
     Shrunk,
@@ -97,6 +99,7 @@ class WorkerProcess:
         on_done: a request ended and its frames are unmapped.
         on_death: the worker is gone (the reason in words), and whether it is given up.
         part: what `troubles` call it.
+        step_seconds: it is killed when a step takes longer.
         troubles: told while this machine has no process, memory or descriptor for a worker, and when it is given up.
     """
 
@@ -112,6 +115,7 @@ class WorkerProcess:
         on_death: Callable[[str, bool], None],
         troubles: Troubles,
         part: str = PART,
+        step_seconds: float = 600.0,
     ) -> None:
         self.settings = settings
         self.hello: Hello | None = None  # what the present worker, or the last one, said of its model
@@ -129,6 +133,7 @@ class WorkerProcess:
         self._on_death = on_death
         self._troubles = troubles
         self._part = part
+        self._watchdog = StepWatchdog(step_seconds)
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -199,6 +204,7 @@ class WorkerProcess:
     def proven(self) -> None:
         """A request went through: earlier deaths are forgiven."""
         self._deaths = 0
+        self._troubles.end(f"{self._part}'s step")
 
     async def stop(self) -> None:
         """Ends the worker and waits for it.
@@ -283,13 +289,16 @@ class WorkerProcess:
             if self._stopping.is_set():  # while it was being started
                 self._kill()
             decoder = from_worker()
+            watching = asyncio.create_task(self._watch(process), name="worker's watchdog")
             try:
                 while data := await loop.sock_recv(ours, _READ_BYTES):
+                    self._watchdog.heard(loop.time())
                     for message in decoder.feed(data):
                         await self._take(message, ours)
             except ConnectionResetError:
                 pass
             finally:
+                watching.cancel()
                 self._let_go()
                 with suppress(OSError):
                     ours.shutdown(socket.SHUT_RDWR)  # a worker that is refused learns of it at once
@@ -366,6 +375,28 @@ class WorkerProcess:
         elif isinstance(message, Failed):
             self._last_words = message.detail
             self._failed = True
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kills a worker that hangs. It is watched from when it is ready: loading takes as long as it takes."""
+        watchdog, loop = self._watchdog, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(watchdog.period_s)
+            if self.state is not WorkerState.READY:
+                watchdog.heard(loop.time())
+                continue
+            found = watchdog.look(loop.time())
+            if found == "ask":
+                self.send(Ping())
+            elif found == "hangs":
+                self._last_words = f"it answered nothing for {watchdog.limit_s:g} s: a step hangs"
+                self._troubles.begin(
+                    f"{self._part}'s step",
+                    f"{self._last_words}, and it was killed; look at the log and the device, and raise "
+                    "worker.step_seconds if steps take that long",
+                )
+                with suppress(ProcessLookupError):
+                    process.kill()
+                return
 
     async def _while_it_lives(self, asking: Coroutine[Any, Any, FramePool]) -> FramePool | None:
         """Waits for the frames; None when the worker ends first. Its socket is not read meanwhile."""

@@ -11,6 +11,8 @@ The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
     > Shrunk    this process has let go of them
     > Step      after each forward pass
     > Done      once a request, after its last Step, when its frames are unmapped
+    < Ping      at any time after Ready
+    > Pong      the answer, between two steps
     < Shutdown  or the socket closes: the worker ends
     > Failed    in place of anything else: the worker ends
 
@@ -429,6 +431,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
     first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
     digest: 32 bytes that name its content.
+    tenant: whose it is.
     pixels: it, in the memory that the daemon shares; they stay there until the daemon has had the request's `Done`.
     """
 
@@ -436,6 +439,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     digest: bytes
     pixels: Pixels
+    tenant: str = ""
 
 
 class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
@@ -518,12 +522,20 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answer with Pong: a worker that hangs in a step does not."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """See `Ping`."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
 
-FromWorker = Hello | Ready | Step | Done | Shrunk | Failed
-ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Cancel | Shutdown
+FromWorker = Hello | Ready | Step | Done | Shrunk | Pong | Failed
+ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Cancel | Ping | Shutdown
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()

@@ -27,6 +27,8 @@ from prefixd.worker.protocol import (
     Extend,
     Grow,
     Memory,
+    Ping,
+    Pong,
     Ready,
     Shrink,
     Shutdown,
@@ -140,6 +142,8 @@ def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames,
                 ended = True
             elif isinstance(message, Memory):
                 raise ProtocolError("a second Memory message: the daemon sends its memory once")
+            elif isinstance(message, Ping):
+                connection.send(Pong())
             elif isinstance(message, Grow):
                 frames.grow(message, connection.socket)
             elif isinstance(message, Shrink):

@@ -1,6 +1,7 @@
 """How many tokens an image has: as transformers' own processors count."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def save(folder: Path, config: object, **processor: object) -> Path:
 def described(folder: Path) -> Described:
     """What a decode process says of a model directory."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "prefixd.images.decode_process", "--fd", str(theirs.fileno()), "--memory", "0"]
+    command = [sys.executable, "-m", "prefixd.images.decode_process", "--parent", str(os.getpid())]
+    command += ["--fd", str(theirs.fileno()), "--memory", "0"]
     command += ["--limits", '{"images": 1, "image_bytes": 1, "image_pixels": 1}', str(folder)]
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]):
         theirs.close()

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText
 from transformers.models.mllama.processing_mllama import (
@@ -457,7 +459,7 @@ def test_frames_of_images_that_hold_nan_are_filled_whole(vision, cross_rig):
 def test_frames_of_images_that_do_not_fit(vision, rig):
     prompt = vision.prompt(text(47, 9), picture(30), text(48, 5))
     frames = rig.image_frames(prompt.images)
-    for given, message in (
+    for image_frames, message in (
         ([], "frames for the keys and values of 0 images; 1 are needed"),
         ([*frames, *frames], "frames for the keys and values of 2 images; 1 are needed"),
         (
@@ -465,7 +467,7 @@ def test_frames_of_images_that_do_not_fit(vision, rig):
             f"3 frames for the keys and values of an image; it takes {len(frames[0].frames)}",
         ),
     ):
-        request = rig.start(prompt.tokens, images=prompt.images, image_frames=given)
+        request = rig.start(prompt.tokens, images=prompt.images, image_frames=image_frames)
         assert rig.done[request].detail == message
 
 
@@ -656,14 +658,72 @@ def test_the_store_keeps_what_was_used_last():
     store = FeatureStore(3 * 64)
     made = {bytes([number]): Features(torch.full((2, 8), float(number))) for number in range(4)}  # 64 bytes each
     for digest in list(made)[:3]:
-        store.put(digest, made[digest])
-    assert store.get(b"\0") is made[b"\0"]
-    store.put(b"\3", made[b"\3"])
-    assert store.get(b"\1") is None, "the one that was not used for the longest time has gone"
+        store.put("a", digest, made[digest])
+    assert store.get("a", b"\0") is made[b"\0"]
+    store.put("a", b"\3", made[b"\3"])
+    assert store.get("a", b"\1") is None, "the one that was not used for the longest time has gone"
     assert (store.nbytes, len(store), store.hits, store.misses) == (192, 3, 1, 1)
-    store.put(b"\4", Features(torch.zeros(7, 7)))
-    assert store.get(b"\4") is None, "it is larger than the store"
+    store.put("a", b"\4", Features(torch.zeros(7, 7)))
+    assert store.get("a", b"\4") is None, "it is larger than the store"
     assert store.nbytes == 192
+
+
+class ModelStore:
+    """The rule, slowly: of who has most, the one that was used first goes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.kept: list[tuple[str, bytes, int]] = []  # the one used last comes last
+
+    def use(self, tenant: str, digest: bytes) -> bool:
+        for entry in self.kept:
+            if entry[:2] == (tenant, digest):
+                self.kept.remove(entry)
+                self.kept.append(entry)
+                return True
+        return False
+
+    def of(self, tenant: str) -> int:
+        return sum(rows for owner, _, rows in self.kept if owner == tenant)
+
+    def put(self, tenant: str, digest: bytes, rows: int) -> None:
+        if rows > self.most:
+            return
+        self.kept.append((tenant, digest, rows))
+        while sum(rows for _, _, rows in self.kept) > self.most:
+            largest = max({owner for owner, _, _ in self.kept}, key=lambda owner: (self.of(owner), owner == tenant))
+            self.kept.remove(next(entry for entry in self.kept if entry[0] == largest))
+
+
+USES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(1, 6)), max_size=60)
+
+
+@given(USES)
+def test_the_store_is_divided_between_tenants(uses):
+    """Two tenants; one with no more than half of it loses nothing."""
+    most = 12
+    store, model = FeatureStore(most * 4), ModelStore(most)
+    for tenant, number, rows in uses:
+        digest = bytes([number])
+        before = {other: model.of(other) for other in "ab"}
+        found = store.get(tenant, digest) is not None
+        assert found == model.use(tenant, digest)
+        if not found:
+            store.put(tenant, digest, Features(torch.zeros(rows, 1)))
+            model.put(tenant, digest, rows)
+        assert (len(store), store.nbytes) == (len(model.kept), 4 * sum(rows for _, _, rows in model.kept))
+        other = "b" if tenant == "a" else "a"
+        if before[other] <= most // 2:
+            assert model.of(other) == before[other]
+
+
+def test_a_flood_of_one_tenants_images_leaves_anothers_embeddings():
+    store = FeatureStore(8 * 64)
+    for number in range(4):
+        store.put("alice", bytes([number]), Features(torch.zeros(2, 8)))
+    for number in range(1000):
+        store.put("mallory", number.to_bytes(4, "big"), Features(torch.zeros(2, 8)))
+    assert all(store.get("alice", bytes([number])) is not None for number in range(4))
 
 
 @pytest.mark.parametrize("vision", ["llava_onevision"], indirect=True)

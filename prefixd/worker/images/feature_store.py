@@ -19,9 +19,11 @@ class Features:
 
 
 class FeatureStore:
-    """Keeps the embeddings used last, as many as fit.
+    """Keeps the embeddings used last of each tenant, as many as fit.
 
-    An embedding depends on nothing but its image, so it serves every prompt, whatever stands before the image there.
+    An embedding depends on nothing but its image, so it serves every prompt of its tenant, whatever stands before the
+    image there. Whoever has most loses the one that he has not used for the longest time: a tenant with no more than an
+    even part loses nothing to others, whatever they send.
 
     most_bytes: of all embeddings together. One that is larger alone is not kept.
     hits, misses: of `get`. nbytes: of what is kept.
@@ -32,27 +34,36 @@ class FeatureStore:
         self.misses = 0
         self.nbytes = 0
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._kept: dict[str, OrderedDict[bytes, Features]] = {}
+        self._bytes: dict[str, int] = {}  # by tenant
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(map(len, self._kept.values()))
 
-    def get(self, digest: bytes) -> Features | None:
-        """The embedding of the image with this digest, if it is kept."""
-        features = self._kept.get(digest)
-        if features is None:
+    def get(self, tenant: str, digest: bytes) -> Features | None:
+        """The embedding of a tenant's image with this digest, if it is kept."""
+        kept = self._kept.get(tenant)
+        features = None if kept is None else kept.get(digest)
+        if kept is None or features is None:
             self.misses += 1
             return None
         self.hits += 1
-        self._kept.move_to_end(digest)
+        kept.move_to_end(digest)
         return features
 
-    def put(self, digest: bytes, features: Features) -> None:
-        """Keep an embedding that is not kept yet, in place of those that were not used for the longest time."""
+    def put(self, tenant: str, digest: bytes, features: Features) -> None:
+        """Keep an embedding that is not kept yet."""
         if features.rows.nbytes > self._most_bytes:
             return
-        self._kept[digest] = features
-        self.nbytes += features.rows.nbytes
+        self._kept.setdefault(tenant, OrderedDict())[digest] = features
+        self._count(tenant, features.rows.nbytes)
         while self.nbytes > self._most_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self.nbytes -= dropped.rows.nbytes
+            largest = max(self._bytes, key=lambda name: (self._bytes[name], name == tenant))
+            _, dropped = self._kept[largest].popitem(last=False)
+            self._count(largest, -dropped.rows.nbytes)
+
+    def _count(self, tenant: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + nbytes
+        if not self._kept[tenant]:
+            del self._kept[tenant], self._bytes[tenant]

@@ -95,11 +95,11 @@ class PromptImages:
         self._cross = CrossImages(memory, [image.first for image in self._images], self._visible)
 
     def _features(self, image: PromptImage) -> Features:
-        features = self._encoder.store.get(image.digest)
+        features = self._encoder.store.get(image.tenant, image.digest)
         if features is None:
             features = self._encoder.encode(image)
             self.encoded += 1
-            self._encoder.store.put(image.digest, features)
+            self._encoder.store.put(image.tenant, image.digest, features)
         return features
 
     def of_pass(self, start: int, stop: int) -> PassImages:

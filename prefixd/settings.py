@@ -132,6 +132,7 @@ def _size_or_auto(value: object) -> int | str:
 
 
 _MOST_REQUESTS = 1_000_000
+_COMMON_PART = 4
 
 
 def _count_or_auto(value: object) -> int | str:
@@ -474,6 +475,9 @@ class CacheSettings(_Section):
     Until then nobody can find out by a hit, or by its time, that another has them. 0: never. 1: at once, with no such
     protection. Take more than one party may have tenants. What clients store has to be the same, byte for byte. A
     change begins with an empty cache for what has no salt, and counting begins with the daemon."""
+    common_bytes: Bytes | None = None
+    """The most that common blocks (of a share_after above 1) may take of the CPU tier, and of the disk tier; those not
+    used for longest go first. They count for no tenant's quota. By default a quarter of each tier."""
 
 
 class EventSettings(_Section):
@@ -750,8 +754,15 @@ class Settings(_Section):
 
     @property
     def quotas(self) -> dict[str, Quota]:
-        """Quotas by tenant."""
-        return {name: tenant.quota for name, tenant in self.tenants.items()}
+        """Quotas by tenant, and that of common blocks."""
+        quotas = {name: tenant.quota for name, tenant in self.tenants.items()}
+        if self.cache.share_after > 1:
+            quotas[COMMON] = Quota(tiers=(TierQuota(), *map(self._common, (self.cpu.bytes, self.disk.bytes))))
+        return quotas
+
+    def _common(self, tier_bytes: int) -> TierQuota:
+        most = self.cache.common_bytes
+        return TierQuota(most_bytes=tier_bytes // _COMMON_PART if most is None else most)
 
     @check_together(mode="after")
     def _gpu_tier_is_the_workers(self) -> Self:

@@ -169,7 +169,8 @@ class Tenants:
             tenant.quota = quotas.get(tenant.name, Quota())
         for name, quota in quotas.items():
             self.known(name).quota = quota
-        self._named = frozenset((*quotas, DEFAULT)) if quotas else frozenset()
+        named = frozenset(quotas) - {COMMON}
+        self._named = named | {DEFAULT} if named else named
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_ordinal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.attacks import doors, hogs, keys, namespaces, requests, routers
+from benchmarks.attacks import doors, hogs, keys, namespaces, requests, routers, sharing
 from benchmarks.attacks.scenario import Scenario
 
 SCENARIOS: dict[str, Scenario] = {
@@ -50,6 +50,8 @@ SCENARIOS: dict[str, Scenario] = {
         requests.Scans(),
         routers.ClaimedModel(),
         routers.ManySubscriptions(),
+        sharing.Colluders(),
+        sharing.ForgottenComputations(),
     )
 }
 """In the order in which they run: those that can share a daemon lie together."""

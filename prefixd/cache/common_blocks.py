@@ -21,7 +21,8 @@ tenant c   ...                                          k tenants have one diges
 - All of it is work in the background. Room is made for a copy as for a write ahead of need, at the cost of nobody's
   guarantee, and without room there is no copy: the next tenant that computes the block gives another chance.
 
-Tenants that one party controls count as several: choose k above the number of those that may work together.
+Tenants that one party controls count as several: choose k above the number of those that may work together. What they
+make common is beyond their quotas, and they can fill all that common blocks may take (`cache.common_bytes`), no more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import ctypes
 import hashlib
 import logging
 import secrets
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -54,28 +55,34 @@ from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
 
-_QUEUED_ROWS = 1 << 17
-"""Blocks that wait to be counted; of more, the oldest are not counted."""
-_REMEMBERED = 1 << 17
-"""Computations that are remembered, one a block, KV group and tenant: up to 400 bytes each, 50 MiB in all."""
+_QUEUED_BLOCKS = 1 << 17
+"""Blocks that wait to be counted; of more, the oldest ones of the tenant with most of them are not counted."""
+_REMEMBERED_BYTES = 50 << 20
+"""For which computations are remembered, one a block, KV group and tenant."""
+_ENTRY_BYTES = 400
+"""Of one of them, at most."""
 _BATCH_BLOCKS, _BATCH_BYTES = 64, 8 << 20
 """So much is digested, or copied, at a time."""
 _GATHER_S = 0.05
 """Blocks that a request computes one by one are looked at together, after so long."""
 _WORKERS = b""
 """Stands for the bytes that the daemon's own workers compute."""
+_Stored = tuple[Trie, Rows, npt.NDArray[np.int32]]
+"""Blocks of one namespace, with the generations that their rows had."""
 
 
 class Computed:
     """Which tenants have computed a KV group of a block, and which bytes.
 
     Args:
-        limit: computations that are remembered; those of the blocks that nobody has computed for longest go first.
+        limit_bytes: of memory for what is remembered. When it is reached, the tenant with most of it forgets the block
+            that nobody has computed for longest: a tenant with less than its part of the memory forgets nothing.
     """
 
-    def __init__(self, limit: int = _REMEMBERED) -> None:
-        self._limit = limit
-        self._digests: OrderedDict[bytes, dict[str, bytes]] = OrderedDict()  # by key and group, each tenant's
+    def __init__(self, limit_bytes: int = _REMEMBERED_BYTES) -> None:
+        self._limit = max(limit_bytes // _ENTRY_BYTES, 1)
+        self._digests: dict[bytes, dict[str, bytes]] = {}  # by key and group, each tenant's
+        self._keys: dict[str, OrderedDict[bytes, None]] = {}  # by tenant, those that it computed longest ago first
         self._size = 0
 
     def __len__(self) -> int:
@@ -86,17 +93,56 @@ class Computed:
         digests = self._digests.setdefault(key, {})
         self._size += tenant not in digests
         digests[tenant] = digest
-        self._digests.move_to_end(key)
-        while self._size > self._limit:
-            _, gone = self._digests.popitem(last=False)
-            self._size -= len(gone)
+        self._keys.setdefault(tenant, OrderedDict())[key] = None
+        for each in digests:
+            self._keys[each].move_to_end(key)
+        if self._size > self._limit:
+            self._forget_one()
         return _same(digests, digest)
+
+    def _forget_one(self) -> None:
+        tenant = max(self._keys, key=lambda each: len(self._keys[each]))
+        key, _ = self._keys[tenant].popitem(last=False)
+        del self._digests[key][tenant]
+        if not self._digests[key]:
+            del self._digests[key]
+        self._size -= 1
 
     def agreed(self, key: bytes, tenant: str) -> tuple[int, bytes]:
         """How many have computed the bytes that this tenant has computed, and their digest; 0 if it has not."""
         digests = self._digests.get(key, {})
         digest = digests.get(tenant)
         return (0, b"") if digest is None else (_same(digests, digest), digest)
+
+
+class _Waiting:
+    """Blocks that wait to be counted, by tenant; tenants take turns."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[_Stored]] = OrderedDict()  # whose turn it is first
+        self._blocks: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def append(self, tenant: str, stored: _Stored) -> None:
+        self._queues.setdefault(tenant, deque()).append(stored)
+        self._blocks[tenant] += len(stored[1])
+        while self._blocks.total() > _QUEUED_BLOCKS:
+            self._pop_from(max(self._blocks, key=self._blocks.__getitem__))
+
+    def pop(self) -> _Stored:
+        """The oldest of the tenant whose turn it is."""
+        tenant = next(iter(self._queues))
+        self._queues.move_to_end(tenant)
+        return self._pop_from(tenant)
+
+    def _pop_from(self, tenant: str) -> _Stored:
+        stored = self._queues[tenant].popleft()
+        self._blocks[tenant] -= len(stored[1])
+        if not self._queues[tenant]:
+            del self._queues[tenant], self._blocks[tenant]
+        return stored
 
 
 def _same(digests: dict[str, bytes], digest: bytes) -> int:
@@ -130,8 +176,7 @@ class CommonBlocks:
         self._clock = clock
         self._share_after = share_after
         self._secret = secrets.token_bytes(32)
-        self._queue: deque[tuple[Trie, Rows, npt.NDArray[np.int32]]] = deque()
-        self._queued = 0
+        self._waiting = _Waiting()
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -152,11 +197,11 @@ class CommonBlocks:
 
     def stored(self, trie: Trie, rows: Rows) -> None:
         """Blocks of one namespace, in a prompt's order, have got bytes from who computed them."""
-        if len(rows) and self._namespaces.at(int(trie.namespace[rows[-1]])).common is not None:
-            self._queue.append((trie, rows, trie.generation[rows]))
-            self._queued += len(rows)
-            while self._queued > _QUEUED_ROWS:
-                self._queued -= len(self._queue.popleft()[1])
+        if not len(rows):
+            return
+        namespace = self._namespaces.at(int(trie.namespace[rows[-1]]))
+        if namespace.common is not None:
+            self._waiting.append(namespace.spec.tenant, (trie, rows, trie.generation[rows]))
             self._wake.set()
 
     async def _run(self) -> None:
@@ -170,9 +215,8 @@ class CommonBlocks:
         """Counts what waits to be counted, and makes common what k tenants have computed by now."""
         self._wake.clear()
         ends: list[tuple[Trie, int, int]] = []  # last blocks that k tenants have computed, with their generations
-        while self._queue and not self._stopping.is_set():
-            trie, rows, generations = self._queue.popleft()
-            self._queued -= len(rows)
+        while self._waiting and not self._stopping.is_set():
+            trie, rows, generations = self._waiting.pop()
             with self._mover.working():
                 if (at := await self._count(trie, rows, generations)) >= 0:
                     ends.append((trie, int(rows[at]), int(generations[at])))

@@ -6,12 +6,16 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
-from prefixd.cache.common_blocks import Computed
+from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec, common_blocks
+from prefixd.cache.common_blocks import _ENTRY_BYTES, Computed
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.tenants import COMMON, Quota, TierQuota
+from prefixd.settings import Settings
+from prefixd.tenants import COMMON, Quota, Tenants, TierQuota
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 from tests.cache.house import FULL, TENANTS, House
 from tests.cache.remote.memory_store import MemoryStore
@@ -293,13 +297,93 @@ def test_a_tenant_counts_once_and_with_its_last_bytes() -> None:
 
 
 def test_what_was_computed_longest_ago_is_forgotten_first() -> None:
-    computed = Computed(limit=4)
+    computed = Computed(4 * _ENTRY_BYTES)
     for key in (b"1", b"2", b"3"):
         computed.note(key, "a", b"x")
     computed.note(b"1", "b", b"x")
     computed.note(b"4", "a", b"x")
     assert len(computed) == 4
     assert [computed.agreed(key, "a")[0] for key in (b"1", b"2", b"3", b"4")] == [2, 0, 1, 1]
+
+
+def test_a_tenant_makes_nobody_forget_but_itself() -> None:
+    """147,456 blocks of a byte made the daemon forget what all others had computed."""
+    computed = Computed(1000 * _ENTRY_BYTES)
+    for number in range(300):
+        computed.note(b"%d" % number, "a", b"x")
+    for number in range(100_000):
+        computed.note(b"mine %d" % number, "mallory", b"x")
+    assert len(computed) == 1000
+    assert [computed.note(b"%d" % number, "b", b"x") for number in range(300)] == [2] * 300
+    assert computed.agreed(b"mine 99999", "mallory") == (1, b"x")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.sampled_from([b"x", b"y"])), max_size=80))
+def test_what_is_remembered_is_so_and_divided(notes: list[tuple[str, int, bytes]]) -> None:
+    """Against a model that forgets nothing: of six places, two are each tenant's."""
+    computed = Computed(6 * _ENTRY_BYTES)
+    said: dict[str, dict[bytes, bytes]] = {tenant: {} for tenant in "abc"}
+    for tenant, number, digest in notes:
+        key = b"%d" % number
+        computed.note(key, tenant, digest)
+        said[tenant][key] = digest
+        assert len(computed) <= 6
+        for each, digests in said.items():
+            known = {name: computed.agreed(name, each) for name in digests if computed.agreed(name, each)[0]}
+            assert len(known) >= min(len(digests), 2)
+            for name, (agreed, last) in known.items():
+                assert last == digests[name]
+                assert 1 <= agreed <= sum(others.get(name) == last for others in said.values())
+
+
+async def test_blocks_that_wait_to_be_counted_wait_for_those_of_no_other_tenant(make_house: MakeHouse) -> None:
+    house = make_house(cpu=64)
+    common = house.cache.common
+    assert common is not None
+    waiting = common_blocks._Waiting()
+    one = np.zeros(1, np.int64)
+    for _ in range(common_blocks._QUEUED_BLOCKS + 7):
+        waiting.append("mallory", (house.trie, one, one))
+    for _ in range(3):
+        waiting.append("a", (house.trie, one[:0], one))
+    counted = []
+    while waiting:
+        counted.append(len(waiting.pop()[1]))
+    assert counted[:7] == [1, 0, 1, 0, 1, 0, 1] and sum(counted) == common_blocks._QUEUED_BLOCKS
+
+
+async def test_what_is_common_takes_no_more_than_its_part_of_a_tier_and_after_a_restart(make_house: MakeHouse) -> None:
+    """Colluders moved 160 MiB past their quotas into the common blocks."""
+    most = 4 * PART_BYTES
+    quota = Quota(tiers=(TierQuota(), TierQuota(most_bytes=most), TierQuota(most_bytes=most)))
+    house = make_house(cpu=64, disk=64)
+
+    def common_bytes() -> list[int]:
+        cache = house.cache
+        return [cache.mover.use.used_bytes(cache.tenants.known(COMMON), tier) for tier in cache.tiers.own]
+
+    for restarted in (False, True):
+        house.cache.tenants.set_quotas({COMMON: quota})
+        for number in range(6):
+            for tenant in "abc":
+                await house.put_for(tenant, [100 * restarted + 10 * number + each for each in (1, 2, 3)])
+            await house.settle()
+            assert all(nbytes <= most for nbytes in common_bytes())
+        assert await house.has("d", [100 * restarted + 50 + each for each in (1, 2, 3)]) == 3  # the last ones
+        if not restarted:
+            house.homes.clear()
+            await house.restart()
+            assert any(common_bytes())
+
+
+def test_the_settings_bound_what_is_common() -> None:
+    tiers = {"cache.share_after": 3, "cpu.bytes": "16MiB", "disk.bytes": "64MiB"}
+    for settings, most in (({}, (4 << 20, 16 << 20)), ({"cache.common_bytes": "2MiB"}, (2 << 20, 2 << 20))):
+        quota = Settings.load(None, {**tiers, **settings}, {}).quotas[COMMON]
+        assert tuple(tier.most_bytes for tier in quota.tiers) == (None, *most)
+    assert Settings.load(None, {**tiers, "cache.share_after": 1}, {}).quotas == {}
+    assert Tenants({COMMON: quota}).calling == 1
+    assert Tenants({COMMON: quota, "a": Quota()}).calling == 2
 
 
 @pytest.mark.parametrize("salt", [b"", b"mine"])

@@ -131,6 +131,14 @@ def _size_or_auto(value: object) -> int | str:
     return value if value == "auto" else parse_room(value)
 
 
+def _cpu_size(value: object) -> int:
+    if value != "auto":
+        return parse_room(value)
+    from prefixd_swap.memory_limit import memory_bytes
+
+    return max(memory_bytes() - (256 << 20), 64 << 20) // 2 // 4096 * 4096
+
+
 _MOST_REQUESTS = 1_000_000
 _COMMON_PART = 4
 
@@ -289,8 +297,9 @@ class GpuSettings(_Section):
 class CpuSettings(_Section):
     """The CPU tier: one arena of shared memory that local engines map."""
 
-    bytes: Bytes = 1 << 30
-    """Size of the tier."""
+    bytes: Annotated[int, BeforeValidator(_cpu_size)] = 1 << 30
+    """Size of the tier. auto: half of what this process may have (the machine's memory, or what its control group
+    allows) less 256 MiB."""
     populate: bool = True
     """Touch the arena's pages at the start, in the background, rather than on first use. Pages touched in order lie
     together, and the disk reads and writes them about twice as fast."""

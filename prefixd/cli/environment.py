@@ -12,9 +12,11 @@ from pathlib import Path
 
 from prefixd.cli.render import size
 from prefixd.v1 import admin_pb2, cache_pb2
+from prefixd_swap.memory_limit import cgroup_limit
 
 _DESCRIPTORS = 4096  # 256 slabs, 256 sessions and their connections, and as much again for a worker and its files
 _MAPPINGS = 65_530  # the kernel's default
+_DAEMON_BYTES = 96 << 20  # beside its tiers
 _NO_LIMIT = "unlimited"
 
 
@@ -36,6 +38,7 @@ def check_environment(address: str, stats: admin_pb2.StatsResponse) -> list[Chec
     cpu, disk = tiers.get(cache_pb2.TIER_CPU), tiers.get(cache_pb2.TIER_DISK)
     if cpu is not None:
         checks.append(_shared_memory(cpu))
+        checks.append(_control_group(pid, tiers))
     path = _disk_path(pid)
     if disk is not None and path is not None:
         checks.append(_disk_space(path, disk))
@@ -121,6 +124,23 @@ def _shared_memory(cpu: admin_pb2.TierStats) -> Check:
     if memory and cpu.capacity_bytes > memory * 9 // 10:
         return Check("shared memory", found, "lower cpu.bytes: the machine swaps or kills processes before it is full")
     return Check("shared memory", found)
+
+
+def _control_group(pid: int, tiers: dict[int, admin_pb2.TierStats], root: Path = Path("/")) -> Check:
+    """The daemon's group pays for the whole CPU tier, whichever engine fills it: the daemon touches its pages first."""
+    limit = cgroup_limit(pid or "self", root)
+    if limit is None:
+        return Check("control group", "it limits no memory")
+    cpu = tiers[cache_pb2.TIER_CPU].capacity_bytes
+    found = f"the daemon's may have {size(limit.nbytes)} of memory, has {size(limit.used_bytes)} ({limit.source})"
+    if cpu + _DAEMON_BYTES > limit.nbytes:
+        return Check(
+            "control group",
+            f"{found}; the CPU tier takes {size(cpu)}",
+            f"raise the limit to {size(cpu + _DAEMON_BYTES)} or more, or set cpu.bytes = auto: the daemon is killed "
+            "before the tier is full",
+        )
+    return Check("control group", found)
 
 
 def _disk_space(path: Path, disk: admin_pb2.TierStats) -> Check:

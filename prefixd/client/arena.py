@@ -68,7 +68,7 @@ def fetch_arena(door: str, session_id: str, timeout_s: float) -> Arena:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(door)
-            connection.sendall(session_id.encode() + b"\n")
+            _send_line(connection, session_id)
             answer = b""
             while not answer.endswith(b"\n") and len(answer) < _ANSWER_LIMIT:
                 data, received, _, _ = socket.recv_fds(connection, _ANSWER_LIMIT, 1)
@@ -85,6 +85,24 @@ def fetch_arena(door: str, session_id: str, timeout_s: float) -> Arena:
     finally:
         for fd in descriptors:
             os.close(fd)
+
+
+def _send_line(connection: socket.socket, session_id: str) -> None:
+    """Sends the session's id, with a descriptor of this process.
+
+    The daemon waits for our end before it gives slots that we may still write into to others, and a kernel before 6.5
+    does not tell it who we are in a PID namespace of our own.
+    """
+    line = session_id.encode() + b"\n"
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError:  # Linux before 5.3, or a seccomp profile: the daemon may still see us by our number
+        connection.sendall(line)
+        return
+    try:
+        socket.send_fds(connection, [line], [pidfd])  # short enough for an empty buffer
+    finally:
+        os.close(pidfd)
 
 
 def _parse_answer(answer: bytes, door: str) -> dict[str, Any]:

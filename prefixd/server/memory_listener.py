@@ -3,7 +3,8 @@
 A client connects to a unix socket, sends one line and gets one line of JSON:
 
     ticket       {"ticket": "e803..."}: says at the gRPC socket which user it is, see `Tickets`
-    SESSION ID   {"arena_bytes": 8589934592}, whose first byte carries the descriptor (SCM_RIGHTS)
+    SESSION ID   {"arena_bytes": 8589934592}, whose first byte carries the descriptor (SCM_RIGHTS); the line may carry a
+                 descriptor of the client's process (pidfd), for a kernel that does not give the daemon one
 
 Who may not have it gets `{"error": "..."}`. A descriptor cannot be taken back, so it goes only to processes of
 operators, of users that `server.allow_uids` names, and of tenants with `map_memory`.
@@ -22,8 +23,8 @@ import socket
 import stat
 import struct
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from prefixd.server.access import SocketAccess
@@ -44,8 +45,8 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 class MemoryListener:
     """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of the users let in.
 
-    `visit(session id, uid, pid, its connection)` is called before each time, and may say why not. `ticket(uid, pid)`
-    makes tickets. Without a descriptor (-1) it hands out tickets alone.
+    `visit(session id, uid, pid, its connection, the descriptor that it sent or -1)` is called before each time, and may
+    say why not. `ticket(uid, pid)` makes tickets. Without a descriptor (-1) it hands out tickets alone.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class MemoryListener:
         nbytes: int,
         is_session: Callable[[str], bool],
         access: SocketAccess = SocketAccess(),  # noqa: B008 - immutable
-        visit: Callable[[str, int, int, socket.socket], str | None] = lambda session_id, uid, pid, visitor: None,
+        visit: Callable[[str, int, int, socket.socket, int], str | None] = lambda *visitor: None,
         may_map: Callable[[int], bool] = lambda uid: uid in (0, os.geteuid()),
         ticket: Callable[[int, int], str] | None = None,
     ) -> None:
@@ -154,20 +155,20 @@ class MemoryListener:
 
     async def _serve(self, visitor: socket.socket) -> None:
         with visitor, suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_ANSWER_TIME_S):
-                session_id = await _read_line(visitor)
+            async with asyncio.timeout(_ANSWER_TIME_S), _descriptors() as sent:
+                session_id = await _read_line(visitor, sent)
                 if session_id == TICKET and self._ticket is not None:
                     pid, uid = _peer(visitor)
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"ticket": self._ticket(uid, pid)}))
                     return
-                refusal = self._refuse(visitor, session_id)
+                refusal = self._refuse(visitor, session_id, sent[0] if sent else -1)
                 if refusal is not None:
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"error": refusal}))
                 else:
                     # One short line into an empty socket buffer: it cannot block.
                     socket.send_fds(visitor, [_line({"arena_bytes": self._nbytes})], [self._fd])
 
-    def _refuse(self, visitor: socket.socket, session_id: str | None) -> str | None:
+    def _refuse(self, visitor: socket.socket, session_id: str | None, sent: int) -> str | None:
         pid, uid = _peer(visitor)
         if self._fd < 0:
             return "this daemon has no CPU tier, hence no memory to share: use memory='streamed'"
@@ -180,7 +181,7 @@ class MemoryListener:
             )
         if session_id is None or not self._is_session(session_id):
             return "no such session: it has ended, or was never opened"
-        return self._visit(session_id, uid, pid, visitor)
+        return self._visit(session_id, uid, pid, visitor, sent)
 
     def _remove_leftover(self) -> None:
         try:
@@ -201,11 +202,39 @@ def _peer(visitor: socket.socket) -> tuple[int, int]:
     return int(pid), int(uid)
 
 
-async def _read_line(visitor: socket.socket) -> str | None:
+@asynccontextmanager
+async def _descriptors() -> AsyncGenerator[list[int]]:
+    """A list of descriptors, which are closed at the end."""
+    received: list[int] = []
+    try:
+        yield received
+    finally:
+        for descriptor in received:
+            os.close(descriptor)
+
+
+async def _receive(visitor: socket.socket, descriptors: list[int]) -> bytes:
+    """What comes next, as `sock_recv`; a descriptor that comes with it is added to `descriptors`."""
     loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data, received, _, _ = socket.recv_fds(visitor, _LINE_LIMIT, 1)
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(visitor, readable.set_result, None)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(visitor)
+            continue
+        descriptors += received
+        return data
+
+
+async def _read_line(visitor: socket.socket, descriptors: list[int]) -> str | None:
     line = b""
     while not line.endswith(b"\n"):
-        data = await loop.sock_recv(visitor, _LINE_LIMIT)
+        data = await _receive(visitor, descriptors)
         if not data or len(line) + len(data) > _LINE_LIMIT:
             return None
         line += data

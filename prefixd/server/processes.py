@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 from prefixd.cache import Process, TieredCache
 from prefixd.server.caller import Caller
@@ -29,22 +30,36 @@ class ProcessWatch:
         cache: whose slots the processes can write into.
         caller_of: who a user's process is, by uid and pid. Without it every user may act for every session whose id it
             knows.
+        peer_pidfd: a descriptor of the process at the other end of a connection, OSError where the kernel (before 6.5)
+            gives none; another one in tests.
     """
 
-    def __init__(self, cache: TieredCache, caller_of: Callable[[int, int], Caller] | None = None) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        caller_of: Callable[[int, int], Caller] | None = None,
+        peer_pidfd: Callable[[socket.socket], int] | None = None,
+    ) -> None:
         self._cache = cache
         self._caller_of = caller_of
+        self._peer_pidfd = peer_pidfd or _peer_pidfd
         self._watched: dict[int, Process] = {}  # by pidfd
 
-    def visit(self, session_id: str, uid: int, pid: int, visitor: socket.socket) -> str | None:
+    def visit(self, session_id: str, uid: int, pid: int, visitor: socket.socket, sent: int = -1) -> str | None:
         """The arena is about to be handed to process `pid` of user `uid`, for a session; returns why it must not be.
 
-        A process that cannot be watched gets none: nobody could ever know when it has stopped writing.
+        A process that cannot be watched gets none: nobody could ever know when it has stopped writing. `sent` is the
+        descriptor of its own that it sent (-1: none), for which nobody but it answers: it is used where there is no
+        other, in a PID namespace of its own before Linux 6.5. Who lies about it gains nothing, since whoever maps the
+        arena can write anywhere in it.
         """
         try:
-            pidfd = _open_pidfd(pid, visitor)
+            pidfd = self._open_pidfd(pid, visitor, sent)
         except OSError as error:
-            return f"process {pid} cannot be watched for its end ({error}): use memory='streamed'"
+            return (
+                f"process {pid} cannot be watched for its end ({error}): run client and daemon in one PID namespace or "
+                "on Linux 6.5 or later, upgrade a client that sends no descriptor of its own, or use memory='streamed'"
+            )
         process = self._known(pid)
         session = self._cache.leases.sessions.get(session_id)
         if session is None:
@@ -69,6 +84,14 @@ class ProcessWatch:
         session.processes.add(process)
         return None
 
+    def _open_pidfd(self, pid: int, visitor: socket.socket, sent: int) -> int:
+        try:
+            return self._peer_pidfd(visitor)
+        except OSError:  # an older kernel
+            if sent >= 0 and _is_pidfd_of(sent, pid):
+                return os.dup(sent)
+            return os.pidfd_open(pid)  # fails where its number here is 0
+
     def close(self) -> None:
         """Stops watching."""
         for pidfd in list(self._watched):
@@ -91,12 +114,18 @@ class ProcessWatch:
         return self._watched.pop(pidfd)
 
 
-def _open_pidfd(pid: int, visitor: socket.socket) -> int:
+def _peer_pidfd(visitor: socket.socket) -> int:
+    return int(_PID.unpack(visitor.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, _PID.size))[0])
+
+
+def _is_pidfd_of(descriptor: int, pid: int) -> bool:
+    """Whether a descriptor that a client sent is a living process's, and of the number that the kernel says it has here
+    (0 in a PID namespace that is not below ours)."""
     try:
-        return int(_PID.unpack(visitor.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, _PID.size))[0])
+        lines = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
     except OSError:
-        # An older kernel. For a client in another pid namespace, whose number is 0 here, this fails too.
-        return os.pidfd_open(pid)
+        return False
+    return f"Pid:\t{pid}" in lines and not _has_ended(descriptor)
 
 
 def _has_ended(pidfd: int) -> bool:

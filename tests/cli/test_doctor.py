@@ -70,5 +70,6 @@ def test_what_is_as_it_should_be_needs_no_remedy(monkeypatch: pytest.MonkeyPatch
         "file descriptors": "",
         "locked memory": "",
         "shared memory": "",
+        "control group": "",
         "disk space": "",
     }

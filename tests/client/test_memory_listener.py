@@ -116,7 +116,7 @@ async def test_who_is_let_in_can_be_decided_elsewhere(short_folder: Path) -> Non
     os.ftruncate(fd, NBYTES)
     visits: list[tuple[str, int, int]] = []
 
-    def visit(session_id: str, uid: int, pid: int, visitor: socket.socket) -> str | None:
+    def visit(session_id: str, uid: int, pid: int, visitor: socket.socket, sent: int) -> str | None:
         visits.append((session_id, uid, pid))
         return "not for this session" if session_id == "other" else None
 

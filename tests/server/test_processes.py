@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec, Process, Reservation, TieredCache
+from prefixd.client import Client
 from prefixd.server import processes
 from prefixd.server.caller import Caller
 from prefixd.server.processes import ProcessWatch
@@ -157,3 +162,92 @@ async def test_a_session_has_only_so_many_processes(
             refusal = watch.visit(session.id, 0, os.getpid(), own)
             assert refusal is not None and "1 processes of the session have the arena" in refusal
         process.kill()
+
+
+def no_peer_pidfd(visitor: socket.socket) -> int:
+    raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+
+
+async def test_before_linux_6_5_a_process_without_a_number_here_is_watched_by_what_it_sends(
+    cache: TieredCache, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = ProcessWatch(cache, peer_pidfd=no_peer_pidfd)
+    session = cache.leases.open("one", 1, 0.0, cache.tenants.default)
+    process, connection = visitor(listener)
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        with process, connection, open(os.devnull) as other:
+            assert watch.visit(session.id, 0, process.pid, connection, pidfd) is None
+            (known,) = session.processes
+            for sent in (-1, pidfd, other.fileno()):  # none; one of a number that is not 0; no pidfd
+                refusal = watch.visit(session.id, 0, 0, connection, sent)
+                assert refusal is not None and "Linux 6.5" in refusal
+            monkeypatch.setattr(processes, "_is_pidfd_of", lambda sent, pid: (sent, pid) == (pidfd, 0))
+            assert watch.visit(session.id, 0, 0, connection, pidfd) is None
+            process.kill()
+        async with asyncio.timeout(60):
+            while any(each.alive for each in {known, *session.processes}):
+                await asyncio.sleep(0.01)
+        assert watch.visit(session.id, 0, process.pid, connection, pidfd) is not None, "it has ended"
+    finally:
+        os.close(pidfd)
+        watch.close()
+
+
+def test_a_descriptor_is_a_living_processs_of_that_number() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        assert processes._is_pidfd_of(pidfd, process.pid)
+        assert not processes._is_pidfd_of(pidfd, 0) and not processes._is_pidfd_of(pidfd, 1)
+        assert not processes._is_pidfd_of(process.stdin.fileno() if process.stdin else 0, process.pid)
+        process.kill()
+        process.communicate()
+        assert not processes._is_pidfd_of(pidfd, process.pid) and not processes._is_pidfd_of(pidfd, -1)
+    finally:
+        os.close(pidfd)
+
+
+OLD_KERNEL = "import prefixd.server.processes as p; p._SO_PEERPIDFD = 9999; import prefixd.cli; prefixd.cli.main()"
+ENGINE = """
+import sys
+import numpy as np
+from prefixd.client import Client, NamespaceSpec, PartSpec
+client = Client(sys.argv[1], memory="shared")
+cache = client.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 4096),)))
+cache.store([1, 2, 3, 4], np.ones(4096, np.uint8))
+hold = cache.reserve([5, 6, 7, 8])
+print("reserved", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="PID namespaces need root")
+def test_engine_and_daemon_in_pid_namespaces_of_their_own_on_an_old_kernel() -> None:
+    with tempfile.TemporaryDirectory(prefix="pfx-") as folder:
+        _serve_apart(Path(folder))
+
+
+def _serve_apart(short_folder: Path) -> None:
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c"]
+    address = f"unix:{short_folder}/s"
+    places = ["--data-dir", f"{short_folder}/d", "--socket", f"{short_folder}/s", "--config", os.devnull, "--json"]
+    serve = [*apart, OLD_KERNEL, "serve", "--cpu-bytes", "1MiB", "--disk-bytes", "0", *places]
+    daemon = subprocess.Popen(serve, stdout=subprocess.PIPE)
+    try:
+        assert daemon.stdout is not None and b'"pid": 1' in daemon.stdout.readline()
+        engine = subprocess.Popen([*apart, ENGINE, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"reserved\n", "it shares the memory"
+        with Client(address, memory="streamed") as client:
+            assert client.stats().reservations == 1
+            engine.kill()
+            engine.wait()
+            deadline_s = time.monotonic() + 60
+            while (stats := client.stats()).reservations or any(tier.quarantined_bytes for tier in stats.tiers):
+                assert time.monotonic() < deadline_s, "its end was not noticed"
+                time.sleep(0.05)
+    finally:
+        daemon.kill()
+        daemon.wait()

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from prefixd_swap.errors import DeviceError, OutOfMemoryError
+from prefixd_swap.memory_limit import cgroup_limit, memory_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -100,17 +101,13 @@ def available_bytes() -> int:
     politely.
     """
     available = _meminfo_available()
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no control groups of version 2, or the root group, which has no limit
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
+    limit = cgroup_limit()
+    return available if limit is None else min(available, max(0, limit.nbytes - limit.used_bytes))
 
 
 def total_bytes() -> int:
-    """The machine's memory."""
-    return PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
+    """The machine's memory, or less where a control group allows less."""
+    return memory_bytes()
 
 
 def _meminfo_available() -> int:

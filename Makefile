@@ -27,12 +27,14 @@ SGLANG_TESTS ?= tests/sglang
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run test test-remote test-vllm test-sglang check format proto gpu-check clean
+.PHONY: help install run test test-slow test-all test-remote test-vllm test-sglang check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run           start a daemon with a small random model and show what the cache does"
-	@echo "make test          run the tests (TESTS=tests/swap for one room)"
+	@echo "make test          run the tests that start few processes, in five minutes (TESTS=tests/swap for one room)"
+	@echo "make test-slow     run the others: daemons, benchmarks in short, every model"
+	@echo "make test-all      both"
 	@echo "make test-remote   run the tests of shared stores with real servers, and with hosts that share one, also with a real vLLM"
 	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
 	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
@@ -67,6 +69,12 @@ run: $(INSTALLED)
 	$(BIN)/prefixd demo
 
 test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m "not slow" $(TESTS)
+
+test-slow: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m slow $(TESTS)
+
+test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) $(TESTS)
 
 # One after the other: they measure how soon calls end.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,3 +42,28 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractCon
             yield refused
 
     return shortage
+
+
+_popen = subprocess.Popen.__init__
+_STARTS = 1
+"""Python processes that the tests of a file may start together unless they are marked slow: one daemon for all."""
+_started: Counter[Path] = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Keeps `make test` short: to start a daemon takes a core for a second, with a model for five."""
+    if item.get_closest_marker("slow") is not None:
+        return (yield)
+
+    def count(self: subprocess.Popen[bytes], args: object, *rest: object, **options: object) -> None:
+        program = args if isinstance(args, str | os.PathLike) else next(iter(cast(Iterable[object], args)))
+        if program == sys.executable:
+            _started[item.path] += 1
+            if _started[item.path] > _STARTS:
+                pytest.fail(f"{item.nodeid} starts a Python process; mark it with @pytest.mark.slow", pytrace=False)
+        _popen(self, args, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", count)
+        return (yield)

@@ -35,6 +35,7 @@ print((after - before) >> 20, (resident() - before) >> 20)
 
 
 @pytest.mark.parametrize("how", ["apart", "reused", "as it is"])
+@pytest.mark.slow
 def test_freed_arrays_are_given_back(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True)
     after, given_back = map(int, done.stdout.split())

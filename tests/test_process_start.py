@@ -46,6 +46,7 @@ def test_paths_are_utf8_whatever_the_locale_says(tmp_path: Path) -> None:
     assert done.stdout.decode().strip() == str(tmp_path / "ä")
 
 
+@pytest.mark.slow
 def test_a_store_lies_at_any_path_in_any_locale(tmp_path: Path) -> None:
     script = """
 import sys

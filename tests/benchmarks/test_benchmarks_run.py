@@ -17,6 +17,8 @@ import pytest
 
 from prefixd.client import Client
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

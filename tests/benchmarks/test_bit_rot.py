@@ -15,6 +15,7 @@ from prefixd_swap import NewBlock, SlabStore, Span
 CAPACITY = 16 << 20
 
 
+@pytest.mark.slow
 def test_every_flip_is_found_and_nothing_wrong_is_served() -> None:
     findings = bit_rot.run(18, 4, seed=1, numbers=6)
     assert findings.broken == 0, findings.result()
@@ -24,6 +25,7 @@ def test_every_flip_is_found_and_nothing_wrong_is_served() -> None:
     assert result["index_flips"] == 4 and result["recomputed_blocks"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_not_found_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bit_rot, "_apply", lambda flips: None)
     findings = bit_rot.run(3, 0, seed=1, numbers=2)

@@ -149,6 +149,7 @@ def test_without_a_fitting_conversation_the_benchmark_says_so() -> None:
         main(["--scale", "1", "--system-tokens", "9000", "--conversations", "2"])
 
 
+@pytest.mark.slow
 def test_hits_answers_and_figures_from_end_to_end(tmp_path: Path) -> None:
     """With replayed answers; how long anything takes is not looked at."""
     more = [part for number in "12" for part in (("human", number * 18), ("gpt", "ok" * 9))]

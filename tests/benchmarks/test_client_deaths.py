@@ -14,6 +14,8 @@ from benchmarks.load.world import Prompt, content
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_dead_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"

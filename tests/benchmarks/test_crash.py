@@ -33,6 +33,7 @@ def test_content_follows_from_namespace_prefix_and_part() -> None:
     assert wrong_bytes(whole[size : 2 * size], torn) > size // 2
 
 
+@pytest.mark.slow
 def test_the_key_is_the_daemons(tmp_path: Path) -> None:
     with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": 0}) as daemon, Client(daemon.address) as client:
         prompt = Prompt(1, 0, 3)
@@ -40,6 +41,7 @@ def test_the_key_is_the_daemons(tmp_path: Path) -> None:
         assert client.inspect(block_key(prompt, prompt.blocks - 1)).prefix.blocks == prompt.blocks
 
 
+@pytest.mark.slow
 async def test_an_audit_sees_wrong_bytes_and_missing_blocks() -> None:
     there, wrong, missing = (Prompt(0, 1, number) for number in (1, 2, 3))
     with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": 0}) as daemon:
@@ -61,6 +63,7 @@ async def test_an_audit_sees_wrong_bytes_and_missing_blocks() -> None:
     assert audit.pinned == 2 and audit.unpinned == [str(there), str(missing)] and not load.pinned
 
 
+@pytest.mark.slow
 def test_kills_break_no_promise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +77,7 @@ def test_kills_break_no_promise(
     assert result["verified_bytes"] > 1e6 and result["durable_prompts_checked"] > 10
 
 
+@pytest.mark.slow
 def test_blocks_that_are_gone_after_a_kill_are_found_out() -> None:
     findings = crash.run(1, 0, between=lambda data: shutil.rmtree(data / "blocks"))
     assert findings.lost_durable > 0 and findings.broken

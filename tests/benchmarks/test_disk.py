@@ -13,6 +13,7 @@ from benchmarks.common import harness
 from benchmarks.storage import disk_daemon, slabs
 
 
+@pytest.mark.slow
 def test_throughput_compares_the_same_bytes(tmp_path: Path) -> None:
     result = disk.throughput(tmp_path, block_bytes=65536, blocks=16, batch=4, depth=2, rounds=2)
     assert all(value > 0 for value in result.values())
@@ -58,6 +59,7 @@ def test_a_round_that_memory_could_hold_is_refused(tmp_path: Path, blocks: int) 
         disk_daemon.DaemonDisk(tmp_path / "daemon", blocks, 65536, 4)
 
 
+@pytest.mark.slow
 def test_a_daemon_on_a_store_that_was_filled_serves_it(tmp_path: Path) -> None:
     blocks = 10_300
     result = disk.reopen(tmp_path, blocks)
@@ -66,6 +68,7 @@ def test_a_daemon_on_a_store_that_was_filled_serves_it(tmp_path: Path) -> None:
     assert result["empty_daemon_bytes"] < result["bytes_per_block"] * blocks <= result["peak_bytes_per_block"] * blocks
 
 
+@pytest.mark.slow
 def test_a_daemon_that_lacks_blocks_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir(mode=0o700)
     slabs.fill(tmp_path / "data" / "blocks", 1_000)

@@ -24,16 +24,19 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
     "name",
     ["write error", "read error", "no room for the index", "wrong bytes read", "out of descriptors", "slab deleted"],
 )
+@pytest.mark.slow
 def test_a_fault_is_survived(name: str, tmp_path: Path) -> None:
     result = faults.run_scenario(BY_NAME[name], tmp_path, pace=SHORT)
     assert result.good, result
 
 
+@pytest.mark.slow
 def test_a_worker_without_mappings_serves_everybody(tmp_path: Path) -> None:
     result = worker.run_worker_scenario(tmp_path, faults.harness.free_port())
     assert result.good and result.noticed_s is not None, result
 
 
+@pytest.mark.slow
 def test_the_harness_sees_what_is_not_reported_and_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +56,7 @@ def test_the_harness_sees_what_is_not_reported_and_does_not_come_back(
     assert any("do not succeed again" in line for line in result.not_back)
 
 
+@pytest.mark.slow
 def test_the_harness_sees_a_daemon_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_NOTICED_S", 0.1)
     monkeypatch.setattr(faults, "_BACK_S", 0.1)

@@ -115,6 +115,7 @@ def test_reads_fail_or_are_wrong(tmp_path: Path, io: DiskIo) -> None:
     rig.store.close()
 
 
+@pytest.mark.slow
 def test_a_daemon_obeys() -> None:
     daemon = FaultyDaemon({"cpu.bytes": "1MiB", "disk.bytes": "64MiB"})
     daemon.break_disk("read-only file system")

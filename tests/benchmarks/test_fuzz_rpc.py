@@ -27,6 +27,7 @@ from prefixd.v1 import admin_pb2, cache_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
 
 
+@pytest.mark.slow
 def test_hostile_calls_in_short() -> None:
     result = fuzz_rpc.run(1500, seed=11).result()
     assert result["found"] == []
@@ -80,6 +81,7 @@ def without_clocks(findings: Findings) -> list[str]:
     return [line for line in findings.unexpected if not re.search("cancelled|hurried|miscounted", line)]
 
 
+@pytest.mark.slow
 async def test_internal_errors_are_found_and_can_be_repeated(tmp_path: Path) -> None:
     async def fail(_: str, context: Any) -> None:
         await context.abort(grpc.StatusCode.INTERNAL, "broken")
@@ -94,6 +96,7 @@ async def test_internal_errors_are_found_and_can_be_repeated(tmp_path: Path) -> 
     assert without_clocks(again) == without_clocks(findings)
 
 
+@pytest.mark.slow
 async def test_silence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fuzz_batch, "DEADLINE_S", 0.05)
 
@@ -104,6 +107,7 @@ async def test_silence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert any(line.startswith("DEADLINE_EXCEEDED ") for line in findings.unexpected)
 
 
+@pytest.mark.slow
 async def test_breaches_are_found(tmp_path: Path) -> None:
     """A daemon that lets everybody read everything, and end everybody's leases."""
     granted = iter(range(1_000_000))
@@ -135,6 +139,7 @@ async def test_breaches_are_found(tmp_path: Path) -> None:
     assert any("foreign session" in breach for breach in findings.breaches)
 
 
+@pytest.mark.slow
 async def test_what_a_role_may_use_and_what_it_must_be_refused(tmp_path: Path) -> None:
     methods = {f"{method.service.rpartition('.')[2]}.{method.name}": method for method in all_methods()}
 
@@ -161,6 +166,7 @@ async def test_what_a_role_may_use_and_what_it_must_be_refused(tmp_path: Path) -
     assert not await unexpected(Role.ADMIN, "Health.Check", "credentials", "OK")
 
 
+@pytest.mark.slow
 async def test_a_lost_status_is_not_taken_for_the_daemons(tmp_path: Path) -> None:
     findings = Findings(seed=5)
     batch = Batch(Caller(f"unix:{tmp_path}/none"), 0, all_methods(), findings)
@@ -183,6 +189,7 @@ def test_what_a_log_complains_about() -> None:
     assert "F1121" in found[2]
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_rpc, "_SETTLE_S", 0.0)
     with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": 0}) as daemon:
@@ -196,6 +203,7 @@ def test_what_is_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
                     assert what in left
 
 
+@pytest.mark.slow
 def test_what_is_pinned_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_rpc, "_SETTLE_S", 0.0)
     with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": 0}) as daemon:

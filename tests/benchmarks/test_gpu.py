@@ -60,6 +60,7 @@ def test_without_a_gpu_it_says_so_and_ends_well(
     assert "no CUDA GPU" in json.loads(file.read_text())["skipped"]
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: dict[str, str], tmp_path: Path) -> None:
     done, result = run(tmp_path, "--device", "stand-in", "--plot-dir", str(tmp_path / "plots"), **stand_in)
     assert result["figures"].startswith("stand-in, no figures")
@@ -94,6 +95,7 @@ def part(name: str, measure: Any) -> Part:
     return Part(name, 1.0, measure, lambda figure, result: None)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     def breaks(device: Device, budget: Budget) -> Mapping[str, Any]:
         raise ValueError("no such\nkernel")

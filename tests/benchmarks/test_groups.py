@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks.load.chats import BlockBytes, ChatEngine
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
@@ -19,6 +20,7 @@ SHORT = {"chats": 6, "turns": 4, "system-tokens": 128, "user-tokens": 512, "outp
 SPEC = NamespaceSpec("wrong", 4, (PartSpec("full", 0, 4096), PartSpec("window", 0, 4096, SlidingWindow(9))))
 
 
+@pytest.mark.slow
 def test_a_cache_that_knows_the_rules_serves_more(tmp_path: Path) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "result.svg"
     sizes = [word for name, value in SHORT.items() for word in (f"--{name}", str(value))]
@@ -41,6 +43,7 @@ def test_a_cache_that_knows_the_rules_serves_more(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 async def test_a_wrong_byte_is_counted() -> None:
     with DaemonProcess({"cpu.bytes": "8MiB", "disk.bytes": 0}) as daemon:
         async with AsyncClient(daemon.address, memory="shared") as client:

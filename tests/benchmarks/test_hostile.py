@@ -137,6 +137,7 @@ def test_the_command_fails_and_writes_what_it_has_found(
     assert scenario["breached"] and scenario["name"] == "silent Put" and len(scenario["failures"]) == 5
 
 
+@pytest.mark.slow
 def test_help_names_an_example_that_can_be_run() -> None:
     done = run("benchmarks.hostile", "--help")
     assert done.returncode == 0 and "example: python -m benchmarks.hostile --only" in done.stdout

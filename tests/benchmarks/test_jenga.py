@@ -25,6 +25,7 @@ GOOD: dict[str, Any] = {
 GOOD_TWO = {"gpu_blocks": [[20, 5], [10, 15], [12, 13]], "restarts": 0}
 
 
+@pytest.mark.slow
 def test_what_each_rule_needs_finds_more_in_the_same_memory_wastes_less_and_gives_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -44,6 +45,7 @@ def test_what_each_rule_needs_finds_more_in_the_same_memory_wastes_less_and_give
     assert summary(runs)["models"][model]["virtual"]["same_tokens"]
 
 
+@pytest.mark.slow
 def test_a_chat_about_images_embeds_each_once_and_the_baseline_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(WAYS, "paged")
     plan = Plan(chats=2, turns=2, user_tokens=24, output_tokens=2, at_once=1, share=2.0, images=2)
@@ -53,6 +55,7 @@ def test_a_chat_about_images_embeds_each_once_and_the_baseline_more_often(monkey
     assert summary(runs)["models"]["vision"]["virtual"]["same_tokens"]
 
 
+@pytest.mark.slow
 def test_two_models_in_one_tier_find_more_than_in_halves_and_memory_goes_to_the_busy_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,6 +74,7 @@ def test_two_models_in_one_tier_find_more_than_in_halves_and_memory_goes_to_the_
     assert violations(summary(runs)) == []
 
 
+@pytest.mark.slow
 def test_a_draft_gives_the_same_tokens_in_fewer_passes_and_its_kv_lies_in_the_same_blocks() -> None:
     plan = Plan(chats=2, turns=2, user_tokens=40, output_tokens=16, at_once=1, share=2.0)
     alone, both = runs = measure("draft", plan)

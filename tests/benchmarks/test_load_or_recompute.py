@@ -22,6 +22,7 @@ def point(auto: float, always: float, never: float) -> Point:
     return Point(100.0, 5.0, 256, median, lower, upper)
 
 
+@pytest.mark.slow
 def test_a_disk_is_measured_and_a_load_abandoned(tmp_path: Path) -> None:
     rate, lengths = DiskRate(50e6, 0.001), (64, 1024)
 

@@ -29,6 +29,7 @@ def result_of(folder: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_no_more_is_evicted_than_asked_for_and_a_page(tmp_path: Path) -> None:
     result = result_of(tmp_path, *SHORT)
     assert result["worst_excess_pages"] <= 1 and result["utilisation"] >= 0.95 and result["wrong_bytes"] == 0
@@ -36,6 +37,7 @@ def test_no_more_is_evicted_than_asked_for_and_a_page(tmp_path: Path) -> None:
     assert all(run["hit_blocks"] and run["stored_blocks"] and not run["refused"] for run in result["runs"])
 
 
+@pytest.mark.slow
 def test_a_wrong_byte_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really, calls = mixed_tier._content, 0
 

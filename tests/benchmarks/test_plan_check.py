@@ -68,6 +68,7 @@ def test_without_a_cache_one_round_is_enough() -> None:
     assert plan_check.rounds("fpf", workload).repeats == 3
 
 
+@pytest.mark.slow
 def test_the_benchmark_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides see the same requests; how well their times agree is not for a test to judge. Chat is left out here:
     its conversations take a minute, as a whole calibration does."""

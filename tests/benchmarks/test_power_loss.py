@@ -23,6 +23,7 @@ def steps(finding: power_loss.Finding) -> int:
     return sum(len(life.steps) for life in finding.lives)
 
 
+@pytest.mark.slow
 def test_no_cut_breaks_a_promise() -> None:
     acknowledged, findings = power_loss.run_cases(range(200))
     assert findings == []
@@ -55,6 +56,7 @@ class EarlyReuse(SlabStore):
                 self._writer.free([slot for slot, _ in record_slots(value)])
 
 
+@pytest.mark.slow
 def test_a_store_without_a_rule_is_found_out_by_a_small_case(tmp_path: Path) -> None:
     _, findings = power_loss.run_cases(range(20), NoDataSync)
     assert findings
@@ -65,6 +67,7 @@ def test_a_store_without_a_rule_is_found_out_by_a_small_case(tmp_path: Path) -> 
         power_loss.run_case(smallest.lives, tmp_path, NoDataSync)
 
 
+@pytest.mark.slow
 def test_slots_that_are_reused_early_are_found_out(tmp_path: Path) -> None:
     # Not made smaller: one case in a hundred finds it, a long one, and each step less costs seconds.
     _, findings = power_loss.run_cases(range(100), EarlyReuse, shrink_first=0)
@@ -98,6 +101,7 @@ def test_pins_that_are_lost_are_found_out() -> None:
     assert findings and "pins" in findings[0].problem
 
 
+@pytest.mark.slow
 def test_names_that_are_not_synced_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     sync = PowerCutOps.sync_directory
 

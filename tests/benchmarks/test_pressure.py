@@ -37,6 +37,7 @@ def test_a_batch_wants_each_block_once() -> None:
     assert batch.prompts() == prompts
 
 
+@pytest.mark.slow
 def test_under_pressure_all_get_the_same_tokens_by_swap_and_by_recompute() -> None:
     steps: list[None] = []
     batch = pressure.Batch(requests=4, prompt_tokens=32, output_tokens=40, share=3)

@@ -18,6 +18,7 @@ from benchmarks.report_parts.results import Result, read_results
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
+@pytest.mark.slow
 def test_the_committed_results_are_a_page_that_a_browser_shows_without_a_network(tmp_path: Path) -> None:
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
     main([str(RESULTS), "--output", str(page)])

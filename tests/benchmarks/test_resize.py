@@ -31,6 +31,7 @@ SHORT = [
 GOOD = resize.Resize(1000, 1000, 1000, 0.5, 3, 2, "")
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path) -> None:
     plan = resize.make_plan(resize.make_parser().parse_args(SHORT))
     steps: list[None] = []

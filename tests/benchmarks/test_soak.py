@@ -85,6 +85,7 @@ def test_bounds_see_growth_after_the_warm_up() -> None:
     assert late.result(1200, 1.0)["broken"] == ["wrong_bytes is 3", "left_of_tenants is 1"]
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "soak.svg"
     arguments = ["--minutes", "0.2", "--sample", "1", "--json", str(file), "--plot", str(picture)]

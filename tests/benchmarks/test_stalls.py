@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import stalls
 from benchmarks.load.loop_watch import LoopWatch, WatchedDaemon, name_of
 from tests.benchmarks.test_benchmarks_run import result_of, run
@@ -45,6 +47,7 @@ class Planted(WatchedDaemon):
         self._program = (str(program), "--holds", str(self.holds_file))
 
 
+@pytest.mark.slow
 def test_every_call_is_measured(tmp_path: Path) -> None:
     # Generous: what holds the loop is measured at a million blocks, on a machine that does nothing else.
     result = result_of("stalls", tmp_path, "--blocks", BLOCKS, "--limit-ms", "2000")
@@ -56,6 +59,7 @@ def test_every_call_is_measured(tmp_path: Path) -> None:
     assert calls[result["worst_call"]]["longest_hold_ms"] == result["worst_hold_ms"]
 
 
+@pytest.mark.slow
 def test_a_hold_above_the_limit_fails_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     # It works in slices of a millisecond, on a fast machine too.
@@ -65,6 +69,7 @@ def test_a_hold_above_the_limit_fails_and_is_named(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["worst_call"] == "doctor"
 
 
+@pytest.mark.slow
 def test_a_planted_stall_is_seen_and_named() -> None:
     match, stats, scrape = stalls.run(1024, ("match", "stats", "scrape"), daemon_type=Planted)
     assert match.longest_hold_ms < 150

@@ -116,6 +116,7 @@ def test_a_house_has_a_token_for_each_tenant_and_role(tmp_path: Path) -> None:
     assert (tmp_path / "tokens").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_tenant_is_found(tmp_path: Path) -> None:
     house = House(tmp_path, {"a": {}})
     with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": 0, **house.settings}) as daemon:
@@ -132,6 +133,7 @@ def test_what_is_left_of_a_tenant_is_found(tmp_path: Path) -> None:
             assert left_of_tenants(admin, 60.0) == []
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a daemon; how fast it is, and whether the tenants have filled it, is no matter here."""
     file = tmp_path / "result.json"

@@ -36,6 +36,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 def test_a_cache_gives_the_same_answers_from_all_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +133,7 @@ def test_different_answers_are_seen_in_any_repeat() -> None:
     assert not same_answers([replace(runs[0], repeats=(*first, wrong)), *runs[1:]])
 
 
+@pytest.mark.slow
 def test_sizes_below_one_are_refused() -> None:
     done = subprocess.run(
         [*BENCHMARK, "--prefixes", "0"],

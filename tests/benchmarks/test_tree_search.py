@@ -45,6 +45,7 @@ def fake(then: str) -> list[str]:
     return [sys.executable, "-c", READ + then]
 
 
+@pytest.mark.slow
 async def test_pylsp_finds_what_is_planned_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """All programs are right; each mistake alone is found in its line, broken syntax included."""
     monkeypatch.setattr(language_server, "_END_S", 60.0)
@@ -71,6 +72,7 @@ async def test_pylsp_finds_what_is_planned_to_be_wrong(monkeypatch: pytest.Monke
         ("time.sleep(60)", "did not answer within 0.5 s: the diagnostics of a text"),
     ],
 )
+@pytest.mark.slow
 async def test_a_server_that_dies_or_does_not_answer_is_one_line_and_is_ended(
     then: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +87,7 @@ async def test_a_server_that_dies_or_does_not_answer_is_one_line_and_is_ended(
     assert server._process is not None and server._process.returncode is not None
 
 
+@pytest.mark.slow
 async def test_a_server_that_refuses_or_asks_is_answered() -> None:
     asks = 'read(); read(); send(b\'{"id": 7, "method": "workspace/x"}\'); answer = read()\n'
     refuses = "send(json.dumps({'id': 3, 'error': {'message': str(answer['error']['code'])}}).encode()); read()"
@@ -155,6 +158,7 @@ def test_a_candidate_is_expanded_retried_cut_or_right_by_its_first_error() -> No
     assert search.level() == [] and search.repaired is not None and same_program(search.repaired, PROGRAM)
 
 
+@pytest.mark.slow
 def test_hits_repairs_and_answers_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_search, "PROGRAMS", (PROGRAM,))
     # Which hits are computed after all would depend on how fast this machine's disk is at that moment.
@@ -171,6 +175,7 @@ def test_hits_repairs_and_answers_from_end_to_end(tmp_path: Path, monkeypatch: p
     assert picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_more_programs_than_there_are_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tree_search", "--programs", "99"],

@@ -27,6 +27,7 @@ def short_plan() -> urgency.Plan:
     return urgency.make_plan(urgency.make_parser().parse_args(SHORT))
 
 
+@pytest.mark.slow
 def test_all_phases_are_measured_while_others_read_and_write(tmp_path: Path) -> None:
     steps: list[None] = []
     phases = urgency.measure(short_plan(), tmp_path, lambda: steps.append(None))

@@ -58,6 +58,7 @@ def calls(batch: int, **changes: Any) -> dict[str, Any]:
     return {"batch": batch, "largest_pass": batch, "mixed_passes": 3, "attention_calls_per_layer": 1.0, **changes}
 
 
+@pytest.mark.slow
 def test_one_run_measures_all_four(tmp_path: Path) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "result.svg"
     sizes = [word for name, value in SHORT.items() for word in (f"--{name}", str(value))]

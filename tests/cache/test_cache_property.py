@@ -28,6 +28,7 @@ from prefixd_swap import Span
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.tiers import MemoryTier
 from tests.cache.machine import RigMachine
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -345,7 +346,7 @@ class CacheMachine(RigMachine):
         assert len(self.rig.cache.tiers.compute.in_flight) == len(self.own)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", slow_but(["s3-fifo"], POLICY_NAMES))
 def test_cache_against_a_dict(rig_type: type[Rig], policy: str) -> None:
     machine = type("Machine", (CacheMachine,), {"rig_type": rig_type, "policy": policy})
     run_state_machine_as_test(

@@ -110,6 +110,7 @@ def test_a_tenant_finds_what_it_has_computed_and_what_k_tenants_have(taken: list
 
 
 @pytest.mark.parametrize("disk", [0, 12])
+@pytest.mark.slow
 def test_in_a_tiny_cache_nobody_finds_more(disk: int) -> None:
     """What is evicted is lost, or comes from disk, and may be computed again with other bytes."""
 

@@ -527,7 +527,11 @@ class GroupsMachine(RigMachine):
 
 @pytest.mark.parametrize(
     ("policy", "window_bytes", "roomy"),
-    [("lru", PART_BYTES, False), ("random", 2 * PART_BYTES, False), ("lru", PART_BYTES, True)],
+    [
+        ("lru", PART_BYTES, False),
+        pytest.param("random", 2 * PART_BYTES, False, marks=pytest.mark.slow),
+        pytest.param("lru", PART_BYTES, True, marks=pytest.mark.slow),
+    ],
 )
 def test_cache_with_groups_against_a_model(rig_type: type[Rig], policy: str, window_bytes: int, roomy: bool) -> None:
     how = {"rig_type": rig_type, "policy": policy, "window_bytes": window_bytes, "roomy": roomy}

@@ -244,6 +244,7 @@ async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:
     rig.store.remove([(rig.namespace.id, rig.trie.key(row))])
 
 
+@pytest.mark.slow
 async def test_it_is_right_while_the_cache_works(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4, cpu=24, disk=12, write_back=True)
     rig.start_write_back()

@@ -201,6 +201,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(("at", "blocks", "pins"), [("write", 0, 0), ("pin", 2, 0), ("answer", 2, 2)])
+@pytest.mark.slow
 async def test_a_crash_leaves_no_pin_without_its_block(
     tmp_path: Path, rig_type: type[Rig], at: str, blocks: int, pins: int
 ) -> None:

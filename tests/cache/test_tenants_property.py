@@ -185,5 +185,5 @@ class TenantMachine(RigMachine):
         assert sum(use.held_bytes(home.tenant, shared) for home in self.homes) <= shared.capacity_bytes
 
 
-TestTenants = TenantMachine.TestCase
+TestTenants = pytest.mark.slow(TenantMachine.TestCase)
 TestTenants.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PREFIXD = [sys.executable, "-m", "prefixd"]
 SIZES = ["--gpu-bytes", "32MiB", "--cpu-bytes", "32MiB", "--disk-bytes", "64MiB"]
 PROMPT = "It was the best of times, it was the worst of times. " * 4

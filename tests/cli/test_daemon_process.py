@@ -33,6 +33,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_it_runs_is_restarted_and_leaves_nothing() -> None:
     with DaemonProcess(SMALL | {"server.tcp": "127.0.0.1:0", "server.insecure_tcp": True}) as daemon:
         first = daemon.pid
@@ -52,12 +53,14 @@ def test_it_runs_is_restarted_and_leaves_nothing() -> None:
     assert not daemon.directory.exists()
 
 
+@pytest.mark.slow
 def test_a_directory_that_was_given_stays(directory: Path) -> None:
     with DaemonProcess(SMALL, directory=directory):
         pass
     assert (directory / "data").is_dir()
 
 
+@pytest.mark.slow
 def test_one_that_does_not_start_tells_why_and_leaves_nothing() -> None:
     daemon = DaemonProcess({"cpu.bytes": "12QiB"})
     with pytest.raises(DaemonFailed, match=r"ended before it was ready; it said: .*12QiB"):
@@ -65,6 +68,7 @@ def test_one_that_does_not_start_tells_why_and_leaves_nothing() -> None:
     assert not daemon.directory.exists()
 
 
+@pytest.mark.slow
 def test_one_that_is_too_slow_is_given_up() -> None:
     daemon = DaemonProcess(SMALL, start_timeout_s=0.001, program=("-c", "import time; time.sleep(600)"))
     with pytest.raises(DaemonFailed, match=r"was not ready within 0\.001 s"):
@@ -72,6 +76,7 @@ def test_one_that_is_too_slow_is_given_up() -> None:
     assert not daemon.directory.exists()
 
 
+@pytest.mark.slow
 def test_one_that_does_not_end_is_killed() -> None:
     with pytest.raises(DaemonFailed, match=r"did not end within 0\.01 s of SIGTERM"):  # noqa: SIM117
         with DaemonProcess(SMALL, stop_timeout_s=0.01) as daemon:
@@ -80,6 +85,7 @@ def test_one_that_does_not_end_is_killed() -> None:
     assert not alive(pid)
 
 
+@pytest.mark.slow
 def test_the_callers_configuration_does_not_reach_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFIXD_CPU__BYTES", "nonsense from the environment")
     monkeypatch.chdir(directory)
@@ -88,6 +94,7 @@ def test_the_callers_configuration_does_not_reach_it(directory: Path, monkeypatc
         assert alive(daemon.pid)
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
     program = """if True:
         import os, pathlib, signal, sys
@@ -106,6 +113,7 @@ def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "prefixd.workloads.tethered", "1", "serve"],

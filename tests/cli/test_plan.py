@@ -53,6 +53,7 @@ def test_a_plan_says_what_is_found_and_what_it_assumes(cli: Cli, trace: Path, tm
     assert plan["assumptions"]
 
 
+@pytest.mark.slow
 def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) -> None:
     done = cli(
         *("plan", "--trace", str(trace), *MACHINE, "--sweep", "--cpu", "1GiB,4GiB", "--disk", "0"),
@@ -66,6 +67,7 @@ def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) 
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_sweep_names_the_policy_with_the_soonest_first_token(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,7 @@ def test_what_is_assumed_names_what_does_not_fit_together(cli: Cli, trace: Path,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_a_plan_that_is_ended_takes_its_processes_along(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "trace.jsonl"
     lines = ({"timestamp": at, "input_length": 2048, "output_length": 9, "hash_ids": [at] * 4} for at in range(20_000))

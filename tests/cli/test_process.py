@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_help_imports_nothing_heavy() -> None:
     program = (
@@ -23,6 +25,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stderr == "[]\n"
 
 
+@pytest.mark.slow
 def test_a_sidecar_starts_without_torch(tmp_path: Path) -> None:
     """Loading torch and transformers takes longer than all else of a start, and a restart is a time without a cache."""
     program = (
@@ -40,11 +43,13 @@ def test_a_sidecar_starts_without_torch(tmp_path: Path) -> None:
     assert result.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_version() -> None:
     result = subprocess.run([sys.executable, "-m", "prefixd", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("prefixd 0.")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(daemon: Any) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -60,6 +65,7 @@ def test_a_reader_that_leaves_early_is_no_error(daemon: Any) -> None:
     assert result.returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_cancels_the_request_without_a_traceback(daemon: Any) -> None:
     daemon.endless = True
     with subprocess.Popen(
@@ -77,6 +83,7 @@ def test_ctrl_c_cancels_the_request_without_a_traceback(daemon: Any) -> None:
     assert daemon.cancelled.wait(60), "the daemon's request was not cancelled"
 
 
+@pytest.mark.slow
 def test_a_resize_that_ctrl_c_ends_says_what_the_tier_has(daemon: Any) -> None:
     daemon.endless = True
     with subprocess.Popen(

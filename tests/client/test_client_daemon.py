@@ -316,6 +316,7 @@ async def test_lease_and_reservation_are_the_arena_itself(daemon: DaemonProcess,
         assert (await client.stats()).reservations == 0
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_this_one_stored(daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     reader = textwrap.dedent(
         """
@@ -370,6 +371,7 @@ def own_daemon() -> Iterator[DaemonProcess]:
         yield running
 
 
+@pytest.mark.slow
 async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     async with AsyncClient(own_daemon.address) as client:
         cache = await client.register(spec)
@@ -394,6 +396,7 @@ async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: Daem
 
 
 @pytest.mark.parametrize("memory", ["shared", "streamed"])
+@pytest.mark.slow
 async def test_durable_covers_what_was_cached_already(
     own_daemon: DaemonProcess, spec: NamespaceSpec, memory: Literal["shared", "streamed"]
 ) -> None:
@@ -411,6 +414,7 @@ async def test_durable_covers_what_was_cached_already(
         assert np.array_equal(target, KV)
 
 
+@pytest.mark.slow
 def test_a_dead_client_leaves_nothing_behind(own_daemon: DaemonProcess, spec: NamespaceSpec, tmp_path: Path) -> None:
     holder = textwrap.dedent(
         """
@@ -435,6 +439,7 @@ def test_a_dead_client_leaves_nothing_behind(own_daemon: DaemonProcess, spec: Na
         assert client.register(spec).match(range(8)).blocks == 2
 
 
+@pytest.mark.slow
 async def test_a_draining_daemon_tells_and_refuses(own_daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     async with AsyncClient(own_daemon.address) as client:
         cache = await client.register(spec)

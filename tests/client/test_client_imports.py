@@ -57,6 +57,7 @@ def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return requirement.removeprefix("protobuf>=")[0], directory
 
 
+@pytest.mark.slow
 def test_the_generated_code_works_with_the_protobuf_runtimes_that_engines_pin(runtime: tuple[str, Path]) -> None:
     major, directory = runtime
     path = os.pathsep.join([str(directory), *(entry for entry in sys.path if entry)])

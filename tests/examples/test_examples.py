@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WITHOUT_DAEMON = EXAMPLES / "generate_with_vattention.py"
 # In the example's process every import of the daemon's packages fails.

@@ -75,6 +75,7 @@ def read_image_processor(folder: Path) -> ImageProcessor:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_directory_says_all_of_it(tmp_path: Path) -> None:
     folder = save(
         tmp_path / "llava",
@@ -105,10 +106,12 @@ def test_a_model_directory_says_all_of_it(tmp_path: Path) -> None:
         (MllamaConfig(), {"image_processor_type": "MllamaImageProcessor"}, FixedCount(1)),
     ],
 )
+@pytest.mark.slow
 def test_the_families(tmp_path: Path, config: object, processor: dict[str, object], counts: object) -> None:
     assert read_image_processor(save(tmp_path / "model", config, **processor)).counts == counts
 
 
+@pytest.mark.slow
 def test_a_directory_without_a_processor_is_refused_in_one_line(tmp_path: Path) -> None:
     Gemma3Config().save_pretrained(tmp_path)
     said = described(tmp_path)
@@ -116,6 +119,7 @@ def test_a_directory_without_a_processor_is_refused_in_one_line(tmp_path: Path) 
     assert "preprocessor_config.json" in said.error and "\n" not in said.error
 
 
+@pytest.mark.slow
 def test_the_daemons_part_loads_neither_torch_nor_transformers() -> None:
     rooms = "prefixd.images.image_files, prefixd.images.identity, prefixd.server.image_decoder"
     program = f"import sys, {rooms}; print(*sys.modules)"

@@ -40,6 +40,7 @@ def test_known_models_take_what_is_published() -> None:
     assert [group.frames for group in kv.groups] == [5, 26] and kv.block_frames * frame_bytes == 512 * 507904
 
 
+@pytest.mark.slow
 def test_a_model_directory_is_read_as_the_worker_reads_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = ensure_embedded_model(tmp_path_factory.mktemp("models"))
     read, known = find_model(str(directory)), MODELS["embedded"]

@@ -154,6 +154,7 @@ def chats(count: int, seed: int) -> list[TraceRequest]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sample_stands_for_the_whole_trace() -> None:
     found = chats(4000, seed=5)
     whole, sample = references(found), references(found, 0.3)

@@ -91,6 +91,7 @@ def test_windows_are_the_models(make_plan: MakePlan, one_by_one: Letters) -> Non
     assert found(figures, 6) == {"gpu": 2}
 
 
+@pytest.mark.slow
 def test_the_same_plan_gives_the_same_figures(make_plan: MakePlan) -> None:
     chance = np.random.default_rng(1)
     prompts = [np.repeat(chance.integers(0, 3, 6), 4).astype(np.uint32) for _ in range(60)]

@@ -105,6 +105,7 @@ def rejected(sidecar: Remote, refused: Callable[..., Any]) -> Callable[..., None
     ],
     ids=lambda value: None if isinstance(value, str | list) else "-".join(value) or "nothing",
 )
+@pytest.mark.slow
 def test_generate(
     model_daemon: Remote, refused: Callable[..., Any], request_: dict[str, Any], status: str, words: list[str]
 ) -> None:
@@ -121,12 +122,14 @@ def test_generate(
     assert figures(model_daemon) == before
 
 
+@pytest.mark.slow
 def test_cancel_without_an_id(model_daemon: Remote, refused: Callable[..., Any]) -> None:
     with refused("INVALID_ARGUMENT", "request_id is empty", "first message"):
         model_daemon.inference.Cancel(inference_pb2.CancelRequest())
     assert not model_daemon.inference.Cancel(inference_pb2.CancelRequest(request_id="never was")).cancelled
 
 
+@pytest.mark.slow
 def test_a_sidecar_generates_nothing(sidecar: Remote, rejected: Callable[..., None]) -> None:
     for call in (
         lambda: sidecar.generate("hello"),
@@ -138,6 +141,7 @@ def test_a_sidecar_generates_nothing(sidecar: Remote, rejected: Callable[..., No
 # -- the engines' side ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_namespaces(sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None]) -> None:
     def register(*arguments: Any, who: str = session, **fields: Any) -> Callable[[], bytes]:
         return lambda: sidecar.register(who, *arguments, **fields)
@@ -164,6 +168,7 @@ def test_namespaces(sidecar: Remote, namespace: bytes, session: str, rejected: C
 
 
 @pytest.mark.parametrize("method", ["Match", "Acquire", "Reserve", "Prefetch", "Get"])
+@pytest.mark.slow
 def test_what_every_call_checks(
     sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None], method: str
 ) -> None:
@@ -197,6 +202,7 @@ def test_what_every_call_checks(
         rejected(call(ttl_s=float("nan")), "INVALID_ARGUMENT", "ttl_s is nan")
 
 
+@pytest.mark.slow
 def test_commit_and_release(
     sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None], refused: Callable[..., Any]
 ) -> None:
@@ -234,6 +240,7 @@ def test_commit_and_release(
     release(lasting.lease_id)()
 
 
+@pytest.mark.slow
 def test_put(sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None]) -> None:
     tokens = list(range(400, 408))
     data = bytes(2 * BLOCK_BYTES)
@@ -267,6 +274,7 @@ def test_put(sidecar: Remote, namespace: bytes, session: str, rejected: Callable
     )
 
 
+@pytest.mark.slow
 def test_admin(sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None]) -> None:
     rng = np.random.default_rng(3)
     for _ in range(40):  # 40 prefixes; of 16 first digits some have several
@@ -295,6 +303,7 @@ def test_admin(sidecar: Remote, namespace: bytes, session: str, rejected: Callab
     assert sidecar.evict(all=True).kept_blocks == 0
 
 
+@pytest.mark.slow
 def test_a_short_key_that_several_prefixes_share(sidecar: Remote, session: str, rejected: Callable[..., None]) -> None:
     """600 keys in a chain of one-token blocks: two begin with the same four digits (the birthday paradox)."""
     admin = sidecar.admin
@@ -317,6 +326,7 @@ def test_a_short_key_that_several_prefixes_share(sidecar: Remote, session: str, 
 # -- below the contract -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_unknown_methods_and_garbage_messages(sidecar: Remote, rejected: Callable[..., None]) -> None:
     unknown = sidecar.channel.unary_unary("/prefixd.v1.PrefixCache/Explode")
     rejected(lambda: unknown(b"", timeout=60), "UNIMPLEMENTED")
@@ -326,6 +336,7 @@ def test_unknown_methods_and_garbage_messages(sidecar: Remote, rejected: Callabl
     rejected(lambda: sidecar.cache.Match(too_large, timeout=60), "RESOURCE_EXHAUSTED")
 
 
+@pytest.mark.slow
 def test_unreadable_messages_in_streams(sidecar: Remote, rejected: Callable[..., None]) -> None:
     header = pb.PutRequest(header=pb.PutHeader(session_id="nobody")).SerializeToString()
     for path, messages in (
@@ -350,6 +361,7 @@ def test_messages_of_errors_fit_into_a_header() -> None:
         assert short[:60] == message[:60] and short[-60:] == message[-60:]
 
 
+@pytest.mark.slow
 def test_an_unknown_session_is_told_from_an_unknown_lease(sidecar: Remote) -> None:
     """Both are NOT_FOUND; only for the first is a new session the remedy."""
 
@@ -364,6 +376,7 @@ def test_an_unknown_session_is_told_from_an_unknown_lease(sidecar: Remote) -> No
         assert ("prefixd-session", "ended") not in trailers(opened.session_id)
 
 
+@pytest.mark.slow
 def test_a_long_name_comes_back_short(sidecar: Remote, namespace: bytes, rejected: Callable[..., None]) -> None:
     """An error travels in a header; one that repeats a long value must still arrive, with its remedy."""
     long = "ä" * 100_000
@@ -375,6 +388,7 @@ def test_a_long_name_comes_back_short(sidecar: Remote, namespace: bytes, rejecte
 
 
 @pytest.mark.parametrize("suffix", ["", "-memory"])
+@pytest.mark.slow
 def test_raw_bytes_on_the_sockets(sidecar: Remote, suffix: str) -> None:
     noise = np.random.default_rng(9)
     greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -403,6 +417,7 @@ def test_raw_bytes_on_the_sockets(sidecar: Remote, suffix: str) -> None:
         assert opened.memory_socket
 
 
+@pytest.mark.slow
 def test_parts_of_a_namespace_are_counted_before_they_are_read(
     sidecar: Remote, session: str, refused: Callable[..., Any]
 ) -> None:
@@ -415,6 +430,7 @@ def test_parts_of_a_namespace_are_counted_before_they_are_read(
         sidecar.cache.RegisterNamespace(pb.RegisterNamespaceRequest(namespace=many, session_id=session))
 
 
+@pytest.mark.slow
 def test_messages_of_very_many_fields_are_not_parsed(
     sidecar: Remote, session: str, refused: Callable[..., Any]
 ) -> None:
@@ -427,6 +443,7 @@ def test_messages_of_very_many_fields_are_not_parsed(
         sidecar.cache.Put(iter([pb.PutRequest(header=header)]))
 
 
+@pytest.mark.slow
 def test_a_call_without_a_message_is_refused(sidecar: Remote, refused: Callable[..., Any]) -> None:
     for method in ("prefixd.v1.PrefixCache/Match", "prefixd.v1.Admin/Stats"):
         with refused("INVALID_ARGUMENT", "the call has no message; send one"):

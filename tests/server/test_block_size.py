@@ -14,6 +14,8 @@ from prefixd.v1 import admin_pb2
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
+pytestmark = pytest.mark.slow
+
 READY = admin_pb2.WorkerStats.STATE_READY
 TOKEN = "128 used: a token takes 512 bytes and blocks must fill whole chunks of 64 KiB (lcm 64 KiB)"
 LAYER = "256 used: a token takes 256 bytes in each of 2 layers and a block's pieces must fill whole chunks of 64 KiB"

@@ -20,6 +20,8 @@ from prefixd.v1 import cache_pb2 as pb
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
+pytestmark = pytest.mark.slow
+
 Engine = Callable[..., "subprocess.Popen[str]"]
 
 

@@ -73,6 +73,7 @@ class House:
             remote.until(lambda stats: not stats.write_back.queued_blocks)
 
 
+@pytest.mark.slow
 def test_a_tenant_finds_what_three_others_have_computed(house: House) -> None:
     (first, none), *others = [house.ask(tenant) for tenant in TENANTS[:3]]
     assert none == 0 and others == [(first, 0)] * 2
@@ -83,6 +84,7 @@ def test_a_tenant_finds_what_three_others_have_computed(house: House) -> None:
     assert house.ask("dave") == (first, 96)
 
 
+@pytest.mark.slow
 def test_engines_find_what_three_others_have_stored(house: House) -> None:
     tokens, data = list(range(20)), np.arange(5 * 128, dtype=np.uint32).astype(np.uint8)
     with house.client("dave") as dave:

@@ -15,6 +15,8 @@ from prefixd.v1 import admin_pb2
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
+pytestmark = pytest.mark.slow
+
 SIZE = 64 << 10
 SETTINGS = {"cpu.bytes": "512KiB", "disk.bytes": "64MiB", "disk.scrub_bytes_per_s": 0}
 PROMPT = list(range(8))

@@ -19,6 +19,8 @@ from prefixd.workloads.daemon_process import DaemonProcess
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
+pytestmark = pytest.mark.slow
+
 PROMPT, NEW = 70, 40
 
 

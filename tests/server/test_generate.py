@@ -79,6 +79,7 @@ def test_tokens_are_streamed_one_by_one(remote: Remote, prompt: Callable[..., li
     assert [len(event.tokens.token_ids) for event in events[1:-1]] == [1] * 9
 
 
+@pytest.mark.slow
 def test_cold_warm_and_without_a_cache(
     remote: Remote,
     launch: Callable[..., Remote],

@@ -14,6 +14,8 @@ from prefixd.workloads.daemon_process import DaemonProcess
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
+pytestmark = pytest.mark.slow
+
 ALICE, BOB = "alice-" + "a" * 32, "bob-" + "b" * 32
 TOML = """
 [server]

@@ -19,6 +19,8 @@ from tests.worker.tiny_models import RECURRENT, build_grouped
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 PROMPT = 7 * BLOCK + 5
 NEW = 24

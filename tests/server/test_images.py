@@ -23,6 +23,8 @@ from tests.worker import test_images as worker_tests
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 NEW = 6
 # LLaVA-OneVision: rows in the place of tokens. PREFIXD_IMAGE_MODELS names others.

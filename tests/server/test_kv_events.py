@@ -193,6 +193,7 @@ def test_a_block_on_its_way_through_the_tiers(
     assert router.numbers == list(range(router.numbers[0], router.numbers[0] + len(router.numbers)))
 
 
+@pytest.mark.slow
 def test_room_made_in_memory(start: Callable[..., Remote], subscriber: Callable[..., Subscriber]) -> None:
     """What the CPU tier lets go is told, and is still told to be on disk; a read brings it up again."""
     remote = start({"cpu.bytes": "64KiB", "cache.write_back": "false"})
@@ -213,6 +214,7 @@ def test_room_made_in_memory(start: Callable[..., Remote], subscriber: Callable[
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.slow
 def test_after_a_restart(start: Callable[..., Remote], subscriber: Callable[..., Subscriber], how: str) -> None:
     """The same subscriber hears that nothing holds any more, what came back from disk, and what is read of it."""
     remote = start()
@@ -233,6 +235,7 @@ def test_after_a_restart(start: Callable[..., Remote], subscriber: Callable[...,
     assert router.has("STORAGE", *keys)
 
 
+@pytest.mark.slow
 def test_who_comes_late_hears_everything(
     start: Callable[..., Remote], subscriber: Callable[..., Subscriber], folder: Path
 ) -> None:
@@ -264,6 +267,7 @@ def replayed(endpoint: str, first: int) -> list[tuple[bytes, int, bytes]]:
             got.append((topic, int.from_bytes(number, "big"), payload))
 
 
+@pytest.mark.slow
 def test_replay(start: Callable[..., Remote], subscriber: Callable[..., Subscriber], folder: Path) -> None:
     """All batches from any number on, so that who missed some believes the same as who did not."""
     remote = start()
@@ -292,6 +296,7 @@ def test_replay(start: Callable[..., Remote], subscriber: Callable[..., Subscrib
         assert not wrong.poll(0)
 
 
+@pytest.mark.slow
 def test_salts_keep_tenants_apart(start: Callable[..., Remote], subscriber: Callable[..., Subscriber]) -> None:
     remote = start({"disk.bytes": 0})
     router = subscriber()
@@ -305,6 +310,7 @@ def test_salts_keep_tenants_apart(start: Callable[..., Remote], subscriber: Call
         assert [router.blocks["CPU"][key]["extra"] for key in keys] == [extra] + [None] * 9
 
 
+@pytest.mark.slow
 def test_a_block_of_which_parts_are_missing_is_not_told(
     start: Callable[..., Remote], subscriber: Callable[..., Subscriber]
 ) -> None:
@@ -331,6 +337,7 @@ def test_a_block_of_which_parts_are_missing_is_not_told(
         router.until(lambda: router.has("CPU", *marker, *hashes(namespace, TOKENS)))
 
 
+@pytest.mark.slow
 def test_a_disk_out_of_service(start: Callable[..., Remote], subscriber: Callable[..., Subscriber]) -> None:
     """What cannot be read is told to be gone, and to be back when it can."""
     remote = start({"cpu.bytes": "64KiB", "disk.scrub_bytes_per_s": 0}, kind=FaultyDaemon)
@@ -352,6 +359,7 @@ def test_a_disk_out_of_service(start: Callable[..., Remote], subscriber: Callabl
     router.until(lambda: router.has("STORAGE", *keys))
 
 
+@pytest.mark.slow
 def test_topics_by_namespace(start: Callable[..., Remote], subscriber: Callable[..., Subscriber]) -> None:
     """Whoever subscribes to one model's topic hears of that one alone, from its AllBlocksCleared on."""
     remote = start({"events.topic": "kv@host@{namespace}", "disk.bytes": 0})
@@ -369,6 +377,7 @@ def test_topics_by_namespace(start: Callable[..., Remote], subscriber: Callable[
     two.until(lambda: two.has("CPU"))
 
 
+@pytest.mark.slow
 def test_figures(start: Callable[..., Remote], subscriber: Callable[..., Subscriber], folder: Path) -> None:
     remote = start({"server.metrics_port": 0, "disk.bytes": 0})
     router = subscriber()
@@ -391,6 +400,7 @@ def test_figures(start: Callable[..., Remote], subscriber: Callable[..., Subscri
     remote.until(lambda stats: stats.kv_events.subscriptions == 0)
 
 
+@pytest.mark.slow
 def test_a_router_that_listens_itself(launch: Callable[..., Remote]) -> None:
     with Subscriber("inproc://unused") as router:
         endpoint = f"tcp://127.0.0.1:{router._socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -400,6 +410,7 @@ def test_a_router_that_listens_itself(launch: Callable[..., Remote]) -> None:
         router.until(lambda: router.has("CPU", *keys))
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_taken_is_refused(
     serve_failing: Callable[..., subprocess.CompletedProcess[str]], folder: Path
 ) -> None:
@@ -418,5 +429,6 @@ def test_an_endpoint_that_is_taken_is_refused(
             assert line.startswith(f"prefixd: {name} = {settings[name]} ") and "choose another" in line
 
 
+@pytest.mark.slow
 def test_nothing_is_watched_without_an_endpoint(launch: Callable[..., Remote]) -> None:
     assert not launch({"disk.bytes": 0}).stats().HasField("kv_events")

@@ -77,6 +77,7 @@ def test_an_arena_that_may_not_be_locked_says_what_to_do(monkeypatch: pytest.Mon
         arena.close()
 
 
+@pytest.mark.slow
 def test_a_daemon_without_descriptors_serves_whom_it_has(launch: Callable[..., Remote]) -> None:
     remote = launch({"cpu.bytes": "4MiB", "disk.bytes": "64MiB"})
     pid = remote.daemon.pid

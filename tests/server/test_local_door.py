@@ -101,6 +101,7 @@ def test_everything_is_private_whatever_the_umask(folder: Path, open_umask: None
         assert not open_to_others
 
 
+@pytest.mark.slow
 def test_a_readable_data_directory_is_closed(folder: Path, launch: Callable[..., Remote]) -> None:
     (folder / "data").mkdir(mode=0o755)
     (folder / "disk").mkdir(mode=0o755)
@@ -111,6 +112,7 @@ def test_a_readable_data_directory_is_closed(folder: Path, launch: Callable[...,
 
 @pytest.mark.parametrize("name", ["data_dir", "disk.path"])
 @pytest.mark.parametrize("bits", [0o777, 0o770, 0o1777])
+@pytest.mark.slow
 def test_a_directory_that_others_can_write_to_is_refused(
     folder: Path, serve_failing: Callable[..., subprocess.CompletedProcess[str]], name: str, bits: int
 ) -> None:
@@ -169,6 +171,7 @@ def test_the_directory_of_the_socket(folder: Path, open_umask: None) -> None:
         SocketAccess().make_directory(folder / "file")
 
 
+@pytest.mark.slow
 def test_sockets_get_the_mode_that_is_set(folder: Path, launch: Callable[..., Remote]) -> None:
     remote = launch(SIDECAR | {"server.socket_mode": "0660", "server.socket": str(folder / "run" / "s")})
     assert mode(folder / "run") == 0o710
@@ -177,6 +180,7 @@ def test_sockets_get_the_mode_that_is_set(folder: Path, launch: Callable[..., Re
 
 
 @as_root
+@pytest.mark.slow
 def test_users_that_are_named_use_the_daemon_and_others_do_not(folder: Path, launch: Callable[..., Remote]) -> None:
     path = folder / "run" / "s"
     settings = SIDECAR | {"server.socket": str(path), "server.allow_uids": str(NOBODY)}
@@ -191,6 +195,7 @@ def test_users_that_are_named_use_the_daemon_and_others_do_not(folder: Path, lau
 
 
 @as_root
+@pytest.mark.slow
 def test_the_memory_goes_to_nobody_who_merely_reaches_the_socket(folder: Path, launch: Callable[..., Remote]) -> None:
     path = folder / "run" / "s"
     first = launch(SIDECAR | {"server.socket": str(path), "server.socket_mode": "0666"})
@@ -220,6 +225,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_has_at_most_a_mebibyte_in_memory(folder: Path) -> None:
     with DaemonProcess(SIDECAR, directory=folder / "d") as daemon, socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(daemon.socket))
@@ -230,6 +236,7 @@ def test_a_call_that_waits_has_at_most_a_mebibyte_in_memory(folder: Path) -> Non
     assert values[4] == 1 << 20, "the window of a stream"
 
 
+@pytest.mark.slow
 def test_a_caller_that_reads_nothing_does_not_keep_the_daemon_from_ending(folder: Path) -> None:
     head = [(":method", "POST"), (":scheme", "http"), (":path", "/x"), (":authority", "x")]
     headers = b"".join(

@@ -46,6 +46,7 @@ async def reached(event: threading.Event) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.slow
 async def test_the_loop_runs_while_the_tier_is_created(
     models: Models, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +72,7 @@ async def test_the_loop_runs_while_the_tier_is_created(
         await models.stop()
 
 
+@pytest.mark.slow
 async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
     models: Models, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +93,7 @@ async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
     assert memories[0]._closed and not cache.tiers.compute.capacity_bytes
 
 
+@pytest.mark.slow
 async def test_auto_takes_a_share_of_what_is_free_after_the_weights(
     models: Models, cache: TieredCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,6 +121,7 @@ async def test_auto_takes_a_share_of_what_is_free_after_the_weights(
         await models.stop()
 
 
+@pytest.mark.slow
 async def test_auto_on_a_device_without_room_for_the_model(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     automatic = models.gpu._settings.gpu.model_copy(update={"bytes": "auto"})
     monkeypatch.setattr(models.gpu, "_settings", models.gpu._settings.model_copy(update={"gpu": automatic}))

@@ -120,6 +120,7 @@ def test_no_client_fills_what_the_daemons_own_worker_reads(
         assert own.worker and poisoned != own.namespace_id
 
 
+@pytest.mark.slow
 def test_a_request_with_one_salt_too_many_runs_without_the_cache(
     launch: Callable[..., Remote],
     with_model: dict[str, str | int],
@@ -148,6 +149,7 @@ def test_a_request_with_one_salt_too_many_runs_without_the_cache(
     assert not remote.stats().troubles
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_what_has_blocks_and_nothing_else(
     remote_type: type[Remote], launch: Callable[..., Remote], tmp_path: Any
 ) -> None:

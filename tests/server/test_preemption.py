@@ -14,6 +14,8 @@ from prefixd.v1 import admin_pb2
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
+pytestmark = pytest.mark.slow
+
 FRAMES = 30
 
 

@@ -47,6 +47,7 @@ def visitor(listener: socket.socket) -> tuple[subprocess.Popen[bytes], socket.so
 
 
 @pytest.mark.parametrize("with_peer_pidfd", [True, False])
+@pytest.mark.slow
 async def test_the_end_of_a_process_is_noticed(
     cache: TieredCache,
     watch: ProcessWatch,
@@ -88,6 +89,7 @@ async def test_the_end_of_a_process_is_noticed(
     assert (cache.quarantine.nbytes, another.processes) == (0, set())
 
 
+@pytest.mark.slow
 async def test_a_number_that_another_process_has_now_is_not_mistaken(
     cache: TieredCache, watch: ProcessWatch, listener: socket.socket
 ) -> None:
@@ -147,6 +149,7 @@ async def test_a_user_of_another_tenant_gets_no_memory(cache: TieredCache, liste
     watch.close()
 
 
+@pytest.mark.slow
 async def test_a_session_has_only_so_many_processes(
     cache: TieredCache, watch: ProcessWatch, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

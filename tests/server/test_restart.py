@@ -27,6 +27,8 @@ from prefixd.v1 import cache_pb2 as pb
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
+pytestmark = pytest.mark.slow
+
 SIDECAR: dict[str, str | int] = {"cpu.bytes": "4MiB", "disk.bytes": "16MiB"}
 TOKENS = list(range(50, 90))
 BYTES = np.random.default_rng(8).bytes(10 * 3000)

@@ -42,6 +42,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.slow
 def test_what_one_process_writes_another_reads(
     remote: Remote, engine: Callable[..., subprocess.Popen[str]], request: pytest.FixtureRequest
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_tcp_client_puts_and_gets(remote: Remote) -> None:
         assert far.get(session.session_id, namespace, [9, 9, 9, 9, 9]) == (0, b"")
 
 
+@pytest.mark.slow
 def test_a_killed_engine_holds_nothing(remote: Remote, engine: Callable[..., subprocess.Popen[str]]) -> None:
     """Killed with a lease, with a reservation half filled, and with nothing at all: all is gone within seconds."""
     before = remote.settled()
@@ -242,6 +244,7 @@ def test_a_stream_ends_with_its_session(remote: Remote, refused: Callable[..., A
         assert remote.match(other.session_id, big, tokens).blocks == 0
 
 
+@pytest.mark.slow
 def test_too_many_sessions_are_refused(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
     remote = launch({"cpu.bytes": "1MiB", "disk.bytes": 0, "server.max_sessions": 2})
     too_many = refused("RESOURCE_EXHAUSTED", "2 sessions", "server.max_sessions")

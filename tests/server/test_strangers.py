@@ -43,6 +43,7 @@ def channel(daemon: DaemonProcess, stack: ExitStack, door: str = "tcp") -> grpc.
     return stack.enter_context(grpc.insecure_channel(address))
 
 
+@pytest.mark.slow
 def test_who_is_known_does_not_wait_behind_those_who_are_not(daemon: DaemonProcess) -> None:
     ended = threading.Event()
 

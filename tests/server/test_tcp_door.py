@@ -95,6 +95,7 @@ def test_tls(launch: Callable[..., Remote], certificates: Path) -> None:
 
 
 @needs_openssl
+@pytest.mark.slow
 def test_mutual_tls(launch: Callable[..., Remote], certificates: Path) -> None:
     files = {"tls_cert": "server.pem", "tls_key": "server.key", "tls_client_ca": "ca.pem"}
     remote = launch(SIDECAR | {f"server.{name}": str(certificates / file) for name, file in files.items()})
@@ -115,6 +116,7 @@ def guarded(launch: Callable[..., Remote], tokens: Path) -> Remote:
     return launch(SIDECAR | {"server.insecure_tcp": "true", "server.tokens": str(tokens)})
 
 
+@pytest.mark.slow
 def test_each_role_opens_what_it_should(guarded: Remote) -> None:
     works(guarded, token=ENGINE)
     works(guarded, token=OPERATOR)
@@ -136,6 +138,7 @@ def test_each_role_opens_what_it_should(guarded: Remote) -> None:
     assert ENGINE not in log and OPERATOR not in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_every_method_asks_for_a_token_but_health(guarded: Remote, refused: Callable[..., Any]) -> None:
     with grpc.insecure_channel(guarded.daemon.tcp) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
@@ -168,6 +171,7 @@ def test_every_method_asks_for_a_token_but_health(guarded: Remote, refused: Call
 
 
 @needs_openssl
+@pytest.mark.slow
 def test_the_command_line_brings_its_credentials(
     launch: Callable[..., Remote], certificates: Path, tokens: Path, tmp_path: Path
 ) -> None:
@@ -194,6 +198,7 @@ def test_the_command_line_brings_its_credentials(
     assert plain.returncode == 1 and "Does it want TLS (--tls-ca)?" in plain.stderr
 
 
+@pytest.mark.slow
 def test_connections_have_a_limit(guarded: Remote) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2048:
@@ -320,6 +325,7 @@ async def test_a_file_that_changes_while_it_is_read_is_read_once_more(
     file.close()
 
 
+@pytest.mark.slow
 def test_a_token_that_is_taken_out_opens_nothing_any_more(guarded: Remote, tokens: Path) -> None:
     works(guarded, token=ENGINE)
     write_tokens(tokens, f"engine client {ENGINE[:-1]}x\noperator admin {OPERATOR}\n")
@@ -374,6 +380,7 @@ def test_what_a_client_is_told_about_its_files(certificates: Path) -> None:
             client.stats()
 
 
+@pytest.mark.slow
 def test_a_port_that_cannot_be_opened_safely_is_refused(
     serve_failing: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_session_is_its_tenants_own(house: House) -> None:
         events.cancel()
 
 
+@pytest.mark.slow
 def test_each_role_has_its_door(house: House) -> None:
     with house.client(SCRAPER) as client, pytest.raises(PermissionDeniedError, match="needs the role client"):
         client.register(SPEC)
@@ -137,6 +138,7 @@ def test_each_role_has_its_door(house: House) -> None:
     assert all("prefixd_" in scraped(house, token) for token in (SCRAPER, OPERATOR))
 
 
+@pytest.mark.slow
 def test_what_tenants_have_is_in_stats_and_metrics(house: House) -> None:
     with house.client(ALICE) as alice, house.operator() as operator:
         alice.register(SPEC)
@@ -162,6 +164,7 @@ def test_what_tenants_have_is_in_stats_and_metrics(house: House) -> None:
     assert 'prefixd_tenant_most_bytes{tenant="bob"' not in metrics, "it has no limit"
 
 
+@pytest.mark.slow
 def test_settings_are_read_again_without_ending_a_session(house: House) -> None:
     with house.client(ALICE) as alice, house.operator() as operator:
         alice.register(SPEC)
@@ -181,6 +184,7 @@ def test_settings_are_read_again_without_ending_a_session(house: House) -> None:
         assert not operator.stats().troubles
 
 
+@pytest.mark.slow
 def test_without_its_file_the_settings_stay_as_they_were(house: House) -> None:
     with house.operator() as operator:
         before = [(each.name, each.quota) for each in operator.tenants()]
@@ -194,6 +198,7 @@ def test_without_its_file_the_settings_stay_as_they_were(house: House) -> None:
         house.hangup("no more trouble with the settings")
 
 
+@pytest.mark.slow
 def test_an_operator_sets_quotas(house: House) -> None:
     def tenants(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "prefixd", "tenants", *arguments, "--address", house.daemon.address]
@@ -217,6 +222,7 @@ def test_an_operator_sets_quotas(house: House) -> None:
     assert tenants("set", "alice", "--sessions", "0").returncode == 2
 
 
+@pytest.mark.slow
 def test_the_audit_log_tells_who_was_let_in_and_refused(house: House) -> None:
     with house.client(ALICE) as alice:
         cache = alice.register(SPEC)
@@ -268,6 +274,7 @@ def _shrunk(operator: Client) -> None:
     operator.resize_tier(Tier.GPU, 1)
 
 
+@pytest.mark.slow
 def test_calls_of_a_tenant_have_a_limit(house: House) -> None:
     """A stream of Put that says nothing is a call under way."""
     with grpc.insecure_channel(house.daemon.tcp) as channel:
@@ -324,6 +331,7 @@ asyncio.run(main())
 
 
 @as_root
+@pytest.mark.slow
 def test_a_user_of_this_host_is_of_its_tenant_and_no_operator(tmp_path: Path, launch: Callable[..., Remote]) -> None:
     with tempfile.TemporaryDirectory(prefix="prefixd-") as name:
         Path(name).chmod(0o755)
@@ -353,6 +361,7 @@ def test_a_user_of_this_host_is_of_its_tenant_and_no_operator(tmp_path: Path, la
             admin_pb2_grpc.AdminStub(channel).Stats(admin_pb2.StatsRequest(), timeout=60)
 
 
+@pytest.mark.slow
 def test_a_ticket_is_had_without_memory_too(launch: Callable[..., Remote]) -> None:
     remote = launch({"cpu.bytes": 0, "disk.bytes": 0, "worker.embedded": "true", "tenants.acme.uids": "64001"})
     with Client(remote.daemon.address) as client:

@@ -19,6 +19,8 @@ from prefixd.v1 import admin_pb2, cache_pb2
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
+pytestmark = pytest.mark.slow
+
 LARGE = 4 << 20
 SMALL = 1 << 20
 GPU = cache_pb2.TIER_GPU

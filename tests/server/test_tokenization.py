@@ -44,6 +44,7 @@ def encode(codec: TextCodec, text: str, most: int = MOST) -> TokenIds:
     return codec.encode(text, most, threading.Event())
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_missing_or_broken_is_one_line(model_directory: Path, tmp_path: Path) -> None:
     shutil.copy(model_directory / "config.json", tmp_path)
     with pytest.raises(ConfigError) as caught:
@@ -59,6 +60,7 @@ def test_a_tokenizer_that_is_missing_or_broken_is_one_line(model_directory: Path
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_loaded_without_torch_in_the_daemon(model_directory: Path) -> None:
     script = (
         "import sys; from pathlib import Path; import prefixd.server.daemon; from prefixd.server.tokenization import *;"
@@ -85,6 +87,7 @@ def test_a_tokenizer_that_no_process_can_load_is_named(model_directory: Path, mo
 
 
 @pytest.mark.parametrize("text", ["a", "To be, or not to be: \u00e9\u4e2d\U0001f600", "x" * 5000, "\0\n\t " * 700])
+@pytest.mark.slow
 def test_token_ids_are_those_of_the_models_tokenizer(codec: TextCodec, model_directory: Path, text: str) -> None:
     from transformers import AutoTokenizer
 
@@ -95,6 +98,7 @@ def test_token_ids_are_those_of_the_models_tokenizer(codec: TextCodec, model_dir
         assert encode(codec, text).tolist() == expected
 
 
+@pytest.mark.slow
 def test_a_text_of_megabytes_is_refused_after_as_many_tokens_as_count(codec: TextCodec) -> None:
     """15 MiB of text took 25 s and 3.2 GiB. Now the work is that of the limit, whatever the text."""
     small, large = "words and words " * 1000, "words and words " * (1 << 20)
@@ -111,6 +115,7 @@ def test_a_text_of_megabytes_is_refused_after_as_many_tokens_as_count(codec: Tex
     assert many_s < 5 * few_s + 0.05, "but for a copy of the text"
 
 
+@pytest.mark.slow
 def test_counting_ends_when_nobody_wants_it(codec: TextCodec) -> None:
     stop = threading.Event()
     stop.set()
@@ -119,6 +124,7 @@ def test_counting_ends_when_nobody_wants_it(codec: TextCodec) -> None:
             codec.encode(text, MOST, stop)
 
 
+@pytest.mark.slow
 def test_the_longest_token_bounds_a_text(codec: TextCodec) -> None:
     assert codec.longest_token == 1, "the small model has single bytes only"
     assert len(encode(codec, "a" * 100)) * codec.longest_token >= 100
@@ -152,6 +158,7 @@ async def begun(gate: Gate, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.slow
 async def test_a_short_text_does_not_wait_behind_a_long_one(threads: TokenizerThreads, codec: TextCodec) -> None:
     gate = Gate()
     long = asyncio.create_task(threads.encode(gate, LONG, MOST))  # type: ignore[arg-type]
@@ -207,6 +214,7 @@ async def test_closing_ends_what_runs_and_what_waits(threads: TokenizerThreads) 
         await threads.encode(gate, "late", MOST)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_a_tenant_takes_neither_all_places_nor_the_thread(codec: TextCodec) -> None:
     threads, gate = TokenizerThreads(most_texts=8, most_characters=100_000, tenants=lambda: 2), Gate()
     flood = [asyncio.create_task(threads.encode(gate, f"a{n}", MOST, "a")) for n in range(6)]  # type: ignore[arg-type]
@@ -238,6 +246,7 @@ async def test_closing_ends_those_that_wait_for_their_tenants_turn_at_once() -> 
     await runs
 
 
+@pytest.mark.slow
 async def test_the_loop_runs_while_a_text_is_tokenized(threads: TokenizerThreads, codec: TextCodec) -> None:
     text, turns = "some words, " * 80_000, 0
     task = asyncio.create_task(threads.encode(codec, text, 1 << 20))

@@ -25,6 +25,8 @@ from tests.worker.tiny_models import GROUP_SIZES, WINDOW, tiny_config
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 PROMPT = 7 * BLOCK + 5
 NEW, LONG = 24, 480

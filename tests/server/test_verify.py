@@ -58,6 +58,7 @@ def test_damage_on_a_live_daemon(launch: Callable[..., Remote], refused: Callabl
         assert remote.get(session.session_id, space, prompts[3]) == (2, contents[3])
 
 
+@pytest.mark.slow
 def test_without_a_disk_there_is_nothing_to_verify(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
     remote = launch({"cpu.bytes": "4MiB", "disk.bytes": 0})
     with refused("FAILED_PRECONDITION", "no disk tier", "disk.bytes"):
@@ -65,12 +66,14 @@ def test_without_a_disk_there_is_nothing_to_verify(launch: Callable[..., Remote]
 
 
 @pytest.mark.parametrize("setting", ["disk.scrub_bytes_per_s=fast", "disk.scrub_every_s=0"])
+@pytest.mark.slow
 def test_settings_that_make_no_sense(serve_failing: Callable[..., Any], setting: str) -> None:
     name, _, value = setting.partition("=")
     done = serve_failing({name: value})
     assert done.returncode == 2 and name in done.stderr
 
 
+@pytest.mark.slow
 def test_the_daemon_accounts_for_everything(launch: Callable[..., Remote]) -> None:
     remote = launch(SETTINGS)
     with remote.session() as session:
@@ -81,6 +84,7 @@ def test_the_daemon_accounts_for_everything(launch: Callable[..., Remote]) -> No
         assert (found.blocks, found.slots, found.sessions) == (1, 1, 1)
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_the_daemon_behind_the_socket(
     launch: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,8 @@ from prefixd.v1 import admin_pb2, cache_pb2
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
+pytestmark = pytest.mark.slow
+
 READY = admin_pb2.WorkerStats.STATE_READY
 FAILED = admin_pb2.WorkerStats.STATE_FAILED
 

@@ -23,6 +23,8 @@ from prefixd.worker.protocol import Failed, FullAttention, GroupShape, Hello, en
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap import FramePool
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 60.0
 HELLO = Hello(
     groups=(GroupShape("attention", FullAttention(), 1, 1),),

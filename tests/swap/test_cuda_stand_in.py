@@ -14,6 +14,8 @@ import pytest
 
 from benchmarks.kv.stand_in import stand_in_environment
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 # The suites with a CUDA half, and how many tests that has at least: fewer would mean that tests have stopped taking the

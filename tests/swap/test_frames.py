@@ -84,6 +84,7 @@ def test_a_wrong_free_is_refused_as_a_whole(pool: FramePool, frames: list[int]) 
     pool.check_integrity()
 
 
+@pytest.mark.slow
 def test_impossible_pools_are_refused(memory: VirtualMemory, geometry: KvGeometry) -> None:
     with pytest.raises(MemoryMisuseError, match="0 frames"):
         FramePool(memory, geometry.block_bytes, 0)
@@ -235,6 +236,7 @@ def test_a_pool_grows_and_shrinks_while_frames_are_used(memory: VirtualMemory, g
     pool.check_integrity()
 
 
+@pytest.mark.slow
 def test_growing_beyond_the_memory_leaves_the_pool_as_it_was(memory: VirtualMemory, geometry: KvGeometry) -> None:
     frames = (1 << 42) // geometry.block_bytes
     pool = FramePool(memory, geometry.block_bytes, 2, most=frames)

@@ -72,6 +72,7 @@ def test_another_process_reads_and_writes_the_same_chunks(
     assert child.returncode == 0
 
 
+@pytest.mark.slow
 def test_memory_outlives_a_process_that_dies_with_it_mapped(
     memory: VirtualMemory, pair: tuple[socket.socket, socket.socket]
 ) -> None:
@@ -89,6 +90,7 @@ def test_memory_outlives_a_process_that_dies_with_it_mapped(
         assert view.eq(200).all()
 
 
+@pytest.mark.slow
 def test_a_memory_shrinks_and_grows_in_every_process_that_has_it(
     memory: VirtualMemory, pair: tuple[socket.socket, socket.socket]
 ) -> None:

@@ -124,6 +124,7 @@ def test_flash_attention_never_reads_behind_the_last_token(rig_with, reference, 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("rows_of_a_call", ["all", 1, 2])
+@pytest.mark.slow
 def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, reference, monkeypatch, rows_of_a_call):
     """Computed without its kernel, which reads all keys: so every row is mapped here, to the last block."""
     rig = rig_with(FlexAttention(16, compiled=False))

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from prefixd.server.worker_process import ENVIRONMENT
+
+pytestmark = pytest.mark.slow
 
 _PROGRAM = """
 import torch

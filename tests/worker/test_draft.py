@@ -21,6 +21,7 @@ from prefixd.worker.model import CausalModel, choose_attention, load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.protocol import Extend, passed_blocks
 from prefixd.worker.settings import WorkerSettings
+from tests.slow import slow_but
 from tests.worker.conftest import EOS, VOCAB, Rig, tiny_llama_config
 from tests.worker.tiny_models import GROUP_SIZES, build_grouped, build_recurrent
 
@@ -144,8 +145,8 @@ def run_mix(rig: Rig) -> list[tuple[list[int], list[Any], str, int]]:
     return [(rig.tokens[each], logprobs_of(rig, each), rig.done[each].reason, rig.filled[each]) for each in requests]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("target", slow_but(["gemma3_text"], TARGETS))
+@pytest.mark.parametrize("draft", slow_but(["noised"], DRAFTS))
 def test_tokens_and_logprobs_are_those_of_the_model_alone(rig_of: Callable[..., Rig], target: str, draft: str) -> None:
     alone, both = rig_of(target), rig_of(target, draft)
     assert run_mix(both) == run_mix(alone)
@@ -172,6 +173,7 @@ def test_passes_with_the_model_itself_as_its_draft(rig_of: Callable[..., Rig], m
     assert passes(rig) == 1 + -(-42 // (most + 1))
 
 
+@pytest.mark.slow
 def test_forced_tokens_are_the_output_and_the_draft_does_not_know_them(rig_of: Callable[..., Rig]) -> None:
     """What the draft proposes tells how often it would be right on a given answer."""
     alone, both = rig_of("llama"), rig_of("llama", "itself", 4)
@@ -185,6 +187,7 @@ def test_forced_tokens_are_the_output_and_the_draft_does_not_know_them(rig_of: C
         assert proposed > 0 and (accepted == proposed) == (answer == chosen)
 
 
+@pytest.mark.slow
 def test_a_stop_token_in_the_middle_of_a_round_ends_the_request_there(rig_of: Callable[..., Rig]) -> None:
     alone, both = rig_of("llama"), rig_of("llama", "itself")
     prompt = prompt_of(2)
@@ -206,6 +209,7 @@ def test_a_stop_token_in_the_middle_of_a_round_ends_the_request_there(rig_of: Ca
 
 @pytest.mark.parametrize("target", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("draft", ["itself", "noised"])
+@pytest.mark.slow
 def test_a_cached_prefix_serves_both_models(rig_of: Callable[..., Rig], target: str, draft: str) -> None:
     """Blocks of prompt and output, as they were told to be filled, and of windows no more than their rules need."""
     alone, both = rig_of(target), rig_of(target, draft)
@@ -406,6 +410,7 @@ _REQUESTS = st.lists(
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=_REQUESTS, target=st.sampled_from(TARGETS[:2]), draft=st.sampled_from(DRAFTS))
+@pytest.mark.slow
 def test_any_mix_gives_the_tokens_of_the_model_alone(load: Load, asked: list[Any], target: str, draft: str) -> None:
     """`after`: passes that the others compute before a request comes."""
     outputs = []

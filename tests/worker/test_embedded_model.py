@@ -48,6 +48,7 @@ def test_a_token_is_a_byte(directory):
     assert tokenizer.eos_token_id == EOS
 
 
+@pytest.mark.slow
 def test_output_is_printable_and_depends_on_the_whole_prompt(directory, make_rig):
     model = load_model(read_model_spec(WorkerSettings(model=str(directory))))
     assert model.spec.geometry.block_tokens == 16

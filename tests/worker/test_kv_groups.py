@@ -38,6 +38,7 @@ from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.tile_attention import first_key, tile_tokens
 from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.vmem import FrameId
+from tests.slow import slow_but
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import LATENT, RECURRENT, WINDOW, WINDOWED, build_grouped
 
@@ -45,6 +46,8 @@ BLOCK = 16
 PROMPT = 7 * BLOCK + 5
 NEW = 2 * BLOCK
 RUN = [name for name in (*WINDOWED, *LATENT, *RECURRENT) if name != "zamba2"]
+FAST = ["gemma3_text", "gpt_oss", "deepseek_v2", "jamba"]
+"""Windows, sinks, latents and states: `make test` runs these, `make test-all` all."""
 # Where a row's bits do not depend on how its prompt was cut: experts of qwen3_next take whole batches.
 LOGPROBS = 2e-3
 
@@ -69,7 +72,7 @@ def model_of(directory_of: Callable[[str], Path]) -> Callable[[str], CausalModel
     return load
 
 
-@pytest.fixture(params=RUN)
+@pytest.fixture(params=slow_but(FAST, RUN))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -31,6 +31,8 @@ from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export
 from tests.swap.conftest import used_bytes
 
+pytestmark = pytest.mark.slow
+
 CHILD = Path(__file__).with_name("shared_frames_child.py")
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 CUDA = pytest.param(

@@ -161,6 +161,7 @@ def frame_bytes(pool: FramePool, frame: int) -> bytes:
     return ctypes.string_at(span.address, span.nbytes)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_an_engine_in_process(daemon, pool, rig, prompt):
     first, second = pool.allocate(4), pool.allocate(2)
     daemon.start(1, prompt, first)
@@ -207,6 +208,7 @@ def test_interrupt_from_the_terminal_is_the_daemons_business(daemon, pool, rig):
     assert tokens[30] == rig.generate([1, 2, 3])
 
 
+@pytest.mark.slow
 def test_the_memory_outlives_a_killed_worker(daemon, pool, settings, rig, prompt):
     """A new worker goes on with the blocks that a dead one left."""
     expected = rig.generate(prompt)
@@ -238,6 +240,7 @@ def mapped_bytes(pid: int) -> int:
 
 
 @pytest.mark.parametrize("kv", ["virtual", "paged"])
+@pytest.mark.slow
 def test_frames_come_and_go_while_a_worker_runs(llama_directory: Path, rig, prompt, kv: str) -> None:
     """What left is mapped nowhere any more, and its memory is the system's again; what came is used."""
     daemon = Daemon(WorkerSettings(model=str(llama_directory), threads=1, max_step_tokens=64, kv=kv))
@@ -272,6 +275,7 @@ def test_frames_come_and_go_while_a_worker_runs(llama_directory: Path, rig, prom
         pool.memory.close()
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_let_go_of_what_a_request_has(settings: WorkerSettings, prompt) -> None:
     """A daemon that breaks the rule finds out: the worker says so and ends."""
     daemon = Daemon(settings)
@@ -329,6 +333,7 @@ def test_a_worker_on_a_gpu_runs_on_the_daemons_chunks(wide_llama_directory: Path
         pool.memory.close()
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_socket(settings):
     daemon = Daemon(settings)
     try:
@@ -339,6 +344,7 @@ def test_a_worker_ends_with_its_socket(settings):
         daemon.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(tmp_path):
     daemon = Daemon(WorkerSettings(model=str(tmp_path / "nothing")))
     try:

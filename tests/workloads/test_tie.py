@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from prefixd.workloads.tie import tied
 
 _PARENT = """
@@ -36,6 +38,7 @@ def test_the_command_runs_under_the_same_id_and_ends_with_who_started_it() -> No
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_what_a_command_says_and_its_status_are_its_own() -> None:
     ran = subprocess.run(tied(["sh", "-c", "echo $0 $1; exit 3", "a b", "c"]), capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "a b c\n", "")

@@ -148,6 +148,7 @@ def test_what_was_reserved_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+@pytest.mark.slow
 def test_a_limit_for_addresses_is_not_used_up(limit: str) -> None:
     subprocess.run([sys.executable, "-c", LIMITED.format(limit=limit)], check=True, timeout=60)
 

@@ -47,6 +47,7 @@ def test_tokens_can_be_chosen_for_the_key_of_somebody_else() -> None:
         assert block is not None and BlockChain(block, BLOCK_TOKENS, ours).key(0) == key
 
 
+@pytest.mark.slow
 def test_crafted_tokens_do_not_crowd_in_one_place() -> None:
     trie = Trie(BLOCK_TOKENS, (1,))
     trie._keys = KeyIndex(key_hash(0))
@@ -57,6 +58,7 @@ def test_crafted_tokens_do_not_crowd_in_one_place() -> None:
     assert longest < 64
 
 
+@pytest.mark.slow
 def test_one_key_in_many_namespaces_does_not_crowd() -> None:
     """Each crafts tokens for it, by the seed of his namespace."""
     trie = Trie(1, (1,))

@@ -109,6 +109,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.key(row) == key
 
 
+@pytest.mark.slow
 def test_key_index_against_a_dict() -> None:
     run_state_machine_as_test(IndexMachine, settings=settings(max_examples=100, stateful_step_count=40))
 
@@ -156,6 +157,7 @@ def test_many_keys_at_once_are_found_as_one_by_one(count: int) -> None:
     assert np.array_equal(index.keys(rows), keys[:count])
 
 
+@pytest.mark.slow
 def test_keys_that_come_around_the_end_are_found_while_a_table_is_left() -> None:
     """Their entries reach into the part that has been left, and beyond it."""
     tables = np.zeros((3, 2048), np.uint32)

@@ -263,6 +263,7 @@ class TrieMachine(RuleBasedStateMachine):
         return not self.has_children(prefix) and not self.kept(prefix)
 
 
+@pytest.mark.slow
 def test_trie_against_a_dict() -> None:
     run_state_machine_as_test(TrieMachine, settings=settings(max_examples=60, stateful_step_count=50))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -167,6 +168,7 @@ class Hosts(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
+@pytest.mark.slow
 def test_two_hosts_and_a_store_that_cannot_be_trusted() -> None:
     run_state_machine_as_test(Hosts, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
 

@@ -64,6 +64,7 @@ def test_a_daemon_that_answers(daemon: DaemonProcess, make_link: MakeLink, said:
     assert said() == []
 
 
+@pytest.mark.slow
 def test_away_and_back_are_said_once_however_many_calls_failed(
     own_daemon: DaemonProcess, make_link: MakeLink, said: Said
 ) -> None:
@@ -82,6 +83,7 @@ def test_away_and_back_are_said_once_however_many_calls_failed(
         assert back == f"prefixd is back at {own_daemon.address}."
 
 
+@pytest.mark.slow
 def test_a_daemon_that_was_never_there_is_found_when_it_comes(tmp_path: Path, make_link: MakeLink, said: Said) -> None:
     with DaemonProcess({"cpu.bytes": "1MiB", "disk.bytes": 0}) as later:
         later.stop()
@@ -96,6 +98,7 @@ def test_a_daemon_that_was_never_there_is_found_when_it_comes(tmp_path: Path, ma
 
 
 @pytest.mark.parametrize("registered", [True, False], ids=["namespace known", "nothing asked yet"])
+@pytest.mark.slow
 def test_a_stopped_daemon_gets_one_call_and_is_left_alone(
     own_daemon: DaemonProcess, make_link: MakeLink, said: Said, registered: bool
 ) -> None:
@@ -205,6 +208,7 @@ def test_an_address_without_a_path_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["daemon runs", "daemon stopped"])
+@pytest.mark.slow
 def test_closing_ends_the_calls_under_way_and_its_thread(
     own_daemon: DaemonProcess, make_link: MakeLink, stopped: bool
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_block_is_there_only_when_every_rank_has_saved_its_part(daemon: Daemon
     assert pages_of(ranks[0], [20]) != pages_of(ranks[1], [20])
 
 
+@pytest.mark.slow
 def test_what_the_daemon_will_not_retain_is_saved_all_the_same(
     tmp_path: Path, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,6 +221,7 @@ def test_without_a_daemon_everything_ends_at_once(
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["between lease and copy", "between copy and release"])
+@pytest.mark.slow
 def test_a_daemon_killed_in_a_load_fails_all_its_blocks_and_the_next_one_serves_again(
     own_daemon: DaemonProcess, make_rank: MakeRank, after: bool
 ) -> None:
@@ -243,6 +245,7 @@ def test_a_daemon_killed_in_a_load_fails_all_its_blocks_and_the_next_one_serves_
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["between slots and copy", "between copy and commit"])
+@pytest.mark.slow
 def test_a_daemon_killed_in_a_save_drops_it_and_those_behind_it_are_acknowledged(
     own_daemon: DaemonProcess, make_rank: MakeRank, after: bool
 ) -> None:
@@ -260,6 +263,7 @@ def test_a_daemon_killed_in_a_save_drops_it_and_those_behind_it_are_acknowledged
     assert rank.saved(rank.prefix("killed in a save", 32, 0), range(1, 9)) == {"saved_blocks": 2}
 
 
+@pytest.mark.slow
 def test_a_daemon_that_stops_answering_in_a_save_gets_no_more_of_them(
     own_daemon: DaemonProcess, make_rank: MakeRank
 ) -> None:
@@ -285,6 +289,7 @@ def test_a_daemon_that_stops_answering_in_a_save_gets_no_more_of_them(
 
 
 @pytest.mark.parametrize("graceful", [True, False], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.slow
 def test_an_engine_that_only_saves_finds_a_daemon_that_was_restarted(
     own_daemon: DaemonProcess, make_rank: MakeRank, graceful: bool
 ) -> None:
@@ -299,6 +304,7 @@ def test_an_engine_that_only_saves_finds_a_daemon_that_was_restarted(
     wait_until(lambda: rank.saved(rank.prefix("restart", 32), range(1, 9)) == {"saved_blocks": 2})
 
 
+@pytest.mark.slow
 def test_a_daemon_that_drains_gets_no_saves_and_is_not_away(
     own_daemon: DaemonProcess, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,6 +324,7 @@ def reservations(daemon: DaemonProcess) -> int:
 # -- slots ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_save_goes_on_when_it_gets_slots_for_a_part_only(make_rank: MakeRank) -> None:
     """A reservation that comes back short is filled, and the rest is asked for."""
     block_bytes = 4 * 3 * 64 * 1024

@@ -310,6 +310,7 @@ async def test_the_queue_has_a_limit_that_interrupted_requests_do_not_count_for(
     await bench.finish(busy, *waiting)
 
 
+@pytest.mark.slow
 async def test_many_requests_in_little_memory(make_bench: MakeBench, events: Events, expected: Expected) -> None:
     """A hundred prompts with shared beginnings through 24 frames, 16 slots and a disk: all of it right."""
     bench = await make_bench(24, cpu_slots=16, disk=True, policy="relaxed-fpf")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.slow import slow_but
 from tests.worker import test_images as worker_tests
 from tests.worker.tiny_models import IMAGES
 
@@ -28,7 +29,10 @@ def vision_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     return cache(lambda name, kv: worker_tests.Vision(name, tmp_path_factory.mktemp(name), block_tokens=BLOCK, kv=kv))
 
 
-@pytest.fixture(params=[*((name, "virtual") for name in IMAGES), ("gemma3", "paged")], ids="-".join)
+@pytest.fixture(
+    params=slow_but([("gemma3", "virtual")], [*((name, "virtual") for name in IMAGES), ("gemma3", "paged")]),
+    ids="-".join,
+)
 def vision(request: pytest.FixtureRequest, vision_of: Callable[[str, str], Any]) -> Any:
     found = vision_of(*request.param)
     found.forget()

@@ -17,6 +17,7 @@ from prefixd.server import piece_load, tail_load, tier_resize
 from prefixd.server.request import Request, RequestState
 from prefixd.worker.protocol import Done
 from prefixd_scheduler import Distance
+from tests.slow import slow_but
 
 from .conftest import BLOCK, MODELS, Bench, Supervisor
 
@@ -159,7 +160,7 @@ def check(bench: Bench, requests: list[Request]) -> None:
     check_integrity(bench.cache)
 
 
-@pytest.mark.parametrize("model", ["plain", "windows", "windows alone", "states", "pages"])
+@pytest.mark.parametrize("model", slow_but(["windows"], ["plain", "windows", "windows alone", "states", "pages"]))
 @settings(max_examples=100)
 @given(
     happenings=HAPPENINGS,

@@ -167,6 +167,7 @@ async def test_what_was_given_up_would_have_taken_longer(
 
 
 @pytest.mark.parametrize("pieces", range(0, 16, 5))
+@pytest.mark.slow
 async def test_a_load_from_the_front_is_given_up_and_what_came_is_used(
     make_bench: MakeBench, expected: Expected, events: Any, pieces: int
 ) -> None:

@@ -20,6 +20,7 @@ from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.settings import WorkerSettings
 from tests.server.dispatcher.model_bench import ModelBench, open_model_bench
+from tests.slow import slow_but
 from tests.worker.tiny_models import LATENT, RECURRENT, WINDOWED, build_grouped
 
 BLOCK = 16
@@ -30,6 +31,9 @@ LONG = 48
 RUN = [name for name in (*WINDOWED, *LATENT, *RECURRENT) if name != "zamba2"]
 IN_PAGES = ("gemma3_text", "jamba", "falcon_h1", "qwen3_next")
 """Those that are run with block tables, too: large pages whose small pages have one size, or several."""
+RUNS = [*((name, "virtual") for name in RUN), *((name, "paged") for name in IN_PAGES)]
+FAST = [("gemma3_text", "virtual"), ("jamba", "virtual"), ("jamba", "paged")]
+"""A model with windows and one with states: `make test` runs these, `make test-all` all."""
 STATES_ONLY = ("mamba", "mamba2")
 
 
@@ -70,7 +74,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
     return cache(lambda name, kv: Subject(name, kv, tmp_path_factory.mktemp(name)))
 
 
-@pytest.fixture(params=[*((name, "virtual") for name in RUN), *((name, "paged") for name in IN_PAGES)], ids="-".join)
+@pytest.fixture(params=slow_but(FAST, RUNS), ids="-".join)
 def subject(request: pytest.FixtureRequest, subject_of: Callable[[str, str], Subject]) -> Subject:
     return subject_of(*request.param)
 

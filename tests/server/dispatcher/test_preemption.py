@@ -15,6 +15,7 @@ from prefixd.server import preemption
 from prefixd.worker.protocol import Cancel, Done, Extend, Start
 from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
+from tests.slow import slow_but
 
 if TYPE_CHECKING:
     from prefixd.server.preemption import PreemptionCounters
@@ -427,8 +428,8 @@ async def test_it_runs_again_when_another_run_has_ended_though_not_all_may_fit(m
     await bench.finish(long, last)
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
-@pytest.mark.parametrize("policy", ["fcfs", "fpf", "relaxed-fpf"])
+@pytest.mark.parametrize("mode", slow_but(["auto"], ["swap", "recompute", "auto"]))
+@pytest.mark.parametrize("policy", slow_but(["relaxed-fpf"], ["fcfs", "fpf", "relaxed-fpf"]))
 async def test_many_requests_in_a_tier_too_small_for_two_all_end(
     make_bench: MakeBench, events: Events, expected: Expected, mode: str, policy: str
 ) -> None:

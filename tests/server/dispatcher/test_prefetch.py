@@ -177,6 +177,7 @@ def test_the_first_whose_turn_comes_is_read_first_whoever_came_first() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "out of the window"])
+@pytest.mark.slow
 def test_what_nobody_needs_any_more_stops_and_keeps_no_room(how: str) -> None:
     """512 blocks at 1 MB/s take 17 s."""
 
@@ -202,6 +203,7 @@ def test_what_nobody_needs_any_more_stops_and_keeps_no_room(how: str) -> None:
     run(body, gpu=600, cpu=1200, look_ahead=16 if how == "cancelled" else 2)
 
 
+@pytest.mark.slow
 def test_a_prefix_on_its_way_to_the_cpu_is_not_read_again_for_the_gpu() -> None:
     async def body(daemon: VirtualDaemon) -> None:
         long = prompt(1, 512)
@@ -223,6 +225,7 @@ def test_a_prefix_on_its_way_to_the_cpu_is_not_read_again_for_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 4])
+@pytest.mark.slow
 def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
     async def body(daemon: VirtualDaemon) -> None:
         shared = prompt(1, 128)
@@ -240,6 +243,7 @@ def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
     run(body, gpu=600, cpu=1600, disk=8000)
 
 
+@pytest.mark.slow
 def test_a_prefix_larger_than_the_room_hides_nobody_behind_it() -> None:
     """800 blocks, where half of the CPU tier has 600."""
 
@@ -257,6 +261,7 @@ def test_a_prefix_larger_than_the_room_hides_nobody_behind_it() -> None:
     run(body, gpu=900, cpu=1200, disk=8000)
 
 
+@pytest.mark.slow
 def test_what_is_read_for_the_gpu_is_not_read_for_the_cpu_too() -> None:
     async def body(daemon: VirtualDaemon) -> None:
         shared = prompt(1, 128)
@@ -274,6 +279,7 @@ def test_what_is_read_for_the_gpu_is_not_read_for_the_cpu_too() -> None:
     run(body, gpu=600, cpu=1600, disk=8000)
 
 
+@pytest.mark.slow
 def test_with_as_many_reads_as_may_be_those_that_move_on_to_the_gpu_are_not_begun_anew() -> None:
     async def body(daemon: VirtualDaemon) -> None:
         prompts = [prompt(number, 128) for number in range(1, 6)]
@@ -295,6 +301,7 @@ def test_with_as_many_reads_as_may_be_those_that_move_on_to_the_gpu_are_not_begu
 
 @pytest.mark.parametrize("policy", ["fcfs", "fpf"])
 @pytest.mark.parametrize("bytes_per_s", [5e7, 1e9])
+@pytest.mark.slow
 def test_looking_ahead_is_never_slower_than_not(policy: str, bytes_per_s: float) -> None:
     """The text analysis workload, from a disk that is the bottleneck to one that is none."""
     workload = TextAnalysis(prefixes=24, requests=64, prefix_tokens=512, outstanding=24)

@@ -58,6 +58,7 @@ async def gone(bench: ModelBench) -> None:
     await bench.cache.mover.quiesce()
 
 
+@pytest.mark.slow
 async def test_the_answer_is_that_of_a_run_without_the_cache_and_the_blocks_go(
     subject: Subject, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ async def change(
 
 @settings(max_examples=150)
 @given(changes=CHANGES, disk=st.booleans())
+@pytest.mark.slow
 def test_distances_follow_every_change(
     bench_of: Callable[..., Any], changes: list[tuple[str, Any]], disk: bool
 ) -> None:

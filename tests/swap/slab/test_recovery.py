@@ -268,6 +268,7 @@ def test_a_smaller_capacity_that_loses_blocks_can_be_refused(path: Path) -> None
     store.close()
 
 
+@pytest.mark.slow
 def test_the_directory_has_one_owner(path: Path) -> None:
     script = """
 import sys

@@ -814,5 +814,5 @@ class StoreModel(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-TestStoreModel = StoreModel.TestCase
+TestStoreModel = pytest.mark.slow(StoreModel.TestCase)
 TestStoreModel.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)

@@ -46,6 +46,7 @@ from prefixd.client.inference import (
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.retention import Retention
 from prefixd.client.rules import ChunkedWindow, CrossAttention, RecurrentState, Rule, SlidingWindow, VisionEmbedding
+from prefixd.client.session import NewSession
 from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, StoreResult, Tier, TierRun
 from prefixd.client.sync import Cache, Client, Lease, Reservation
 
@@ -77,6 +78,7 @@ __all__ = [
     "MatchResult",
     "MemoryUnavailable",
     "NamespaceSpec",
+    "NewSession",
     "NotFoundError",
     "PartSpec",
     "PermissionDeniedError",

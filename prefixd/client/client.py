@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from os import PathLike
@@ -21,11 +22,13 @@ from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.messages import message
 from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.retention import Retention
-from prefixd.client.session import MemoryMode, Session
+from prefixd.client.session import MemoryMode, NewSession, Session
 from prefixd.client.spec import NamespaceSpec, Tier
 from prefixd.client.tokens import TokenIds
 from prefixd.clocks import elapsed_s
 from prefixd.v1 import admin_pb2, inference_pb2
+
+log = logging.getLogger(__name__)
 
 _PREFIXES = 100  # listed unless more are asked for
 _PAGE = 1000  # prefixes that one call lists at the most
@@ -52,6 +55,7 @@ class AsyncClient:
         tls_key: str | PathLike[str] | None = None,
         token: str = "",
         clock: Callable[[], float] = elapsed_s,
+        on_new_session: Callable[[NewSession], None] | None = None,
     ) -> None:
         """A client of the daemon at `address`: "unix:/path", "host:port", or None for the default socket.
 
@@ -63,6 +67,8 @@ class AsyncClient:
         For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the daemon's certificate is
         checked; `tls_cert` and `tls_key` are PEM files to show for ourselves; `token` is one of the daemon's
         `server.tokens`. On a unix socket all four are left alone: the socket's permissions say who may come.
+
+        `on_new_session` is told when a session takes the place of one that is over; None: a warning in the log.
 
         Raises `InvalidArgumentError` for arguments that cannot work.
         """
@@ -79,6 +85,8 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._session: Session | None = None
+        self._on_new_session = self._warn_of if on_new_session is None else on_new_session
+        self._tickets_refused = 0  # when the session was opened
         self._opening: asyncio.Task[Session] | None = None
         self._closed = False
 
@@ -148,8 +156,15 @@ class AsyncClient:
             raise
 
     async def _open(self, connection: Connection) -> Session:
+        last = self._session
         self._session = await Session.open(connection, self._name, self._memory)
+        refused, self._tickets_refused = self._tickets_refused, connection.tickets_refused
+        if last is not None:
+            self._on_new_session(NewSession(last.lost_because or "it is over", refused != self._tickets_refused))
         return self._session
+
+    def _warn_of(self, new: NewSession) -> None:
+        log.warning("prefixd: a new session with the daemon at %s: %s", self.address, new)
 
     def _opened(self, opening: asyncio.Task[Session]) -> None:
         self._opening = None

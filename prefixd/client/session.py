@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 import grpc
@@ -22,6 +23,25 @@ log = logging.getLogger(__name__)
 _END: Any = grpc.aio.EOF
 
 MemoryMode: TypeAlias = Literal["auto", "shared", "streamed"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    """A session was opened in place of one that is over.
+
+    Attributes:
+        lost_because: how the last one ended.
+        other_data: the daemon refused our ticket since the last one was opened: it has another data directory.
+    """
+
+    lost_because: str
+    other_data: bool
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        if self.other_data:
+            return "it was replaced by a daemon with another data directory, which has nothing of what was cached"
+        return self.lost_because
 
 
 class Holder(Protocol):

@@ -166,6 +166,12 @@ class DaemonProcess:
         self.stop()
         self.start()
 
+    def replace(self) -> None:
+        """`stop`, then another daemon at the same address, with an empty data directory."""
+        self.stop()
+        shutil.rmtree(self.directory / "data")
+        self.start()
+
     def last_words(self) -> str:
         """The end of its log, to be put behind an error's message."""
         said = last_lines(self.log, _LAST_LINES)

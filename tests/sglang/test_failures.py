@@ -66,6 +66,23 @@ def test_daemon_killed(own_daemon: DaemonProcess, make_controller: MakeControlle
     assert indices is not None and all(same(controller.pool, indices, seed=4))
 
 
+def test_a_replaced_daemon(
+    own_daemon: DaemonProcess, make_controller: MakeController, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another daemon with an empty data directory in its place: the next save counts, and one line says it."""
+    controller = make_controller(own_daemon, prefixd={"timeout_s": TIMEOUT_S})
+    prompt = _saved(controller, 4, seed=20)
+    own_daemon.replace()
+    caplog.clear()
+    assert controller.hits(prompt).storage_hit_count == 0
+    again = _saved(controller, 4, seed=21)
+    indices, tokens = controller.prefetch(again)
+    assert tokens == 64
+    assert indices is not None and all(same(controller.pool, indices, seed=21))
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1 and "replaced by a daemon with another data directory" in said[0]
+
+
 def test_daemon_frozen(own_daemon: DaemonProcess, make_controller: MakeController) -> None:
     """The first call waits for `timeout_s`; the others, while the daemon is away, for nothing."""
     controller = make_controller(own_daemon, prefixd={"timeout_s": TIMEOUT_S})

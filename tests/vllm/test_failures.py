@@ -279,6 +279,29 @@ def test_daemon_left_down(
     wait_until_back(engine)
 
 
+def test_a_replaced_daemon(
+    engine: EngineProcess, daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
+) -> None:
+    """Another daemon with an empty data directory in its place: as an upgraded container without a volume."""
+    known = new_requests(*LENGTHS)
+    run(engine, known)
+    poll(lambda: run(engine, known)[1] == cacheable(known), "not all was saved")
+    said = engine.log.stat().st_size
+    daemon.replace()
+    with Client(daemon.address) as client:
+        assert client.stats().tiers[1].used_bytes == 0
+    tokens, hits = run(engine, known)
+    assert tokens == expected(known) and hits == 0
+    assert hits_resume(engine, known) < RESUME_S
+    poll(lambda: run(engine, known)[1] == cacheable(known), "not all was saved again")
+    lines = engine.log.read_bytes()[said:].decode().splitlines()
+    changed = [line for line in lines if "replaced by a daemon with another data directory" in line]
+    links = 2  # vLLM's scheduler has one, its worker another
+    assert len(changed) == links
+    assert not [line for line in lines if "prefixd refuses" in line or "Traceback" in line]
+    wait_until_back(engine)
+
+
 def test_daemon_killed_while_requests_run_and_wait(
     engine: EngineProcess, daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
 ) -> None:

@@ -28,9 +28,12 @@ from prefixd.client import (
     ClientClosed,
     ClientError,
     InvalidArgumentError,
+    LeaseLost,
     MemoryUnavailable,
     NamespaceSpec,
+    NewSession,
     ServerUnavailable,
+    Unauthenticated,
     default_address,
 )
 from prefixd.client.portal import Portal
@@ -74,7 +77,13 @@ class Link:
         self.timeout_s = timeout_s
         self.log = log
         try:
-            self._client = AsyncClient(self.address, name=f"{name} {os.getpid()}", memory="shared", timeout_s=_CALL_S)
+            self._client = AsyncClient(
+                self.address,
+                name=f"{name} {os.getpid()}",
+                memory="shared",
+                timeout_s=_CALL_S,
+                on_new_session=self._on_new_session,
+            )
         except InvalidArgumentError as error:
             raise ConfigError(f"address = {self.address!r}: {error}") from error
         self._portal = Portal()
@@ -82,6 +91,7 @@ class Link:
         self._up = False
         self._closed = False
         self._told_down = False
+        self._replaced = False  # since it was said that the daemon is away
         self._slow = False  # a call had no answer in time
         self._fell = asyncio.Event()
         self._tried = threading.Event()
@@ -89,7 +99,7 @@ class Link:
 
     @property
     def up(self) -> bool:
-        """Whether the daemon answered when it was last asked."""
+        """Whether the daemon had a session for us, and answered, when it was last asked."""
         return self._up
 
     def wait_first(self) -> bool:
@@ -130,8 +140,17 @@ class Link:
         except (ServerUnavailable, MemoryUnavailable) as error:
             self._fall(str(error))
             raise LinkDown(str(error)) from error
+        except Unauthenticated as error:  # with another ticket, too
+            self._fall(str(error))
+            raise LinkDown(str(error)) from error
         except ClientClosed as error:
             raise LinkDown(str(error)) from error
+        except LeaseLost:
+            raise
+        except ClientError as error:
+            if self._client.arena is None:  # what was refused is a session
+                self._fall(str(error))
+            raise
         except TimeoutError as error:
             reason = f"no answer from the daemon at {self.address} within {limit_s:g} s"
             self._slow = True
@@ -157,14 +176,14 @@ class Link:
         return int((await self._client.evict(namespace_id=known.namespace_id)).kept_blocks)
 
     async def ask(self) -> None:
-        """Returns when the daemon has answered something. For use in the link's thread, inside `guard`."""
+        """Returns when the daemon has given us a session and answered a call. For use in the link's thread."""
         await self._client.session()
         try:
             await self._client.stats()
-        except (ServerUnavailable, TimeoutError):
+        except (ServerUnavailable, Unauthenticated, TimeoutError):
             raise
         except ClientError:
-            pass  # a refusal is an answer
+            pass  # of the operator's call: who is no operator may have a session
 
     @property
     def draining(self) -> bool:
@@ -214,6 +233,12 @@ class Link:
                 "prefixd is away: %s. The engine goes on without it and looks for it again by itself.", reason
             )
 
+    def _on_new_session(self, new: NewSession) -> None:
+        if self._told_down:  # it is said when the daemon is back
+            self._replaced |= new.other_data
+        else:
+            self.log.warning("prefixd at %s has opened another session for the engine: %s.", self.address, new)
+
     async def _watch(self) -> None:
         """Looks for the daemon while it is away."""
         pause_s = rest_s = _FIRST_PAUSE_S
@@ -233,10 +258,11 @@ class Link:
                 continue
             pause_s = _FIRST_PAUSE_S
             if self._told_down:
-                self.log.warning("prefixd is back at %s.", self.address)
+                changed = f": {NewSession('', True)}" if self._replaced else ""
+                self.log.warning("prefixd is back at %s%s.", self.address, changed)
             else:
                 self.log.info("prefixd is at %s.", self.address)
-            self._told_down = False
+            self._told_down = self._replaced = False
             self._up = True  # last: who sees it up in another thread can rely on what was said
             self._tried.set()
             since_s = time.monotonic()

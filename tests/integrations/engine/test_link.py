@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from prefixd.client import AsyncCache, ClientError, ExhaustedError, InvalidArgumentError, NamespaceSpec, PartSpec
@@ -18,8 +20,13 @@ from prefixd.client.portal import Portal
 from prefixd.errors import ConfigError
 from prefixd.integrations.engine import link as link_module
 from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.server.tickets import SCHEME, LocalProcess, Tickets
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.client.conftest import StandIn, short_folder
+from tests.client.test_client_tickets import Guarded
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
+
+__all__ = ["short_folder"]  # a fixture
 
 SPEC = NamespaceSpec("link", 2, (PartSpec("all", 0, 64),))
 TOKENS = [1, 2, 3, 4]
@@ -81,6 +88,99 @@ def test_away_and_back_are_said_once_however_many_calls_failed(
         away, back = said()[2 * round_ :]
         assert away.startswith("prefixd is away") and "\n" not in away
         assert back == f"prefixd is back at {own_daemon.address}."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seen", ["idle", "away"])
+def test_a_replaced_daemon_is_used_within_seconds_and_one_line_says_so(
+    own_daemon: DaemonProcess, make_link: MakeLink, said: Said, seen: str
+) -> None:
+    """Another daemon with an empty data directory, whether a call has noticed meanwhile that the old one ended or not.
+
+    Of the loads that the engine asks for, the second has what the first has stored.
+    """
+    link = make_link(own_daemon.address)
+    assert link.wait_first()
+
+    async def store() -> int:
+        cache = await link.cache(SPEC)
+        async with await cache.reserve(TOKENS) as slots:
+            return (await slots.commit()).committed
+
+    assert link.start(store).result(DEADLINE_S) == 2
+    if seen == "away":
+        own_daemon.stop()
+        assert isinstance(link.start(match(link)).exception(DEADLINE_S), LinkDown)
+        shutil.rmtree(own_daemon.directory / "data")
+        own_daemon.start()
+        wait_until(lambda: link.up)
+    else:
+        own_daemon.replace()
+    assert link.start(match(link)).result(DEADLINE_S) == 0
+    assert link.start(store).result(DEADLINE_S) == 2
+    assert link.start(match(link)).result(DEADLINE_S) == 2 and link.up
+    replaced = "it was replaced by a daemon with another data directory, which has nothing of what was cached"
+    if seen == "away":
+        assert said()[1:] == [f"prefixd is back at {own_daemon.address}: {replaced}."]
+    else:
+        assert said() == [f"prefixd at {own_daemon.address} has opened another session for the engine: {replaced}."]
+
+
+async def _refused(link: Link) -> BaseException | None:
+    return await asyncio.to_thread(link.start(match(link)).exception, DEADLINE_S)
+
+
+async def test_who_is_refused_is_not_up(short_folder: Path, make_link: MakeLink, said: Said) -> None:
+    """The session is open and lives on, and every call in it is refused, the first one with another ticket, too."""
+    guarded = Guarded(short_folder)
+    await guarded.start()
+    try:
+        link = make_link(guarded.stand_in.address)
+        await asyncio.to_thread(wait_until, lambda: link.up)
+        assert await asyncio.to_thread(link.start(match(link)).result, DEADLINE_S) == 1
+        guarded.lose_key()
+        honest, others = guarded.door._ticket, Tickets(lambda: 0.0, b"another daemon's")
+        guarded.door._ticket = lambda uid, pid: others.issue(LocalProcess(uid, pid))
+        assert isinstance(await _refused(link), LinkDown) and not link.up
+        asked = guarded.issued
+        for _ in range(5):  # nothing more is asked for the engine
+            assert isinstance(await _refused(link), LinkDown)
+        assert guarded.issued == asked
+        away = f"prefixd is away: `authorization: {SCHEME} ...` is none of this daemon's tickets"
+        assert len(said()) == 1 and said()[0].startswith(away) and "\n" not in said()[0]
+        guarded.door._ticket = honest
+        await asyncio.to_thread(wait_until, lambda: link.up)
+        assert await asyncio.to_thread(link.start(match(link)).result, DEADLINE_S) == 1
+        assert said()[1:] == [f"prefixd is back at {link.address}."]
+        await asyncio.to_thread(link.close)
+    finally:
+        await guarded.stop()
+        os.close(guarded.stand_in.fd)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.PERMISSION_DENIED])
+async def test_who_gets_no_session_is_not_up(
+    short_folder: Path, make_link: MakeLink, said: Said, code: grpc.StatusCode
+) -> None:
+    stand_in = StandIn(short_folder)
+    await stand_in.start()
+    try:
+        link = make_link(stand_in.address)
+        await asyncio.to_thread(wait_until, lambda: link.up)
+        assert await asyncio.to_thread(link.start(match(link)).result, DEADLINE_S) == 1
+        stand_in.failures["OpenSession"] = code, "no session for you"
+        stand_in.end_sessions()
+        await asyncio.to_thread(wait_until, lambda: link.arena is None)
+        assert "no session for you" in str(await _refused(link)) and not link.up
+        assert isinstance(await _refused(link), LinkDown)
+        assert len(said()) == 1 and said()[0].startswith("prefixd is away: no session for you")
+        del stand_in.failures["OpenSession"]
+        await asyncio.to_thread(wait_until, lambda: link.up)
+        assert await asyncio.to_thread(link.start(match(link)).result, DEADLINE_S) == 1
+        await asyncio.to_thread(link.close)
+    finally:
+        await stand_in.stop()
+        os.close(stand_in.fd)
 
 
 @pytest.mark.slow

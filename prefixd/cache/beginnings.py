@@ -27,19 +27,21 @@ from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd_swap.tiers import Int64s, MemoryTier
 
+_IN_VAIN = 3  # cuts after which no block more had come
+
 Bring = Callable[[Trie, Rows, MemoryTier, GroupMask | None], Awaitable[int]]
 """(trie, rows, tier, wanted): see `Mover.bring`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """Who reads blocks `first_block` to `end` of a usable prefix.
+    """Reads blocks `first_block` to `end` of a usable prefix.
 
     Attributes:
         trie: the blocks' trie.
         path: [n] the prefix from its first block on. The rules say what a reader of these n blocks needs.
         first_block: the reader has what is before it.
-        end: the reader needs nothing from here on now.
+        end: nothing is read from here on.
         slice_only: the rest of `path` is read by other leases. Else the prompt goes on behind `end`, which has to be a
             length that the rules allow.
     """
@@ -52,12 +54,12 @@ class Reader:
 
     @property
     def rows(self) -> Rows:
-        """The blocks that he reads."""
+        """The blocks that are read."""
         return self.path[self.first_block : self.end]
 
     @property
     def wanted(self) -> GroupMask:
-        """[len(rows)]: the KV groups of each that he needs."""
+        """[len(rows)]: the KV groups of each that are needed."""
         return self.trie.needed(len(self.path), min(self.first_block, len(self.path)))[: len(self.rows)]
 
     def cut(self, end: int) -> Reader:
@@ -117,9 +119,11 @@ class Beginning:
             give_way: called when room is short for the first time: whether others have let go of some.
         """
         bring = bring or self._mover.bring
-        waits = True
+        waits, there, in_vain = True, -1, 0
         try:
-            while await bring(self.hold.trie, self.hold.rows, self._tier, self.hold.wanted) < len(self.hold.rows):
+            while (came := await self._bring_held(bring)) < len(self.hold.rows):
+                in_vain = 0 if came > there else in_vain + 1
+                there = came
                 if give_way is not None and await give_way():
                     pass
                 elif self in self._uncut:
@@ -128,6 +132,8 @@ class Beginning:
                 elif waits and (others := self._who_let_go_soon()):
                     await asyncio.wait([asyncio.ensure_future(other._looked.wait()) for other in others])
                     waits = False
+                elif in_vain >= _IN_VAIN:  # it is not for want of room: the next block is damaged, or cannot be read
+                    self.cut(self.reader.cut(self.reader.first_block + came))
                 else:
                     self.cut(self._fitting())
                 give_way = None
@@ -136,6 +142,9 @@ class Beginning:
             raise
         finally:
             self._looks()
+
+    async def _bring_held(self, bring: Bring) -> int:
+        return await bring(self.hold.trie, self.hold.rows, self._tier, self.hold.wanted)
 
     def _looks(self) -> None:
         self._uncut.discard(self)

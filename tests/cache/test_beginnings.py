@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -119,6 +119,30 @@ async def test_a_prefetch_brings_the_beginning_of_a_prompt_longer_than_the_tier(
     await rig.cache.prefetch(rig.session, rig.namespace, rig.chain(prompt))
     await rig.cache.mover.quiesce()
     assert all(rig.tiers(prompt, CPU)[:TIER])
+
+
+@pytest.mark.parametrize("prefix_blocks", [0, 40])
+async def test_a_damaged_block_ends_the_lease_and_is_not_looked_for_again_and_again(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, prefix_blocks: int
+) -> None:
+    rig = make_rig(cpu=TIER, disk=512)
+    prompt, others = list(range(40)), list(range(100, 100 + TIER))
+    await store(rig, prompt)
+    await store(rig, others)
+    assert not any(rig.tiers(prompt, CPU))
+    rig.damage(rig.rows(prompt)[10])
+    brought = 0
+    bring = rig.cache.mover.bring
+
+    async def count(*args: Any, **how: Any) -> int:
+        nonlocal brought
+        brought += 1
+        return await bring(*args, **how)
+
+    monkeypatch.setattr(rig.cache.mover, "bring", count)
+    lease = await rig.lease(prompt, prefix_blocks=prefix_blocks)
+    assert lease is not None and len(lease.rows) == 10
+    assert brought < 8
 
 
 async def test_found_is_what_was_leased(make_rig: Callable[..., Rig]) -> None:

@@ -259,15 +259,16 @@ class TieredCache:
         spec.check()
         self._forget_namespaces(_LOOKED_AT_WITH_A_NEW_ONE)
         tenant = self.tenants.known(spec.tenant)
-        if not self.namespace_room.fits(tenant, spec.nbytes):
+        nbytes = spec.nbytes
+        if not self.namespace_room.fits(tenant, nbytes):
             self._forget_namespaces()
-        self.namespace_room.check(tenant, spec.nbytes)
+        self.namespace_room.check(tenant, nbytes)
         return self._give_trie(self.namespaces.register(spec))
 
     async def open_namespace(self, session: Session, spec: NamespaceSpec) -> Namespace:
         """Registers a namespace and opens it to a session, with room made for it. Raises as `register`."""
         if self.namespaces.find(spec) is None:
-            spec.check()
+            spec.check()  # before anything is forgotten for its sake
             await self.namespace_room.make(session.tenant, spec.nbytes)
             self.leases.session(session.id)
         namespace = self.register(spec)

@@ -193,8 +193,8 @@ class NamespaceRegistry:
         """Their ordinals, in the order in which `forget_unused` looks at them."""
         self._of_tenant: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
-        self._used: dict[str, dict[int, None]] = {}
-        """By tenant, the ordinals of the listed ones, the least recently used first."""
+        self._used: dict[str, dict[int, int]] = {}
+        """By tenant, the ordinals of the listed ones with their bytes, the least recently used first."""
         self.nbytes = 0
         """Memory that the listed ones take, about."""
 
@@ -289,8 +289,7 @@ class NamespaceRegistry:
         """Makes it the most recently used one of its tenant, and likewise the common one beside it."""
         for each in (namespace, namespace.common):
             if each is not None and each.ordinal in (order := self._used.get(each.spec.tenant, {})):
-                del order[each.ordinal]
-                order[each.ordinal] = None
+                order[each.ordinal] = order.pop(each.ordinal)
 
     def oldest(self, tenant: str) -> list[int]:
         """Ordinals of a tenant's, the least recently used first."""
@@ -343,20 +342,20 @@ class NamespaceRegistry:
 
     def _list(self, namespace: Namespace) -> None:
         self._by_digest[namespace.digest] = self._by_id[namespace.id] = namespace
-        self._count(namespace, 1)
-        self._used.setdefault(namespace.spec.tenant, {})[namespace.ordinal] = None
+        tenant, nbytes = namespace.spec.tenant, namespace.spec.nbytes
+        self._used.setdefault(tenant, {})[namespace.ordinal] = nbytes
+        self._count(tenant, 1, nbytes)
 
     def _unlist(self, namespace: Namespace) -> bool:
         """Whether it was listed."""
         if self._by_id.get(namespace.id) is not namespace:
             return False
         del self._by_digest[namespace.digest], self._by_id[namespace.id]
-        self._count(namespace, -1)
-        del self._used[namespace.spec.tenant][namespace.ordinal]
+        tenant = namespace.spec.tenant
+        self._count(tenant, -1, -self._used[tenant].pop(namespace.ordinal))
         return True
 
-    def _count(self, namespace: Namespace, change: int) -> None:
-        tenant, nbytes = namespace.spec.tenant, change * namespace.spec.nbytes
+    def _count(self, tenant: str, change: int, nbytes: int) -> None:
         self._of_tenant[tenant] += change
         self._bytes_of[tenant] += nbytes
         self.nbytes += nbytes

@@ -142,3 +142,10 @@ def test_sigterm_ends_a_benchmark_and_its_daemon(short_folder: Path) -> None:
     assert list(short_folder.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.kill(daemon, 0)
+
+
+def test_salts(tmp_path: Path) -> None:
+    result = result_of("salts", tmp_path, "--salts", "500", "--through-daemon", "40", "--in-use", "8")
+    assert (result["refused"], result["daemon_refused"], result["daemon_violations"]) == (0, 0, [])
+    assert result["found_in_use"] == result["asked_in_use"] > 50 and result["stored"] > 60
+    assert result["daemon_found_in_use"] == result["daemon_asked_in_use"] == 3

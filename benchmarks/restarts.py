@@ -58,6 +58,8 @@ _PROCESSES = 0.2
 """Share of the daemons that are processes of their own."""
 _KILLED = 0.7
 """Share of those that are killed."""
+_ALL = 100_000
+"""Prefixes that are listed at most: all."""
 _READ = 4
 """Prompts that are read after each start."""
 
@@ -330,7 +332,7 @@ class Lives:
             blocks = self._rng.randint(1, 8)
             tokens = [self._rng.randrange(1 << 16) for _ in range(4 * blocks)]
             await cache.store(tokens, bytes(blocks * nbytes), durable=self._rng.random() < 0.7)
-        if self._rng.random() < 0.8:
+        if self._rng.random() < 0.9:
             await self._admin.evict(namespace_id=cache.namespace_id)
 
     async def _flush(self) -> None:
@@ -345,7 +347,10 @@ class Lives:
     async def _snapshot(self) -> Snapshot:
         """Every block that is cached."""
         found: Snapshot = {}
-        for leaf in (await self._admin.prefixes()).prefixes:
+        listed = await self._admin.prefixes(limit=_ALL)
+        if len(listed.prefixes) < listed.total:
+            raise harness.BenchmarkError(f"{listed.total} prefixes are cached, more than the {_ALL} that are compared")
+        for leaf in listed.prefixes:
             with suppress(NotFoundError):
                 for block in (await self._admin.inspect(leaf.key)).blocks:
                     key = f"{leaf.namespace_id.hex()} {block.key}"

@@ -220,7 +220,7 @@ class Soak:
             self._unpin_all()  # or what dead clients had pinned would fill the tiers
 
     def _unpin_all(self) -> None:
-        for prefix in self._admin.prefixes().prefixes:
+        for prefix in self._admin.prefixes(limit=100_000).prefixes:
             if prefix.pinned:
                 with suppress(NotFoundError):
                     self._admin.unpin(prefix.key)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from prefixd import __version__, signals
-from prefixd.cli import admin, config, demo, doctor, generate, plan, prefixes, serve, tenants, tier, verify
+from prefixd.cli import admin, config, demo, doctor, generate, plan, prefixes, recover, serve, tenants, tier, verify
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.failures import CleanGroup, examples, paragraphs
 
@@ -37,6 +37,7 @@ _add("unpin", "Change", asks_daemon(prefixes.unpin_command), prefixes.UNPIN_EXAM
 _add("evict", "Change", asks_daemon(prefixes.evict_command), prefixes.EVICT_EXAMPLES)
 _add("flush", "Change", asks_daemon(admin.flush_command), admin.FLUSH_EXAMPLES)
 _add("drain", "Change", asks_daemon(admin.drain_command), admin.DRAIN_EXAMPLES)
+_add("recover", "Change", recover.recover_command, recover.EXAMPLES)
 _add("verify", "Look", asks_daemon(verify.verify_command), verify.EXAMPLES)
 _add("doctor", "Look", asks_daemon(doctor.doctor_command), doctor.EXAMPLES)
 app.add_typer(config.app, name="config", rich_help_panel="Look")

@@ -14,6 +14,8 @@ from prefixd.cli.failures import EXIT_FAILED, examples
 if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
 
+SET_ASIDE = "disk index"
+"""The part of the trouble that an index was set aside; `prefixd.server.set_aside.PART`."""
 EXAMPLES = examples(
     "prefixd doctor", "prefixd doctor --json | jq '.violations'", "prefixd doctor --calibrate machine.json"
 )
@@ -35,8 +37,9 @@ def doctor_command(
     """Account for every block, slot and lease of the running daemon; say what is in trouble and what to do about it.
 
     Violations are defects of prefixd: please report them. Troubles (a full disk, a limit that is too low) come with
-    their remedy, and do not change the exit status: it is 0 when everything adds up, and 1 when something does not, or
-    when a worker was given up, which ends only with a new start of the daemon.
+    their remedy, and do not change the exit status: it is 0 when everything adds up, and 1 when something does not,
+    when a worker was given up, which ends only with a new start of the daemon, or while an index of the disk tier is
+    set aside, which `prefixd recover` ends.
 
     The limits and the disk space are those of the machine that this command runs on.
 
@@ -58,7 +61,8 @@ def doctor_command(
         plain.print_json(plain.to_plain(integrity) | {"environment": [asdict(check) for check in checks]})
     else:
         render.print_diagnosis(integrity, checks)
-    if integrity.violations or any(model.worker.error for model in stats.models) or stats.worker.error:
+    lost = any(trouble.part == SET_ASIDE for trouble in integrity.troubles)
+    if integrity.violations or lost or any(model.worker.error for model in stats.models) or stats.worker.error:
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -37,6 +37,7 @@ from prefixd.server.metrics_server import MetricsServer
 from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.remote_store import open_remote
+from prefixd.server.set_aside import SetAsideCheck
 from prefixd.server.settings_reload import SettingsReload
 from prefixd.server.snapshot import Snapshot
 from prefixd.server.tenant_figures import RequestFigures, TenantFigures
@@ -165,10 +166,11 @@ class Daemon:
         slabs = settings.disk.bytes and MAX_SLABS
         raise_descriptor_limit(settings.server.max_sessions, slabs, troubles)
         arena = _open_arena(settings, device, troubles, stack)
+        store = _open_store(settings, self._ops, stack)
         try:
             tiers = Tiers.local(
                 arena,
-                _open_store(settings, self._ops, stack),
+                store,
                 urgency=settings.transfers.urgency,
                 io_threads=settings.disk.io_threads,
                 remote=None if settings.remote.url is None else partial(open_remote, settings.remote, arena),
@@ -190,6 +192,13 @@ class Daemon:
             raise ConfigError(f"the cache cannot be opened: {error}") from error
         if restored:
             log.info("%d blocks are back from disk", restored)
+        if store is not None:
+            set_aside = SetAsideCheck(store, troubles, cache.mover.lost)
+            set_aside.start()
+            cache.mover.lost.update(store.recovery.lost)
+            watching = asyncio.create_task(set_aside.watch(), name="set-aside")
+            stack.callback(watching.cancel)
+            self._watch(watching)
         self._watch(cache.write_back.start())
         self._watch(None if cache.common is None else cache.common.start())
         self._watch(cache.scrubber.start())

@@ -40,6 +40,8 @@ from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.file_ops import FileOps, host_bytes
 from prefixd_swap.slab.files import MAX_SLABS
 from prefixd_swap.slab.records import RecordGroup, Records
+from prefixd_swap.slab.salvage import Salvaged, salvage
+from prefixd_swap.slab.set_aside import SetAside, discard, list_set_aside
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
@@ -85,6 +87,8 @@ __all__ = [
     "Records",
     "RemoteFullError",
     "RemoteStoreError",
+    "Salvaged",
+    "SetAside",
     "ShrinkError",
     "SlabStore",
     "Span",
@@ -103,9 +107,12 @@ __all__ = [
     "create_copy_engine",
     "create_eviction_policy",
     "create_memory",
+    "discard",
     "host_bytes",
+    "list_set_aside",
     "register_host",
     "round_to_slot",
+    "salvage",
     "send_export",
     "started_threads",
     "unregister_host",

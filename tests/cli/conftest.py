@@ -30,6 +30,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.failure: tuple[grpc.StatusCode, str] | None = None
         self.answers = True  # errors are marked as a daemon's own
         self.damage = False
+        self.set_aside = False
         self.worker_error = ""
         self.held = ""
         self.silent = False  # what is generated has no text
@@ -181,6 +182,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
 
     def CheckIntegrity(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.CheckIntegrityResponse:
         self._note(request, context)
+        if self.set_aside:
+            what = "40 blocks are lost, because their index was set aside"
+            trouble = admin_pb2.Trouble(part="disk index", what=what, remedy="run `prefixd recover`", since_s=5)
+            return admin_pb2.CheckIntegrityResponse(troubles=[trouble])
         full = admin_pb2.Trouble(part="disk tier", what="the disk is full", remedy="free some space", since_s=90)
         return admin_pb2.CheckIntegrityResponse(
             violations=["cpu tier: slots with several owners: 4096"] if self.damage else [],

@@ -31,6 +31,7 @@ COMMANDS = [
     "evict",
     "flush",
     "drain",
+    "recover",
     "verify",
     "doctor",
     "config show",

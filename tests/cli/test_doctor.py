@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from prefixd.cli import environment
+from prefixd.cli import doctor, environment
+from prefixd.server import set_aside
 from prefixd.v1 import admin_pb2, cache_pb2
 
 Cli = Callable[..., Any]
@@ -39,6 +40,17 @@ def test_a_worker_that_was_given_up_is_status_1(cli: Cli, daemon: Any) -> None:
     daemon.worker_error = "gpu.bytes = 1 holds 0 frames"
     assert cli("doctor", "--address", daemon.address).exit_code == 1
     assert cli("doctor", "--json", "--address", daemon.address).exit_code == 1
+
+
+def test_an_index_that_was_set_aside_is_status_1(cli: Cli, daemon: Any) -> None:
+    daemon.set_aside = True
+    done = cli("doctor", "--address", daemon.address)
+    assert done.exit_code == 1 and "40 blocks are lost" in done.stdout and "prefixd recover" in done.stdout
+    assert cli("doctor", "--json", "--address", daemon.address).exit_code == 1
+
+
+def test_doctor_knows_the_troubles_name() -> None:
+    assert doctor.SET_ASIDE == set_aside.PART
 
 
 def test_as_json(cli: Cli, daemon: Any) -> None:

@@ -22,6 +22,7 @@ from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.lmdb_file import first_missing
 from prefixd_swap.slab.mapped_file import MappedFile
+from prefixd_swap.slab.set_aside import set_aside
 
 _DATABASES = 3
 MAP_BYTES = 16 << 20
@@ -61,8 +62,8 @@ class SlabIndex:
     def __init__(self, path: Path, ops: FileOps) -> None:
         """Open the environment in the folder `path`, or make it there.
 
-        An environment that is damaged is set aside as `path` + ".damaged" and an empty one takes its place: that costs
-        the blocks that it named, which can be computed again.
+        An environment that is damaged is set aside (`set_aside.py`) and an empty one takes its place: that costs the
+        blocks that it named, unless somebody brings them back, and they can be computed again.
 
         Raises:
             FormatError: it is another LMDB's.
@@ -311,12 +312,8 @@ class SlabIndex:
         self._mapped.moved()
 
     def _replace(self, damage: str) -> None:
-        log.error("the index in %s is set aside, its blocks are lost: %s", self._path, damage)
         self.damage = damage
-        aside = self._path.with_name(self._path.name + ".damaged")
-        if aside.exists():
-            shutil.rmtree(aside)
-        self._ops.rename(self._path, aside)
+        set_aside(self._path, self._ops, damage)
         _create(self._path, self._ops)
         self._open()
 

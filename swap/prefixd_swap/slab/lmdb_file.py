@@ -53,6 +53,14 @@ class Meta:
 
 
 @dataclass(frozen=True, slots=True)
+class Tree:
+    """A named tree: how many entries it has, and its root page unless it is empty."""
+
+    entries: int
+    root: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class References:
     """Which pages name which: n references in the order of the pages that hold them."""
 
@@ -144,17 +152,58 @@ def nodes(pages: npt.NDArray[np.uint8], kind: int) -> tuple[Int64s, Int64s]:
     return page[good], offset[good]
 
 
-def leaf_rows(pages: npt.NDArray[np.uint8]) -> Iterator[tuple[bytes, bytes]]:
-    """Key and value of every node in leaf pages whose value lies beside it, whatever tree it is of."""
-    content = pages.tobytes()
-    page_bytes = pages.shape[1]
-    for page, offset in zip(*(column.tolist() for column in nodes(pages, _LEAF)), strict=True):
-        at = page * page_bytes + offset
-        low, high, flags, key_bytes = struct.unpack_from("<HHHH", content, at)
-        start = at + _NODE_HEADER + key_bytes
-        end = start + (low | high << 16)
-        if not flags and end <= (page + 1) * page_bytes:
-            yield content[start - key_bytes : start], content[start:end]
+def tree_rows(fd: int, pread: Pread, page_bytes: int, root: int) -> Iterator[tuple[bytes, bytes, int]]:
+    """Key, data and flags of every entry of a tree that can be read, in key order unless pages are damaged.
+
+    Pages that are missing, or no pages of a tree, are left out with what only they lead to, and so are entries whose
+    data is not there.
+
+    Raises:
+        OSError: the device refuses.
+    """
+    to_visit, seen = [root], set[int]()
+    while to_visit:
+        page = to_visit.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        content = _read(fd, pread, page * page_bytes, page_bytes)
+        if len(content) < page_bytes or int.from_bytes(content[:8], "little") != page:
+            continue
+        pages = np.frombuffer(content, np.uint8).reshape(1, page_bytes)
+        children = []
+        for offset in nodes(pages, _BRANCH)[1].tolist():
+            low, high, top = struct.unpack_from("<HHH", content, offset)
+            children.append(low | high << 16 | top << 32)
+        to_visit += reversed(children)
+        for offset in nodes(pages, _LEAF)[1].tolist():
+            low, high, flags, key_bytes = struct.unpack_from("<HHHH", content, offset)
+            start = offset + _NODE_HEADER + key_bytes
+            nbytes = low | high << 16
+            data = content[start : start + nbytes]
+            if flags & _BIG_DATA:
+                first = int.from_bytes(content[start : start + 8], "little")
+                nbytes = nbytes if first < _MAX_PAGE else 0
+                data = _read(fd, pread, first * page_bytes + _PAGE_HEADER, nbytes)
+            if start <= page_bytes and len(data) == nbytes:
+                yield content[start - key_bytes : start], data, flags
+
+
+def read_trees(fd: int, pread: Pread) -> tuple[int, dict[bytes, Tree]]:
+    """Bytes of a page, and the named trees of the newest transaction; none where they cannot be read.
+
+    Raises:
+        OSError: the device refuses.
+    """
+    meta = newest_meta(fd, pread)
+    if meta is None or not meta.roots:
+        return 0, {}
+    trees = {}
+    for key, data, flags in tree_rows(fd, pread, meta.page_bytes, meta.roots[-1]):
+        if flags & _SUB_TREE and len(data) == _TREE.size:
+            *_, entries, root = _TREE.unpack(data)
+            trees[key] = Tree(entries, root if root < _MAX_PAGE else None)
+    return meta.page_bytes, trees
 
 
 def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:

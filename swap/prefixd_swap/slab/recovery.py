@@ -29,6 +29,15 @@ class Recovery:
     index_damage: str = ""
     """Why the index was set aside, all its blocks with it; empty when it was good."""
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """Blocks that are lost, by reason."""
+        reasons = {
+            "on disk, but the bytes are gone, another block's, or not known": self.lost_slots,
+            "on disk, but the parent is gone": self.lost_parents,
+        }
+        return {reason: blocks for reason, blocks in reasons.items() if blocks}
+
     def losses(self) -> str:
         """Which blocks were dropped and why, for people."""
         reasons = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from prefixd_swap.slab.block_record import (
 )
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.file import SlabFile
-from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
 from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
@@ -45,11 +45,13 @@ from prefixd_swap.slab.io import DiskIo
 from prefixd_swap.slab.reader import SlabReader, verify
 from prefixd_swap.slab.records import Bools, IndexTable, Int64s, Records
 from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover, slabs_named
+from prefixd_swap.slab.set_aside import SetAside, list_set_aside
 from prefixd_swap.slab.writer import SlabWriter
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 
 log = logging.getLogger(__name__)
+_ADOPTED_AT_ONCE = 4096
 _CHECKS = 8  # a block that was found bad so often while others were freed is bad
 
 
@@ -420,6 +422,39 @@ class SlabStore:
             self._recovered = None
         self._commits.resume()
         return np.setdiff1d(known, stored)
+
+    def adopt(
+        self, rows: Sequence[tuple[bytes, bytes]], namespaces: Mapping[bytes, bytes], pins: Sequence[bytes]
+    ) -> None:
+        """Name blocks again whose bytes are in slots that nobody has, as `salvage` has found them; nobody may write.
+
+        Args:
+            rows: key and value in the index of each, parents first.
+            namespaces: what their namespaces stand for; what is known already stays.
+            pins: keys in the index of those that are pinned.
+
+        Raises:
+            StorageError: I/O failed; some may have been named.
+        """
+        with self._operation():
+            known = self._index.namespaces()
+            for namespace in namespaces.keys() - known.keys():
+                self._index.put_namespace(namespace, namespaces[namespace])
+            for start in range(0, len(rows), _ADOPTED_AT_ONCE):
+                self._index.apply(rows[start : start + _ADOPTED_AT_ONCE])
+            self._index.pin(pins, True)
+        self.revive(IndexTable(self._index.chunks()).slots())
+
+    def set_aside(self) -> list[SetAside]:
+        """Indexes of this directory that were set aside, and that nobody has brought back or discarded.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        try:
+            return list_set_aside(self._directory.index)
+        except OSError as error:
+            raise storage_error(f"looking for indexes in {self._directory.path}", error) from error
 
     def load(self) -> Records:
         """Every block as of now, in columns: a million of them in about a second.

@@ -426,6 +426,22 @@ def test_a_crash_before_the_superblock_is_no_obstacle(path: Path) -> None:
     assert {file.name for file in path.iterdir()} == {"LOCK", "SUPERBLOCK", "SUPERBLOCK.copy", "index", "slabs"}
 
 
+def test_what_a_start_drops_counts_as_lost_by_reason(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    records = write(store, (1, None, b"a" * 12 * PAGE), (2, 1, b"b" * 12 * PAGE), (3, None, b"c" * 12 * PAGE))
+    store.close()
+    slab_of(path, records[0]).unlink()
+    gone = {slab_of(path, record) for record in records if not slab_of(path, record).exists()}
+    store = SlabStore.open(path, CAPACITY)
+    lost = store.recovery.lost
+    assert sum(lost.values()) == 3 - store.recovery.kept and len(gone) >= 1
+    assert lost["on disk, but the bytes are gone, another block's, or not known"] >= 1
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery.lost == {}
+    store.close()
+
+
 def test_an_index_that_cannot_be_read_is_set_aside(path: Path) -> None:
     """LMDB itself would be killed by SIGBUS."""
     store = SlabStore.open(path, CAPACITY)

@@ -1,0 +1,70 @@
+"""Indexes of the disk tier that were set aside: a trouble, and lost blocks, until an operator has seen to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+from prefixd.cache import Troubles
+from prefixd.errors import ExhaustedError
+from prefixd.steps import in_thread
+from prefixd_swap import SetAside, SlabStore, StorageError
+
+PART = "disk index"
+"""The trouble's part. `prefixd doctor` fails while there is one."""
+LOST = "in an index that was set aside"
+"""The reason under which the blocks count as lost."""
+_WATCH_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class SetAsideCheck:
+    """Reports what was set aside, and that it is no more, by `prefixd recover` or by hand.
+
+    Args:
+        store: the disk tier's.
+        troubles: where it is reported.
+        lost: blocks lost by reason; has a reason more while there is any.
+    """
+
+    def __init__(self, store: SlabStore, troubles: Troubles, lost: Counter[str]) -> None:
+        self._store = store
+        self._troubles = troubles
+        self._lost = lost
+
+    def start(self) -> None:
+        """Reports what there is at the daemon's start; may wait for the disk.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        self._report(self._store.set_aside())
+
+    async def watch(self) -> None:
+        """Looks every two seconds, for ever. While the directory cannot be read, what was reported stays."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                found = await in_thread(self._store.set_aside)
+            except (StorageError, ExhaustedError) as error:
+                log.debug("not looked for indexes that were set aside: %s", error)
+                continue
+            self._report(found)
+
+    def _report(self, found: list[SetAside]) -> None:
+        if not found:
+            self._lost.pop(LOST, None)
+            self._troubles.end(PART)
+            return
+        counted = sum(each.blocks or 0 for each in found)
+        self._lost[LOST] = counted
+        unknown = " and an unknown number more" if any(each.blocks is None for each in found) else ""
+        reasons = ", ".join(f"{each.path.name} ({each.reason or 'reason not known'})" for each in found)
+        self._troubles.begin(
+            PART,
+            f"{counted:,} blocks{unknown} are lost, because their index was set aside: {reasons.replace('; ', ', ')}; "
+            "stop the daemon soon and run `prefixd recover`, which brings back what was not overwritten since; or run "
+            "`prefixd recover --discard`",
+        )

@@ -1,0 +1,119 @@
+"""Indexes that were set aside because they looked damaged: folders beside the index, until somebody removes them.
+
+```
+index/                 in use
+index.damaged/         set aside first: data.mdb, and lost.json with the reason and the number of blocks
+index.damaged.2/ ...   set aside later; the last of four is replaced by the next
+```
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.lmdb_file import read_trees
+
+NOTE = "lost.json"
+MOST = 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """An index that was set aside."""
+
+    path: Path
+    reason: str
+    """Why; empty where nobody wrote it down."""
+    blocks: int | None
+    """How many blocks it named; None where that cannot be read."""
+
+
+def set_aside(index: Path, ops: FileOps, reason: str) -> None:
+    """Move the index's folder away, with a note why.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    blocks = _count_blocks(index, ops)
+    log.error(
+        "the index in %s is set aside, its %s blocks are lost: %s; stop the daemon and run `prefixd recover` to bring "
+        "back what can be read",
+        index,
+        "unknown number of" if blocks is None else f"{blocks:,}",
+        reason,
+    )
+    try:
+        _write_note(index / NOTE, ops, json.dumps({"reason": reason, "blocks": blocks}).encode())
+    except OSError as error:
+        log.warning("why it was set aside cannot be written down: %s", error)
+    names = _names(index)
+    aside = next((name for name in names if not name.exists()), names[-1])
+    if aside.exists():
+        log.error("%s, which was set aside before, is deleted: %d are kept", aside, MOST)
+        shutil.rmtree(aside)
+    ops.rename(index, aside)
+
+
+def list_set_aside(index: Path) -> list[SetAside]:
+    """Those there are, the first that was set aside first.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    found = []
+    for name in _names(index):
+        if not name.is_dir():
+            continue
+        reason, blocks = "", None
+        try:
+            note = json.loads((name / NOTE).read_bytes())
+            reason, blocks = str(note["reason"]), note["blocks"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            blocks = _count_blocks(name, FileOps())
+        found.append(SetAside(name, reason, blocks if isinstance(blocks, int) else None))
+    return found
+
+
+def discard(found: SetAside) -> None:
+    """Remove it for good.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    shutil.rmtree(found.path)
+
+
+def _names(index: Path) -> list[Path]:
+    first = f"{index.name}.damaged"
+    return [index.with_name(first), *(index.with_name(f"{first}.{number}") for number in range(2, MOST + 1))]
+
+
+def _count_blocks(index: Path, ops: FileOps) -> int | None:
+    try:
+        fd = ops.open(index / "data.mdb", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        _, trees = read_trees(fd, ops.pread)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return trees[b"blocks"].entries if b"blocks" in trees else None
+
+
+def _write_note(path: Path, ops: FileOps, content: bytes) -> None:
+    fd = ops.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        ops.pwrite(fd, memoryview(content), 0)
+        ops.fdatasync(fd)
+    finally:
+        os.close(fd)

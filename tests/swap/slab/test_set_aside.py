@@ -1,0 +1,209 @@
+"""An index that was set aside is kept and counted, and what can be read of it comes back."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from prefixd_swap import NewBlock, SetAside, SlabStore, Span, discard, salvage
+from prefixd_swap.slab.block_record import DiskPart, encode_record, index_key
+from prefixd_swap.slab.salvage import NO_PARENT, OVERWRITTEN, UNREADABLE
+from prefixd_swap.slab.set_aside import MOST, NOTE
+
+NS, OTHER = b"namespac", b"other ns"
+PAGE = 4096
+CAPACITY = 256 * PAGE
+CHAIN = 4
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(300 + 4000 * (number % 3))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def write(store: SlabStore, numbers: range) -> None:
+    """Blocks in chains of four: the first of each has no parent. Every fifth is pinned."""
+    alive = [np.frombuffer(bytearray(content(number)), np.uint8) for number in numbers]
+    blocks = [
+        NewBlock(
+            NS,
+            key(number),
+            key(number - 1) if number % CHAIN else b"",
+            b"tokn" * 40,
+            number % CHAIN,
+            [Span(int(array.ctypes.data), array.nbytes)],
+        )
+        for number, array in zip(numbers, alive, strict=True)
+    ]
+    assert all(store.write(blocks))
+    store.pin([(NS, key(number)) for number in numbers if number % 5 == 0], True)
+
+
+def contents(store: SlabStore) -> dict[int, bytes]:
+    found = {}
+    for record in store.records():
+        (part,) = record.parts
+        assert part is not None
+        target = np.zeros(part.nbytes, np.uint8)
+        store.read(part, Span(int(target.ctypes.data), part.nbytes))
+        found[int.from_bytes(record.key, "big")] = target.tobytes()
+    return found
+
+
+def filled(path: Path, count: int = 40) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    store.put_namespace(NS, b"what it stands for")
+    write(store, range(count))
+    store.close()
+
+
+def only(store: SlabStore) -> SetAside:
+    (found,) = store.set_aside()
+    return found
+
+
+def bring_back(store: SlabStore) -> tuple[int, dict[str, int]]:
+    result = salvage(only(store), store)
+    store.adopt(result.rows, result.namespaces, result.pins)
+    discard(only(store))
+    store.check_integrity()
+    return result.blocks, dict(result.lost)
+
+
+def test_an_index_that_was_whole_comes_back_whole(path: Path) -> None:
+    """As one that an earlier version has set aside, without a note."""
+    filled(path)
+    (path / "index").rename(path / "index.damaged")
+    store = SlabStore.open(path, CAPACITY)
+    assert only(store) == SetAside(path / "index.damaged", "", 40) and not contents(store)
+    assert bring_back(store) == (40, {})
+    assert store.set_aside() == []
+    for _ in range(2):
+        assert contents(store) == {number: content(number) for number in range(40)}
+        assert set(store.pins()) == {(NS, key(number)) for number in range(0, 40, 5)}
+        assert store.namespaces() == {NS: b"what it stands for"}
+        write(store, range(40, 44))
+        store.remove([(NS, key(number)) for number in range(43, 39, -1)])
+        store.close()
+        store = SlabStore.open(path, CAPACITY)
+    store.close()
+
+
+@pytest.mark.parametrize("pages", range(2, 14))
+def test_what_can_be_read_of_a_file_that_was_cut_off_comes_back(path: Path, pages: int) -> None:
+    filled(path)
+    data = path / "index" / "data.mdb"
+    whole = data.read_bytes()
+    data.write_bytes(whole[: pages * PAGE])
+    store = SlabStore.open(path, CAPACITY)
+    if not store.recovery.index_damage:
+        pytest.skip("no page that is in use is missing")
+    assert "cut off" in only(store).reason
+    note = json.loads((only(store).path / NOTE).read_text())
+    assert note == {"reason": only(store).reason, "blocks": only(store).blocks}
+    counted = only(store).blocks
+    blocks, lost = bring_back(store)
+    found = contents(store)
+    assert len(found) == blocks and all(found[number] == content(number) for number in found)
+    assert counted is None or blocks + sum(lost.values()) == 40
+    assert set(lost) <= {UNREADABLE, NO_PARENT}
+    assert all(number % CHAIN == 0 or number - 1 in found for number in found)
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_overwritten_since_does_not_come_back(path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    filled(path)
+    (path / "index").rename(path / "index.damaged")
+    store = SlabStore.open(path, CAPACITY)
+    store.put_namespace(NS, b"what it stands for")
+    again = range(0, 4 * rng.randint(1, 3))
+    write(store, again)  # computed again
+    write(store, range(100, 100 + 4 * rng.randint(1, 4)))
+    new = contents(store)
+    result = salvage(only(store), store)
+    assert (result.there, result.blocks + sum(result.lost.values())) == (len(again), 40 - len(again))
+    assert result.lost[OVERWRITTEN]
+    bring_back(store)
+    found = contents(store)
+    assert found.items() >= new.items() and len(found) == len(new) + result.blocks
+    assert all(each == content(number) for number, each in found.items())
+    store.close()
+
+
+def test_records_that_name_no_bytes_or_the_same_are_not_believed(path: Path) -> None:
+    filled(path, 8)
+    records = {}
+    with lmdb.open(str(path / "index"), max_dbs=3, lock=False) as env:
+        blocks = env.open_db(b"blocks")
+        with env.begin(write=True, db=blocks) as txn:
+            (good,) = [DiskPart(*_part(txn.get(index_key(NS, key(4)))))]
+
+            def put(number: int, part: DiskPart, namespace: bytes = NS) -> None:
+                record = NewBlock(namespace, key(number), b"", b"tokn", 0, [])
+                txn.put(index_key(namespace, key(number)), encode_record(record, [part]))
+
+            put(200, DiskPart(good.slot, 1 << 60, 1))
+            put(201, DiskPart((1 << 62) + 5, 10, 1))
+            put(202, good)
+            put(203, DiskPart(77, 10, 1), OTHER)
+            txn.put(index_key(NS, key(204)), b"no record")
+            records = dict(txn.cursor())
+    assert len(records) == 13
+    (path / "index").rename(path / "index.damaged")
+    store = SlabStore.open(path, CAPACITY)
+    blocks, lost = bring_back(store)
+    # 4 and 202 name the same bytes, and 5 to 7 continue 4.
+    assert (blocks, lost) == (4, {UNREADABLE: 4, OVERWRITTEN: 2, NO_PARENT: 3})
+    assert sorted(contents(store)) == [0, 1, 2, 3]
+    store.close()
+
+
+def _part(value: bytes) -> tuple[int, int, int]:
+    slot, nbytes, checksum = (int.from_bytes(value[24 + at : 32 + at], "little") for at in (0, 8, 16))
+    return slot, nbytes, checksum
+
+
+def test_four_are_kept(path: Path) -> None:
+    for number in range(MOST + 2):
+        store = SlabStore.open(path, CAPACITY)
+        write(store, range(4 * number, 4 * number + 4))
+        store._index.replace(f"damage {number}")
+        store.close()
+    store = SlabStore.open(path, CAPACITY)
+    found = store.set_aside()
+    assert [each.path.name for each in found] == [
+        "index.damaged",
+        "index.damaged.2",
+        "index.damaged.3",
+        "index.damaged.4",
+    ]
+    assert [each.reason for each in found] == ["damage 0", "damage 1", "damage 2", f"damage {MOST + 1}"]
+    assert [each.blocks for each in found] == [4] * MOST
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage " * 4096])
+def test_what_is_no_index_brings_nothing_back(path: Path, content: bytes) -> None:
+    filled(path)
+    (path / "index" / "data.mdb").write_bytes(content)
+    store = SlabStore.open(path, CAPACITY)
+    for found in store.set_aside():
+        assert found.blocks is None
+        result = salvage(found, store)
+        assert (result.blocks, result.there, dict(result.lost)) == (0, 0, {})
+    store.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"

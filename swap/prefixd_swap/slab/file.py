@@ -24,8 +24,9 @@ MAX_NUMBER = (1 << 63 - INDEX_BITS - (PAGE_BYTES - 1).bit_length()) - 1
 """Of a slab: slots are addresses in bytes too, and those are signed 64-bit numbers."""
 
 _NAME = re.compile(r"([0-9a-f]{10})\.slab")
-_OWN_FAULTS = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENOENT, errno.EUCLEAN})
-"""Errors in opening a file that say nothing about its neighbours, unlike too many open files."""
+_OWN_FAULTS = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENOENT, errno.EUCLEAN})
+"""Errors in opening a file that say that it is gone, and nothing about its neighbours. Not those that an operator ends,
+such as too many open files or a missing right: the file's blocks would leave the index for good."""
 
 
 class UnreadableSlabError(StorageError):

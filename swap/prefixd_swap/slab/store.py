@@ -36,7 +36,7 @@ from prefixd_swap.slab.block_record import (
     without_parts,
 )
 from prefixd_swap.slab.data_directory import DataDirectory
-from prefixd_swap.slab.file import SlabFile
+from prefixd_swap.slab.file import MAX_NUMBER, SlabFile
 from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
@@ -123,9 +123,9 @@ class SlabStore:
             undo.callback(index.close)
             io = directory.usable_io(io)
             table = _read_index(index)
-            slabs = SlabFiles(
-                directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=slabs_named(table), shrink=shrink
-            )
+            # What an index that was set aside names may be brought back, and any slab may hold it.
+            holding = range(MAX_NUMBER + 1) if list_set_aside(directory.index) else slabs_named(table)
+            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=holding, shrink=shrink)
             recovery, recovered, dropped = recover(table, slabs, index.damage)
             if dropped:
                 log.warning("%s: blocks are dropped: %s", path, recovery.losses())

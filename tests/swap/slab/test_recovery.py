@@ -388,19 +388,28 @@ def test_an_unreadable_slab_costs_its_blocks(path: Path, fault: str) -> None:
     store.close()
 
 
-def test_too_many_open_files_cost_no_block(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (errno.EMFILE, "raise this process's limit of open files"),
+        (errno.EACCES, "give this user the right to read and write there"),
+        (errno.EPERM, "give this user the right to read and write there"),
+        (errno.EROFS, "the file system is read-only"),
+    ],
+)
+def test_what_an_operator_can_end_costs_no_block(path: Path, code: int, remedy: str) -> None:
     store = SlabStore.open(path, CAPACITY)
     write(store, (0, None, b"small"))
     store.close()
 
-    class Exhausted(FileOps):
+    class Failing(FileOps):
         def open(self, name: Path, flags: int) -> int:
             if name.suffix == ".slab":
-                raise OSError(errno.EMFILE, "Too many open files")
+                raise OSError(code, os.strerror(code))
             return super().open(name, flags)
 
-    with pytest.raises(StorageError, match=r"opening the slab .*; raise this process's limit of open files"):
-        SlabStore.open(path, CAPACITY, ops=Exhausted())
+    with pytest.raises(StorageError, match=rf"opening the slab .*; {remedy}"):
+        SlabStore.open(path, CAPACITY, ops=Failing())
     store = SlabStore.open(path, CAPACITY)
     assert store.recovery == Recovery(kept=1)
     store.close()

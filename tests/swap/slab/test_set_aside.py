@@ -10,7 +10,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from prefixd_swap import NewBlock, SetAside, SlabStore, Span, discard, salvage
+from prefixd_swap import NewBlock, SetAside, ShrinkError, SlabStore, Span, discard, salvage
 from prefixd_swap.slab.block_record import DiskPart, encode_record, index_key
 from prefixd_swap.slab.salvage import NO_PARENT, OVERWRITTEN, UNREADABLE
 from prefixd_swap.slab.set_aside import MOST, NOTE
@@ -171,6 +171,16 @@ def test_records_that_name_no_bytes_or_the_same_are_not_believed(path: Path) -> 
 def _part(value: bytes) -> tuple[int, int, int]:
     slot, nbytes, checksum = (int.from_bytes(value[24 + at : 32 + at], "little") for at in (0, 8, 16))
     return slot, nbytes, checksum
+
+
+def test_slabs_that_it_names_are_not_deleted_for_a_smaller_capacity(path: Path) -> None:
+    filled(path)
+    (path / "index").rename(path / "index.damaged")
+    with pytest.raises(ShrinkError, match="slabs that hold blocks"):
+        SlabStore.open(path, CAPACITY // 8, shrink=False)
+    store = SlabStore.open(path, CAPACITY, shrink=False)
+    assert bring_back(store) == (40, {})
+    store.close()
 
 
 def test_four_are_kept(path: Path) -> None:

@@ -9,6 +9,7 @@ that the daemon shares with clients on its host, and through gRPC for all others
         blocks = cache.load(tokens, into=kv)
 """
 
+from prefixd.client.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
 from prefixd.client.arena import Arena
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
@@ -20,6 +21,7 @@ from prefixd.client.errors import (
     ClientClosed,
     ClientError,
     ExhaustedError,
+    ForkedProcess,
     InvalidArgumentError,
     LeaseLost,
     MemoryUnavailable,
@@ -70,6 +72,7 @@ __all__ = [
     "ExhaustedError",
     "FinishReason",
     "Finished",
+    "ForkedProcess",
     "GenerateEvent",
     "InvalidArgumentError",
     "Lease",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from os import PathLike
@@ -16,6 +17,7 @@ from prefixd.client.connection import Connection, parse_address
 from prefixd.client.copying import Copier
 from prefixd.client.credentials import Credentials
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
+from prefixd.client.forks import check_not_forked, check_process
 from prefixd.client.holds import renew
 from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_from_proto, generate_request
 from prefixd.client.leases import AsyncLease, AsyncReservation
@@ -70,8 +72,10 @@ class AsyncClient:
 
         `on_new_session` is told when a session takes the place of one that is over; None: a warning in the log.
 
-        Raises `InvalidArgumentError` for arguments that cannot work.
+        Raises `InvalidArgumentError` for arguments that cannot work, and `ForkedProcess` in a process that was forked
+        while a client was open.
         """
+        check_not_forked()
         if memory not in ("auto", "shared", "streamed"):
             raise InvalidArgumentError(f"memory={memory!r} is none of 'auto', 'shared', 'streamed'")
         if timeout_s <= 0 or copy_threads < 1:
@@ -89,6 +93,7 @@ class AsyncClient:
         self._tickets_refused = 0  # when the session was opened
         self._opening: asyncio.Task[Session] | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     async def __aenter__(self) -> Self:
         return self
@@ -101,6 +106,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Ends the session, and with it every lease and reservation, and the connection."""
         self._closed = True
+        if os.getpid() != self._pid:
+            return  # in a forked child: session and connection are the parent's
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
@@ -114,7 +121,8 @@ class AsyncClient:
 
     @property
     def connection(self) -> Connection:
-        """The gRPC channel, opened at first use. Raises `ClientClosed`."""
+        """The gRPC channel, opened at first use. Raises `ClientClosed`; `ForkedProcess` in a forked child."""
+        check_process(self._pid)
         if self._closed:
             raise ClientClosed("the client is closed")
         if self._connection is None:

@@ -20,6 +20,7 @@ from prefixd.client.errors import (
     ServerUnavailable,
     from_rpc_error,
 )
+from prefixd.client.forks import check_process
 from prefixd.client.ticket import Ticket
 from prefixd.client.trust import check_default_socket, default_socket
 from prefixd.clocks import elapsed_s
@@ -90,6 +91,7 @@ class Connection:
         self.timeout_s = timeout_s
         self._late: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._pid = os.getpid()
         self.tickets_refused = 0
         """How often a daemon refused our ticket and gave another: as often as one with another key took its place."""
         self._default = default_socket() if self.address == f"unix:{default_socket()}" else None
@@ -186,6 +188,7 @@ class Connection:
         A daemon that refuses the call's ticket has read nothing of the call. It has another key, for it took the place
         of the one that signed the ticket: another one is fetched, and the call begun once more.
         """
+        check_process(self._pid)
         for again in (True, False):
             await self._wait_out_backoff()
             ticket = self._ticket

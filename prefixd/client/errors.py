@@ -92,6 +92,10 @@ class ClientClosed(ClientError):
     """The client was closed before or during the call."""
 
 
+class ForkedProcess(ClientClosed):
+    """The client, or gRPC, was in use when this process was forked, and works in the parent alone: use "spawn"."""
+
+
 _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidArgumentError,

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from prefixd.client.errors import ClientClosed, ExhaustedError
+from prefixd.client.errors import ClientClosed, ExhaustedError, ForkedProcess
+from prefixd.client.forks import check_process
 
 T = TypeVar("T")
 
@@ -46,10 +47,12 @@ class Portal:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Has `work` done, and does not wait for it. Raises `ClientClosed` after `stop`."""
-        if os.getpid() != self._pid:
+        """Has `work` done, and does not wait for it. Raises `ClientClosed` after `stop`, `ForkedProcess` in a child."""
+        try:
+            check_process(self._pid)
+        except ForkedProcess:
             work.close()
-            raise ClientClosed("the client was made before this process was forked: make one in here")
+            raise
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:

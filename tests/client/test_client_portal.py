@@ -36,7 +36,7 @@ def test_a_forked_child_is_told_to_make_its_own(monkeypatch: pytest.MonkeyPatch)
     portal = Portal()
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
-        with pytest.raises(ClientClosed, match="before this process was forked"):
+        with pytest.raises(ClientClosed, match="before this one was forked"):
             portal.run(nothing())
         portal.stop()  # there is no thread to wait for
     assert portal.run(asyncio.sleep(0, "here")) == "here"

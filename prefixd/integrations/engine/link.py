@@ -27,6 +27,7 @@ from prefixd.client import (
     AsyncReservation,
     ClientClosed,
     ClientError,
+    ForkedProcess,
     InvalidArgumentError,
     LeaseLost,
     MemoryUnavailable,
@@ -64,7 +65,7 @@ class Link:
         log: the connector's logger, below the engine's own.
 
     Raises:
-        ConfigError: the address is that of another host.
+        ConfigError: the address is that of another host, or no client works in this process (`ForkedProcess`).
     """
 
     def __init__(self, address: str | None, name: str, timeout_s: float, log: logging.Logger) -> None:
@@ -84,6 +85,8 @@ class Link:
                 timeout_s=_CALL_S,
                 on_new_session=self._on_new_session,
             )
+        except ForkedProcess as error:
+            raise ConfigError(str(error)) from error
         except InvalidArgumentError as error:
             raise ConfigError(f"address = {self.address!r}: {error}") from error
         self._portal = Portal()

@@ -223,6 +223,13 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         out.print(_namespace_table(stats.namespaces, stats.models))
         if stats.other_namespaces:
             out.print(f"and {stats.other_namespaces:,} more namespaces, with fewer blocks")
+    room = stats.namespace_room
+    if room.forgotten_namespaces or room.refused_namespaces:
+        refused = f", [yellow]{room.refused_namespaces:,} refused[/]" if room.refused_namespaces else ""
+        out.print(
+            f"memory of namespaces: {size(room.used_bytes)} of {size(room.limit_bytes)}; "
+            f"{room.forgotten_namespaces:,} forgotten to make room{refused}"
+        )
     if stats.sessions:
         out.print(_session_table(stats.sessions))
     for reason, blocks in sorted(stats.lost_blocks.items()):

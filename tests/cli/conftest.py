@@ -111,6 +111,9 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             ],
             scrub=admin_pb2.ScrubStats(checked_blocks=5000, checked_bytes=3 << 30, damaged_blocks=1, passes=2),
             write_back=admin_pb2.WriteBackStats(queued_blocks=7, queued_bytes=7 << 20, limit_bytes=64 << 20),
+            namespace_room=admin_pb2.NamespaceRoomStats(
+                used_bytes=48 << 20, limit_bytes=64 << 20, forgotten_namespaces=12_345, refused_namespaces=7
+            ),
             kv_events=admin_pb2.KvEventStats(events=9000, batches=1200, overruns=1, subscriptions=2),
         )
 

@@ -113,6 +113,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "2 checksum",
         "quarantine: 3.0 MiB",
         "disk tier, for 0:01:30: the file system is full; free space",
+        "memory of namespaces: 48.0 MiB of 64.0 MiB; 12,345 forgotten to make room, 7 refused",
         "KV events: 9,000 in 1,200 batches, 2 subscriptions, 1 times one was too slow",
         "scrubbed: 5,000 blocks (3.0 GiB), 1 damaged, 2 times through",
         "7 blocks (7.0 MiB of 64.0 MiB)",

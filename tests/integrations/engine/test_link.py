@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_a_daemon_that_answers(daemon: DaemonProcess, make_link: MakeLink, said:
     assert link.start(match(link)).result(DEADLINE_S) == 0
     assert link.arena is not None and link.arena.nbytes == 64 << 20
     assert said() == []
+
+
+def test_a_salt_in_use_stays_registered_however_many_others_come(
+    daemon: DaemonProcess, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.integrations.engine.link._NAMESPACES", 4)
+    link = make_link(daemon.address)
+    assert link.wait_first()
+
+    async def use() -> int:
+        kept = await link.cache(SPEC)
+        for number in range(20):
+            other = await link.cache(replace(SPEC, salt=b"%d" % number))
+            assert (await other.match(TOKENS)).blocks == 0
+            assert await link.cache(SPEC) is kept
+        return len(link._caches)
+
+    assert link.start(use).result(DEADLINE_S) == 4
 
 
 @pytest.mark.slow

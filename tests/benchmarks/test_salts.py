@@ -49,7 +49,7 @@ def test_what_is_broken_is_named(broken: dict[str, Any]) -> None:
 
 async def test_salts_beyond_the_room_are_forgotten_but_those_in_use() -> None:
     salts = Salts(1, 4)
-    salts.cache.namespace_room.limit_bytes = 512 << 10
-    resident = await salts.run(400)
-    assert len(resident) == 5 and salts.figures["refused"] == 0 and salts.cache.namespace_room.forgotten > 100
-    assert salts.figures["found_in_use"] == salts.figures["asked_in_use"] == 2 * 25
+    salts.cache.namespace_room.limit_bytes = 256 << 10
+    resident = await salts.run(200)
+    assert len(resident) == 5 and salts.figures["refused"] == 0 and salts.cache.namespace_room.forgotten > 50
+    assert salts.figures["found_in_use"] == salts.figures["asked_in_use"] == 2 * 13

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -15,9 +15,9 @@ from benchmarks.attacks.attacker import Given, Mallory, refusal, until_refused, 
 from benchmarks.attacks.people import CAROL, MALLORY, MIB
 from benchmarks.attacks.relay import Relay
 from benchmarks.attacks.scenario import Scenario
-from benchmarks.attacks.scene import TOKENS_OF_EACH, Scene, fresh_bytes
+from benchmarks.attacks.scene import TOKENS_OF_EACH, Scene, ask, fresh_bytes, fresh_prompt
 from benchmarks.common.harness import BenchmarkError
-from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Tier
+from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Retention, Tier
 from prefixd.v1 import cache_pb2 as pb
 
 _BLOCK = 64 << 10
@@ -136,6 +136,51 @@ class CacheFlood(Scenario):
             matched = cache.match(_prompt(9_999, 64))
         if (near := matched.blocks_in(Tier.CPU) + matched.blocks_in(Tier.GPU)) < 64:
             yield f"{64 - near} of 64 blocks of another tenant, within its guarantee, were evicted from memory"
+
+
+class RetainedPool(Scenario):
+    """Stores blocks with the highest priority until the daemon grants it no more of what tenants share of that."""
+
+    name = "retained pool"
+    closed_by = "tests/cache/test_retention.py"
+    settings: ClassVar[Mapping[str, object]] = {f"tenants.mallory.{tier}_most": 256 * MIB for tier in ("cpu", "disk")}
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """In pieces, until one is refused."""
+        client = await mallory.client()
+        cache = await client.register(_SPEC)
+        content, stored, refused = np.zeros(_PIECE * _BLOCK, np.uint8), 0, ""
+        while mallory.going and not refused:
+            try:
+                result = await cache.store(
+                    _prompt(7_000_000 + stored, _PIECE), content, retention=[Retention(priority=100)]
+                )
+                refused = result.retention_refused
+                stored += result.committed
+            except ClientError as error:  # no room just now
+                refused = refused or ("" if "retain" not in str(error) else str(error))
+                await asyncio.sleep(0.02)
+        mallory.in_place(retained_blocks=stored, refused=refused[:120])
+        await mallory.until_stopped()
+        return {}
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether another tenant has its blocks stored, with their priority, and its requests run."""
+        number = scene.next()
+        with scene.client() as client:
+            cache = client.register(NamespaceSpec(f"kept-{number}", 16, (PartSpec("full", 0, 8192),)))
+            keep = [Retention(priority=50, ttl_s=5)]
+            stored = cache.store(fresh_prompt(number), fresh_bytes(number), retention=keep)
+            if stored.dropped:
+                yield f"a store of another tenant with a priority fails: {stored.dropped} blocks are dropped"
+            if stored.retention_refused:
+                yield f"another tenant may retain nothing: {stored.retention_refused}"
+            ask(client, [number % 256, 1, 2], retention=keep)
+
+    def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
+        """Gives what was retained back, so that the next one finds the daemon as it was."""
+        scene.evict(MALLORY)
+        return ()
 
 
 class PrefetchFlood(Scenario):

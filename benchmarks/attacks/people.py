@@ -41,11 +41,10 @@ QUOTAS: Mapping[str, Mapping[str, object]] = {
         "waiting_requests": 8,
         "requests_per_s": 20,
         "calls": 16,
-        "retained_bytes": 4 * MIB,
     },
 }
 """Of bystanders what they need, and more; of Carol, who only comes by, twice what she has in the cache; and what an
-operator allows to a tenant that nobody knows."""
+operator allows to a tenant that nobody knows. None has a limit of its own for what it retains: they share one."""
 
 
 def users() -> dict[str, object]:

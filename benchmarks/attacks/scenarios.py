@@ -28,6 +28,7 @@ SCENARIOS: dict[str, Scenario] = {
         hogs.LeasesForAnHour(),
         hogs.CacheFlood(),
         hogs.PrefetchFlood(),
+        hogs.RetainedPool(),
         hogs.LongSessionNames(),
         hogs.ManySessions(),
         hogs.LargeCalls(),

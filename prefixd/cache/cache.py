@@ -182,7 +182,7 @@ class TieredCache:
         self._reservations = Reservations(tiers, self.mover, self.leases, clock, reserved_bytes, self._stored)
         self.quarantine = self._reservations.quarantine
         self.pins = Pins(self.mover, self._reservations)
-        self.retained = Retained(tiers, self.tries, self._tenant_at, clock)
+        self.retained = Retained(tiers, self.tries, self._tenant_at, clock, lambda: self.tenants.calling)
         self._digest = digest
         self._trie_of: dict[tuple[object, ...], Trie] = {}  # by geometry
         self._tries: dict[int, Trie] = {}  # by the namespace's ordinal
@@ -566,18 +566,22 @@ class TieredCache:
     ) -> tuple[int, int]:
         """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
 
+        A wish beyond the tenant's quota is left out (`Reservation.retention_refused`).
+
         With `durable` it returns when they and the prefix before them are on disk. `retention` is for the prompt as far
         as it is cached then.
 
         Raises:
-            ExhaustedError: the wish is beyond the tenant's quota; nothing is committed, and the reservation stays. Or,
-                with `durable`, there is no room on disk.
+            ExhaustedError: with `durable`, there is no room on disk.
         """
         self._reservations.check(reservation, blocks, durable)
         trie = reservation.trie
         groups = int(np.bitwise_or.reduce(trie.part_mask[list(reservation.parts)]))
         path, more = reservation.prefix.rows, max(reservation.first_block + blocks - len(reservation.prefix.rows), 0)
-        with await self.retained.wish(reservation.namespace, trie, retention, path, more, groups) as wish:
+        with await self.retained.wish(
+            reservation.namespace, trie, retention, path, more, groups, optional=True
+        ) as wish:
+            reservation.retention_refused = wish.refused
             return await self._reservations.commit(reservation, blocks, durable, wish)
 
     @_working
@@ -656,15 +660,12 @@ class TieredCache:
             chain: its blocks.
             blocks: how many of them will be there.
             groups: the KV groups of which each will have bytes.
-            retention: the wishes.
-
-        Raises:
-            ExhaustedError: they are beyond the tenant's quota.
+            retention: the wishes. Those beyond the tenant's quota are left out (`Wish.refused`).
         """
         trie = self.trie(namespace)
         path = trie.usable(await find_path(trie, namespace, chain, blocks))
         with self.mover.placement.holds.hold("retain", trie, path):
-            return await self.retained.wish(namespace, trie, retention, path, blocks - len(path), groups)
+            return await self.retained.wish(namespace, trie, retention, path, blocks - len(path), groups, optional=True)
 
     def record(
         self,

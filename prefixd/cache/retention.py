@@ -2,7 +2,16 @@
 
 A wish gives the blocks of a range of tokens a priority, for a time or for ever; a full tier evicts blocks of lower
 priority first. Blocks with a priority above 0 count against their tenant's quota, each once, whatever tiers have it.
-What a wish is going to raise is claimed before anything is stored, so a wish is granted whole or refused.
+What a wish is going to raise is claimed before anything is stored, so a wish is granted whole or refused. A refused
+wish of a store or a request is left out, and its answer says so: the blocks are stored all the same.
+
+Tenants without a quota share half of the tiers. Half of that is divided evenly between them, half is for whoever comes
+first, as with all that tenants share (`prefixd_scheduler.SharedLimit`):
+
+```
+share 80, 4 tenants     [ 10 | 10 | 10 | 10 ][         40         ]
+                          A    B    C    D      whoever comes first
+```
 """
 
 from __future__ import annotations
@@ -83,11 +92,19 @@ class Wish:
         trie: theirs, too.
         wishes: checked.
         claimed: bytes that it may raise.
+        refused: why the wishes were not granted: it applies to nothing then. Empty if they were.
     """
 
     def __init__(
-        self, retained: Retained, tenant: Tenant, trie: Trie, wishes: Sequence[Retention], claimed: int
+        self,
+        retained: Retained,
+        tenant: Tenant,
+        trie: Trie,
+        wishes: Sequence[Retention],
+        claimed: int,
+        refused: str = "",
     ) -> None:
+        self.refused = refused
         self._retained = retained
         self._tenant = tenant
         self._trie = trie
@@ -144,6 +161,7 @@ class Retained:
         tries: all tries.
         tenant_of: the tenant of a namespace, by ordinal.
         clock: seconds, monotonic.
+        tenants: how many tenants may send calls.
     """
 
     def __init__(
@@ -152,6 +170,7 @@ class Retained:
         tries: Sequence[Trie],
         tenant_of: Callable[[int], Tenant],
         clock: Callable[[], float],
+        tenants: Callable[[], int] = lambda: 1,
     ) -> None:
         self.clock = clock
         self.claimed: Counter[Tenant] = Counter()
@@ -159,6 +178,7 @@ class Retained:
         self._tiers = tiers
         self._tries = tries
         self._tenant_of = tenant_of
+        self._tenants = tenants
         self._over_s: dict[int, float] = {}
         """By a trie's ordinal, when the first priority in it is over, at the earliest."""
 
@@ -191,7 +211,15 @@ class Retained:
                 await pacer.worked(part.stop - part.start)
 
     async def wish(
-        self, namespace: Namespace, trie: Trie, wishes: Sequence[Retention], path: Rows, more: int = 0, groups: int = 0
+        self,
+        namespace: Namespace,
+        trie: Trie,
+        wishes: Sequence[Retention],
+        path: Rows,
+        more: int = 0,
+        groups: int = 0,
+        *,
+        optional: bool = False,
     ) -> Wish:
         """Grants wishes for a prompt.
 
@@ -202,10 +230,12 @@ class Retained:
             path: its cached blocks, which somebody holds, from the first on.
             more: so many blocks behind them are about to be stored,
             groups: with the bytes of these KV groups.
+            optional: one that is beyond what the tenant may retain is left out (`Wish.refused`).
 
         Raises:
             InvalidArgumentError: there cannot be such a wish.
-            ExhaustedError: the tenant's blocks would be kept above others with more bytes than they may.
+            ExhaustedError: the tenant's blocks would be kept above others with more bytes than they may, and the wish
+                is not optional.
         """
         check_retention(wishes)
         tenant = self._tenant_of(namespace.ordinal)
@@ -213,11 +243,10 @@ class Retained:
         if wanted and self._refused(tenant, wanted):
             await self.sweep()
             if refused := self._refused(tenant, wanted):
-                raise tenant.refusal(
-                    "retained_bytes",
-                    refused,
-                    "retain fewer tokens",
-                )
+                error = tenant.refusal("retained_bytes", refused, "retain fewer tokens")
+                if not optional:
+                    raise error
+                return Wish(self, tenant, trie, (), 0, str(error))
         self.claimed[tenant] += wanted
         return Wish(self, tenant, trie, wishes, wanted)
 
@@ -242,16 +271,45 @@ class Retained:
 
     def _refused(self, tenant: Tenant, wanted: int) -> str:
         """Why so many more bytes may not be raised; empty if they may."""
-        most = tenant.quota.retained_bytes
-        if most is not None:
-            have, whose = self.nbytes(tenant) + self.claimed[tenant], ""
+        if (quota := tenant.quota.retained_bytes) is not None:
+            have, most, whose = self.nbytes(tenant) + self.claimed[tenant], quota, ""
         else:
-            most = int(DEFAULT_SHARE * sum(tier.capacity_bytes for tier in self._tiers.own))
-            have = sum(trie.retained_bytes.total() for trie in self._tries) + self.claimed.total()
-            whose = " (half of this host's tiers, which tenants without a limit of their own share)"
+            share = int(DEFAULT_SHARE * sum(tier.capacity_bytes for tier in self._tiers.own))
+            had = self._sharing()
+            have = had[tenant]
+            most = have + left_of(share, had, tenant, self._tenants())
+            whose = (
+                f" (of {share}, half of this host's tiers, which tenants without a limit of their own share: others "
+                f"have {had.total() - have})"
+            )
         if have + wanted <= most:
             return ""
         return f"{have} of {most} bytes{whose} have a priority above 0, and {wanted} more were asked for"
+
+    def _sharing(self) -> Counter[Tenant]:
+        """What tenants without a quota have, and may yet raise."""
+        had: Counter[Tenant] = Counter()
+        for trie in self._tries:
+            for namespace, nbytes in trie.retained_bytes.items():
+                had[self._tenant_of(namespace)] += nbytes
+        had.update(self.claimed)
+        return Counter({tenant: count for tenant, count in had.items() if tenant.quota.retained_bytes is None})
+
+
+def left_of(share: int, had: Counter[Tenant], tenant: Tenant, tenants: int) -> int:
+    """How much more of what tenants share one of them may have, of which half is divided evenly.
+
+    Args:
+        share: what all of them have together.
+        had: what each has.
+        tenant: who asks.
+        tenants: how many may come.
+    """
+    count = max(1, tenants, sum(1 for nbytes in had.values() if nbytes))
+    even = max(share // (2 * count), int(share >= count))
+    above = sum(max(0, nbytes - even) for nbytes in had.values())
+    for_all = max(0, share - count * even - above)
+    return max(0, min(share - had.total(), max(0, even - had[tenant]) + for_all))
 
 
 def _blocks(wish: Retention, block_tokens: int, first_block: int, count: int) -> slice:

@@ -78,7 +78,8 @@ class Reservation:
 
     `slots[i, j]`, [blocks, parts], is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` holds
     the blocks before `first_block`, so that a committed block always has its prefix. `by_daemon`: the daemon fills the
-    slots itself, from a stream; the client does not know them.
+    slots itself, from a stream; the client does not know them. `retention_refused`: why its commit left out what was
+    wished for; empty if it did not.
     """
 
     id: str
@@ -92,6 +93,7 @@ class Reservation:
     slots: npt.NDArray[np.int64]
     expires_s: float
     by_daemon: bool = False
+    retention_refused: str = ""
 
 
 @dataclass(slots=True)

@@ -34,9 +34,12 @@ class Transcript:
 
     def show(self, event: GenerateEvent) -> None:
         """Prints one event; figures go to stderr, so that the output is the text alone."""
-        from prefixd.client import Finished, SequenceFinished, Tokens
+        from prefixd.client import Accepted, Finished, SequenceFinished, Tokens
 
-        if isinstance(event, Tokens):
+        if isinstance(event, Accepted):
+            if event.retention_refused:
+                typer.secho(f"[cached without its priorities: {event.retention_refused}]", err=True, fg="yellow")
+        elif isinstance(event, Tokens):
             self._has_text = self._has_text or bool(event.text)
             self._texts[event.index] += event.text
             self._ids[event.index] += event.token_ids

@@ -175,9 +175,9 @@ class AsyncCache:
         `source` has exactly these blocks, one after the other, or is a list with one buffer per part. With
         `durable`, returns when they and the prefix before them are on disk, those that were cached already too.
         `retention` gives blocks priorities, those that were cached already too: see `retain`.
-        Raises `BufferSizeError`; `ExhaustedError` when there is room for none, or the priorities are beyond the
-        tenant's quota; `PreconditionError` when the blocks before `first_block` are not cached (any more), or when
-        `durable` meets a daemon without a disk tier.
+        Priorities beyond the tenant's quota are left out (`StoreResult.retention_refused`).
+        Raises `BufferSizeError`; `ExhaustedError` when there is room for none; `PreconditionError` when the blocks
+        before `first_block` are not cached (any more), or when `durable` meets a daemon without a disk tier.
         """
         _check_range(first_block)
         prompt = token_bytes(tokens)
@@ -203,7 +203,7 @@ class AsyncCache:
     ) -> StoreResult:
         """Reserve, copy, commit, until all is stored or there is no more room."""
         committed = duplicates = 0
-        done = first_block
+        done, refused = first_block, ""
         while done < total:
             try:
                 reservation = await self._reserve(prompt, done, None, parts)
@@ -213,8 +213,7 @@ class AsyncCache:
                 break
             async with reservation:
                 if not reservation.blocks:
-                    if retention:
-                        await self._namespace.retain(prompt, retention)
+                    refused = refused or await self._namespace.try_to_retain(prompt, retention)
                     # What was evicted between the two questions is not there, and not said to be.
                     there = await self._namespace.persist(prompt) if durable else total
                     duplicates += max(there - done, 0)
@@ -227,11 +226,12 @@ class AsyncCache:
                     break
                 duplicates += reservation.first_block - done
                 await reservation.copy_in(buffers, reservation.first_block - first_block)
-                result = await reservation.commit(durable=durable, retention=retention)
+                result = await reservation.commit(durable=durable, retention=() if refused else retention)
+                refused = refused or result.retention_refused
                 done = reservation.first_block + reservation.blocks
                 committed += result.committed
                 duplicates += result.duplicates
-        return StoreResult(committed, duplicates, total - done)
+        return StoreResult(committed, duplicates, total - done, refused)
 
     async def _match(self, prompt: bytes, *, counted: bool, prefill: Prefill | None = None) -> MatchResult:
         answer = await self._namespace.ask(
@@ -316,7 +316,7 @@ class AsyncCache:
             client=client,
             connection=client.connection,
             persist=lambda: self._namespace.persist(prompt),
-            retain=lambda retention: self._namespace.retain(prompt, retention),
+            retain=lambda retention: self._namespace.try_to_retain(prompt, retention),
             asked_blocks=self._namespace.full_blocks(prompt),
         )
 

@@ -251,11 +251,10 @@ class AsyncClient:
         or as token id; 16 MiB with the prompt.
 
         `retention` gives blocks of the prompt priorities in the cache; with `read_only` the request uses what is cached
-        and leaves nothing of its own there.
+        and leaves nothing of its own there. Priorities beyond the tenant's quota are left out, and `Accepted` says so.
 
         Raises `UnsupportedError` when the daemon has no model, or one of text alone and images for it, `ExhaustedError`
-        when its queue is full, the prompt never fits its GPU tier, or `retention` is beyond the tenant's quota,
-        `InvalidArgumentError` for a prompt, an image or
+        when its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
         sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that runs already, `NotFoundError`
         for a `model` that there is not, and `CallTimeout`.
         """

@@ -38,7 +38,7 @@ class Granted:
     connection: Connection
     persist: Callable[[], Awaitable[int]]
     """Returns when the cached prefix of the prompt is on disk: its blocks."""
-    retain: Callable[[Sequence[Retention]], Awaitable[int]]
+    retain: Callable[[Sequence[Retention]], Awaitable[str]]
     """Gives the cached blocks of the prompt priorities."""
     asked_blocks: int
     """Full blocks of the prompt."""

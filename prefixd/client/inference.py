@@ -105,6 +105,8 @@ class Accepted:
 
     request_id: str
     prompt_tokens: int
+    retention_refused: str = ""
+    """Why the prompt's blocks are cached without the priorities that were wished for; empty if they have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,8 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
     """The event in the client's words. Raises `ServerError` for one this version does not know."""
     match response.WhichOneof("event"):
         case "accepted":
-            return Accepted(response.accepted.request_id, response.accepted.prompt_tokens)
+            accepted = response.accepted
+            return Accepted(accepted.request_id, accepted.prompt_tokens, accepted.retention_refused)
         case "tokens":
             tokens = response.tokens
             return Tokens(tuple(tokens.token_ids), tokens.text, tokens.index, tuple(map(_logprobs, tokens.logprobs)))

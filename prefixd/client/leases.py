@@ -136,18 +136,17 @@ class AsyncReservation(Hold):
         With `durable`, returns when they and the prefix before them are on disk, also where all was cached
         already. `retention` gives blocks priorities, from the prompt's first to the last one committed: see
         `AsyncCache.retain`. Raises `LeaseLost` when the reservation had ended before; `PreconditionError` for `durable`
-        without a disk tier, or when blocks that were cached already are not any more; `ExhaustedError`, with nothing
-        committed, for priorities beyond the tenant's quota.
+        without a disk tier, or when blocks that were cached already are not any more. Priorities beyond the tenant's
+        quota are left out (`StoreResult.retention_refused`).
         """
         count = self.blocks if blocks is None else blocks
         if not 0 <= count <= self.blocks:
             raise InvalidArgumentError(f"cannot commit {count} blocks of a reservation of {self.blocks}")
         if not self._id:
-            if retention:
-                await self._granted.retain(retention)
+            refused = await self._granted.retain(retention)
             if durable:
                 await self._persist()
-            return StoreResult(0, 0)
+            return StoreResult(0, 0, 0, refused)
         self.check()
         await self._still.wait()
         request = cache_pb2.CommitRequest(
@@ -168,7 +167,7 @@ class AsyncReservation(Hold):
             await self._tell()  # where it was committed, this is NOT_FOUND
             raise
         self._told = True
-        return StoreResult(response.committed, response.duplicates)
+        return StoreResult(response.committed, response.duplicates, 0, response.retention_refused)
 
     async def release(self) -> None:
         """Gives the slots back without committing, once the copies under way have stopped.

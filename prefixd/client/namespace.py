@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from prefixd.client.connection import Connection
 from prefixd.client.copying import Copier
 from prefixd.client.errors import (
+    ExhaustedError,
     InvalidArgumentError,
     MemoryUnavailable,
     NamespaceClosed,
@@ -142,6 +143,15 @@ class RegisteredNamespace:
             ),
         )
         return int(answer.response.blocks)
+
+    async def try_to_retain(self, prompt: bytes, retention: Sequence[Retention]) -> str:
+        """`retain`, if anything is wished for; returns why it was refused, empty if it was not."""
+        if retention:
+            try:
+                await self.retain(prompt, retention)
+            except ExhaustedError as error:
+                return str(error)
+        return ""
 
     async def retain(self, prompt: bytes, retention: Sequence[Retention]) -> int:
         """Gives the cached blocks of `prompt` priorities; how many have one other than 0 then."""

@@ -133,3 +133,5 @@ class StoreResult:
     """Cached already, or committed by another client meanwhile."""
     dropped: int = 0
     """Not kept because the daemon had no room for them."""
+    retention_refused: str = ""
+    """Why they were stored without the priorities that were wished for; empty if they have them."""

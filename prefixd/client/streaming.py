@@ -87,9 +87,8 @@ async def put(
             raise gap_error(cached, first_block)
         start = first_block if parts else max(first_block, cached)
         if start >= total:
-            if retention:
-                await namespace.retain(prompt, retention)
-            return None if durable else StoreResult(0, total - first_block)
+            refused = await namespace.try_to_retain(prompt, retention)
+            return None if durable else StoreResult(0, total - first_block, 0, refused)
         header = cache_pb2.PutHeader(
             session_id=session.session_id,
             namespace_id=namespace.namespace_id,
@@ -105,7 +104,8 @@ async def put(
         if durable and not response.committed:
             return None
         dropped = total - start - response.committed - response.duplicates
-        return StoreResult(response.committed, response.duplicates + start - first_block, max(0, dropped))
+        duplicates = response.duplicates + start - first_block
+        return StoreResult(response.committed, duplicates, max(0, dropped), response.retention_refused)
 
     stored = await namespace.in_session(attempt)
     return await _persisted(namespace, prompt, first_block) if stored is None else stored

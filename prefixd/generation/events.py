@@ -15,6 +15,8 @@ class Accepted:
 
     request_id: str
     prompt_tokens: int
+    retention_refused: str = ""
+    """Why the prompt's blocks are cached without the priorities that were wished for; empty if they have them."""
 
 
 @dataclass(frozen=True, slots=True)

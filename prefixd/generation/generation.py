@@ -112,9 +112,8 @@ class Generation:
             NotFoundError: there is no model of this name.
             AlreadyExistsError: a request with this id waits or runs.
             ExhaustedError: the queue has no room for all sequences, the tenant has as many waiting, or has sent as many
-                a second, as it may, or may not retain so much, the prompt never fits the GPU tier, too many texts wait
-                to be tokenized, requests have too many bytes of images or other bytes, or the caller is too far behind
-                with reading (`Inbox`).
+                a second, as it may, the prompt never fits the GPU tier, too many texts wait to be tokenized, requests
+                have too many bytes of images or other bytes, or the caller is too far behind with reading (`Inbox`).
             UnavailableError: the daemon drains, or the worker died and could not take the request up again.
             UnsupportedError: a sidecar without a model, text or stop strings for a model without a tokenizer, or
                 images for a model of text alone.
@@ -174,10 +173,11 @@ class Generation:
             )
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]
-        name = requests[0].name
+        name, refused = requests[0].name, ""
         await dispatcher.look_in_store(requests[0])  # all of them have one prompt
         if params.retention:
-            granted.enter_context(await self._wish(requests, params.retention))
+            wish = granted.enter_context(await self._wish(requests, params.retention))
+            refused = wish.refused
         self._take_work()
         self._check_name(tenant, name)
         self._check_waiting(tenant, len(requests))
@@ -185,7 +185,7 @@ class Generation:
         self._live.setdefault(name, {})[tenant.name] = dispatcher, requests
         going = dict(enumerate(sequences))
         try:
-            yield Accepted(name, requests[0].prompt_tokens)
+            yield Accepted(name, requests[0].prompt_tokens, refused)
             answer = _found(going, inbox) if searched else _answer(dispatcher, going, inbox, params.answers)
             async with aclosing(answer) as events:
                 async for event in events:
@@ -209,7 +209,7 @@ class Generation:
         blocks = first.prompt_tokens // first.trie.block_tokens
         wish = await self._cache.wish(first.namespace, first.chain, blocks, groups, retention)
         for request in requests:
-            request.wish = wish
+            request.wish = None if wish.refused else wish
         return wish
 
     def cancel(self, request_id: str, tenant: Tenant | None = None) -> bool:

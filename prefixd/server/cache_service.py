@@ -212,7 +212,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
         retention = retention_wishes(request.retention)
         committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable, retention=retention)
-        return pb.CommitResponse(committed=committed, duplicates=duplicates)
+        return pb.CommitResponse(committed=committed, duplicates=duplicates, retention_refused=grant.retention_refused)
 
     @unary
     async def Persist(self, request: pb.PersistRequest) -> pb.PersistResponse:

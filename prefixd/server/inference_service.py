@@ -94,7 +94,11 @@ def _response(event: GenerationEvent) -> pb.GenerateResponse:
     match event:
         case Accepted():
             return pb.GenerateResponse(
-                accepted=pb.Accepted(request_id=event.request_id, prompt_tokens=event.prompt_tokens)
+                accepted=pb.Accepted(
+                    request_id=event.request_id,
+                    prompt_tokens=event.prompt_tokens,
+                    retention_refused=event.retention_refused,
+                )
             )
         case Tokens():
             logprobs = [

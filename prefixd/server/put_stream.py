@@ -55,6 +55,7 @@ class Put:
         """What is reserved and not committed."""
         self._known = 0
         """Blocks, from the prompt's first, that were cached when the window was reserved."""
+        self._retention_refused = ""
 
     async def begin(self) -> None:
         """Reads the header and reserves the first window.
@@ -73,9 +74,11 @@ class Put:
         self._chain = cache.chain(namespace, header.token_ids)
         trie = cache.trie(namespace)
         self._sizes = [trie.part_bytes[part] for part in self._parts]
-        if self._retention:  # each window asks again; but what cannot be granted as a whole is refused at once
+        if self._retention:  # each window asks again; but what cannot be granted as a whole is left out at once
             groups = int(np.bitwise_or.reduce(trie.part_mask[list(self._parts)]))
-            (await cache.wish(namespace, self._chain, len(self._chain), groups, self._retention)).end()
+            wish = await cache.wish(namespace, self._chain, len(self._chain), groups, self._retention)
+            wish.end()
+            self._leave_out(wish.refused)
         await self._reserve(header.first_block)
         if self._known < header.first_block:
             self.give_back()
@@ -102,7 +105,10 @@ class Put:
             at = self._known
             if self._window is None:
                 if self._retention:
-                    await self._cache.retain(self._namespace, self._chain, self._retention)
+                    try:
+                        await self._cache.retain(self._namespace, self._chain, self._retention)
+                    except ExhaustedError as error:
+                        self._leave_out(str(error))
                 break
             await self._fill(self._window)
             at += len(self._window.slots)
@@ -122,12 +128,17 @@ class Put:
             there = max(await self._cache.persist(self._namespace, self._chain) - first, 0)
             committed = min(committed, there)
             duplicates = min(duplicates, there - committed)
-        return pb.PutResponse(committed=committed, duplicates=duplicates)
+        return pb.PutResponse(committed=committed, duplicates=duplicates, retention_refused=self._retention_refused)
 
     def give_back(self) -> None:
         """Ends what is reserved and not committed."""
         window, self._window = self._window, None
         give_back(self._cache, window)
+
+    def _leave_out(self, refused: str) -> None:
+        """Nothing is wished for any more, if what was wished for is refused."""
+        if refused:
+            self._retention, self._retention_refused = [], refused
 
     async def _reserve(self, first_block: int) -> None:
         """Slots for the next blocks that are not cached."""
@@ -171,9 +182,8 @@ class Put:
         commit = self._cache.commit(window, len(window.slots), durable=durable, retention=self._retention)
         try:
             return await asyncio.shield(outlive(commit))
-        except ExhaustedError:  # if it is the wish that was refused, nothing was committed
-            give_back(self._cache, window)
-            raise
+        finally:
+            self._leave_out(window.retention_refused)
 
     def _hurry(self, before: int) -> None:
         """Says until when the window must be full, behind so many bytes that are passed over."""

@@ -309,12 +309,14 @@ class CommitRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., blocks: _Optional[int] = ..., durable: bool = ..., retention: _Optional[_Iterable[_Union[Retention, _Mapping]]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("committed", "duplicates")
+    __slots__ = ("committed", "duplicates", "retention_refused")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_REFUSED_FIELD_NUMBER: _ClassVar[int]
     committed: int
     duplicates: int
-    def __init__(self, committed: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...
+    retention_refused: str
+    def __init__(self, committed: _Optional[int] = ..., duplicates: _Optional[int] = ..., retention_refused: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_id")
@@ -465,9 +467,11 @@ class PutRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PutHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutResponse(_message.Message):
-    __slots__ = ("committed", "duplicates")
+    __slots__ = ("committed", "duplicates", "retention_refused")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_REFUSED_FIELD_NUMBER: _ClassVar[int]
     committed: int
     duplicates: int
-    def __init__(self, committed: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...
+    retention_refused: str
+    def __init__(self, committed: _Optional[int] = ..., duplicates: _Optional[int] = ..., retention_refused: _Optional[str] = ...) -> None: ...

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from prefixd.v1 import cache_pb2 as prefixd_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixd/v1/inference.proto\x12\nprefixd.v1\x1a\x16prefixd/v1/cache.proto\"\xde\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x15\n\x08logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12+\n\rforced_tokens\x18\x0e \x01(\x0b\x32\x14.prefixd.v1.TokenIdsB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"\x85\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.prefixd.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.prefixd.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x17\n\ndeadline_s\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x0c\n\x04salt\x18\x06 \x01(\x0c\x12\t\n\x01n\x18\x07 \x01(\r\x12\x0f\n\x07\x62\x65st_of\x18\x08 \x01(\r\x12+\n\x0b\x62\x65\x61m_search\x18\t \x01(\x0b\x32\x16.prefixd.v1.BeamSearch\x12\x0e\n\x06images\x18\n \x03(\x0c\x12\r\n\x05model\x18\x0b \x01(\t\x12(\n\tretention\x18\r \x03(\x0b\x32\x15.prefixd.v1.Retention\x12\x11\n\tread_only\x18\x0e \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_deadline_s\"c\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x08\x42\x11\n\x0f_length_penalty\"5\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"e\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.prefixd.v1.TokenLogprobs\"\x9a\x01\n\x10SequenceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.prefixd.v1.FinishReason\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_cumulative_logprob\"C\n\tHitTokens\x12\x0b\n\x03gpu\x18\x01 \x01(\r\x12\x0b\n\x03\x63pu\x18\x02 \x01(\r\x12\x0c\n\x04\x64isk\x18\x03 \x01(\r\x12\x0e\n\x06remote\x18\x04 \x01(\r\"\x8f\x02\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.prefixd.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12)\n\nhit_tokens\x18\x04 \x01(\x0b\x32\x15.prefixd.v1.HitTokens\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x06 \x01(\x01\x12\x0f\n\x07resumed\x18\x07 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0e\x65ncoded_images\x18\t \x01(\rB\x15\n\x13_cumulative_logprob\"\xd0\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.prefixd.v1.AcceptedH\x00\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.prefixd.v1.TokensH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.prefixd.v1.FinishedH\x00\x12\x39\n\x11sequence_finished\x18\x04 \x01(\x0b\x32\x1c.prefixd.v1.SequenceFinishedH\x00\x42\x07\n\x05\x65vent\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\x95\x01\n\tInference\x12G\n\x08Generate\x12\x1b.prefixd.v1.GenerateRequest\x1a\x1c.prefixd.v1.GenerateResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.prefixd.v1.CancelRequest\x1a\x1a.prefixd.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixd/v1/inference.proto\x12\nprefixd.v1\x1a\x16prefixd/v1/cache.proto\"\xde\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x15\n\x08logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12+\n\rforced_tokens\x18\x0e \x01(\x0b\x32\x14.prefixd.v1.TokenIdsB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"\x85\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.prefixd.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.prefixd.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x17\n\ndeadline_s\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x0c\n\x04salt\x18\x06 \x01(\x0c\x12\t\n\x01n\x18\x07 \x01(\r\x12\x0f\n\x07\x62\x65st_of\x18\x08 \x01(\r\x12+\n\x0b\x62\x65\x61m_search\x18\t \x01(\x0b\x32\x16.prefixd.v1.BeamSearch\x12\x0e\n\x06images\x18\n \x03(\x0c\x12\r\n\x05model\x18\x0b \x01(\t\x12(\n\tretention\x18\r \x03(\x0b\x32\x15.prefixd.v1.Retention\x12\x11\n\tread_only\x18\x0e \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_deadline_s\"c\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x08\x42\x11\n\x0f_length_penalty\"P\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11retention_refused\x18\x03 \x01(\t\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"e\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.prefixd.v1.TokenLogprobs\"\x9a\x01\n\x10SequenceFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x06reason\x18\x02 \x01(\x0e\x32\x18.prefixd.v1.FinishReason\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_cumulative_logprob\"C\n\tHitTokens\x12\x0b\n\x03gpu\x18\x01 \x01(\r\x12\x0b\n\x03\x63pu\x18\x02 \x01(\r\x12\x0c\n\x04\x64isk\x18\x03 \x01(\r\x12\x0e\n\x06remote\x18\x04 \x01(\r\"\x8f\x02\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.prefixd.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12)\n\nhit_tokens\x18\x04 \x01(\x0b\x32\x15.prefixd.v1.HitTokens\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x06 \x01(\x01\x12\x0f\n\x07resumed\x18\x07 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0e\x65ncoded_images\x18\t \x01(\rB\x15\n\x13_cumulative_logprob\"\xd0\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.prefixd.v1.AcceptedH\x00\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.prefixd.v1.TokensH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.prefixd.v1.FinishedH\x00\x12\x39\n\x11sequence_finished\x18\x04 \x01(\x0b\x32\x1c.prefixd.v1.SequenceFinishedH\x00\x42\x07\n\x05\x65vent\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\x95\x01\n\tInference\x12G\n\x08Generate\x12\x1b.prefixd.v1.GenerateRequest\x1a\x1c.prefixd.v1.GenerateResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.prefixd.v1.CancelRequest\x1a\x1a.prefixd.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefixd.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1953
-  _globals['_FINISHREASON']._serialized_end=2077
+  _globals['_FINISHREASON']._serialized_start=1980
+  _globals['_FINISHREASON']._serialized_end=2104
   _globals['_SAMPLINGPARAMS']._serialized_start=67
   _globals['_SAMPLINGPARAMS']._serialized_end=417
   _globals['_TOKENIDS']._serialized_start=419
@@ -43,23 +43,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEAMSEARCH']._serialized_start=836
   _globals['_BEAMSEARCH']._serialized_end=935
   _globals['_ACCEPTED']._serialized_start=937
-  _globals['_ACCEPTED']._serialized_end=990
-  _globals['_TOKENLOGPROBS']._serialized_start=992
-  _globals['_TOKENLOGPROBS']._serialized_end=1063
-  _globals['_TOKENS']._serialized_start=1065
-  _globals['_TOKENS']._serialized_end=1166
-  _globals['_SEQUENCEFINISHED']._serialized_start=1169
-  _globals['_SEQUENCEFINISHED']._serialized_end=1323
-  _globals['_HITTOKENS']._serialized_start=1325
-  _globals['_HITTOKENS']._serialized_end=1392
-  _globals['_FINISHED']._serialized_start=1395
-  _globals['_FINISHED']._serialized_end=1666
-  _globals['_GENERATERESPONSE']._serialized_start=1669
-  _globals['_GENERATERESPONSE']._serialized_end=1877
-  _globals['_CANCELREQUEST']._serialized_start=1879
-  _globals['_CANCELREQUEST']._serialized_end=1914
-  _globals['_CANCELRESPONSE']._serialized_start=1916
-  _globals['_CANCELRESPONSE']._serialized_end=1951
-  _globals['_INFERENCE']._serialized_start=2080
-  _globals['_INFERENCE']._serialized_end=2229
+  _globals['_ACCEPTED']._serialized_end=1017
+  _globals['_TOKENLOGPROBS']._serialized_start=1019
+  _globals['_TOKENLOGPROBS']._serialized_end=1090
+  _globals['_TOKENS']._serialized_start=1092
+  _globals['_TOKENS']._serialized_end=1193
+  _globals['_SEQUENCEFINISHED']._serialized_start=1196
+  _globals['_SEQUENCEFINISHED']._serialized_end=1350
+  _globals['_HITTOKENS']._serialized_start=1352
+  _globals['_HITTOKENS']._serialized_end=1419
+  _globals['_FINISHED']._serialized_start=1422
+  _globals['_FINISHED']._serialized_end=1693
+  _globals['_GENERATERESPONSE']._serialized_start=1696
+  _globals['_GENERATERESPONSE']._serialized_end=1904
+  _globals['_CANCELREQUEST']._serialized_start=1906
+  _globals['_CANCELREQUEST']._serialized_end=1941
+  _globals['_CANCELRESPONSE']._serialized_start=1943
+  _globals['_CANCELRESPONSE']._serialized_end=1978
+  _globals['_INFERENCE']._serialized_start=2107
+  _globals['_INFERENCE']._serialized_end=2256
 # @@protoc_insertion_point(module_scope)

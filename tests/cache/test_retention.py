@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import DISK
-from prefixd.cache.retention import MOST_RANGES, Retention
+from prefixd.cache.retention import MOST_RANGES, Retention, left_of
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError
-from prefixd.tenants import Quota
+from prefixd.tenants import Quota, Tenant
+from prefixd_scheduler import SharedLimit
 from prefixd_swap import IntegrityError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 
@@ -148,14 +153,53 @@ async def test_a_wish_beyond_the_quota_is_refused_whole_and_the_refusal_names_it
 async def test_without_a_quota_half_of_the_tiers_is_shared(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(cpu=8)
     await rig.put([1, 2, 3, 4, 5])
-    with pytest.raises(ExhaustedError, match=f"0 of {4 * PART_BYTES} bytes .half of this host's tiers"):
+    with pytest.raises(ExhaustedError, match=rf"0 of {4 * PART_BYTES} bytes \(of {4 * PART_BYTES}, half of this"):
         await retain(rig, [1, 2, 3, 4, 5], KEEP)
     assert await retain(rig, [1, 2, 3, 4, 5], Retention(0, 8, 50)) == 4
     with pytest.raises(ExhaustedError, match=f"{4 * PART_BYTES} of {4 * PART_BYTES} bytes"):
         await retain(rig, [1, 2, 3, 4, 5], Retention(8, 0, 50))
 
 
-async def test_a_commit_beyond_the_quota_stores_nothing_and_keeps_the_reservation(make_rig: Callable[..., Rig]) -> None:
+async def test_one_tenant_does_not_take_what_tenants_share(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=32)  # 16 blocks are shared: 4 for each of two, 8 for whoever comes first
+    rig.cache.tenants.set_quotas({"default": Quota(), "other": Quota()})
+    prompt = list(range(1, 14))
+    await rig.put(prompt)
+    assert await retain(rig, prompt, Retention(0, 24, 50)) == 12
+    most = 12 * PART_BYTES
+    with pytest.raises(ExhaustedError, match=rf"{most} of {most} bytes \(of {16 * PART_BYTES}, half of this host's"):
+        await retain(rig, prompt, KEEP)
+    theirs = rig.cache.register(msgspec.structs.replace(rig.namespace.spec, tenant="other"))
+    path = np.zeros(0, np.int64)
+    wish = await rig.cache.retained.wish(theirs, rig.trie, [KEEP], path, 4, 1)
+    refused = await rig.cache.retained.wish(theirs, rig.trie, [KEEP], path, 1, 1, optional=True)
+    assert f"{4 * PART_BYTES} of {4 * PART_BYTES} bytes" in refused.refused
+    wish.end()
+
+
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400)), max_size=40),
+    st.integers(1, 5),
+)
+def test_shares_are_those_of_everything_that_tenants_share(
+    share: int, asked: list[tuple[int, int]], tenants: int
+) -> None:
+    """The queue's rule."""
+    had: Counter[Tenant] = Counter()
+    everybody = [Tenant(str(number), number) for number in range(5)]
+    limit = SharedLimit(share, lambda: tenants)
+    for number, nbytes in asked:
+        tenant = everybody[number]
+        left = left_of(share, had, tenant, tenants)
+        assert left == limit.left(tenant)
+        if nbytes <= left:
+            had[tenant] += nbytes
+            limit.add(tenant, nbytes)
+        assert had.total() <= share
+
+
+async def test_a_commit_beyond_the_quota_stores_its_blocks_without_priorities(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(cpu=20)
     allow(rig, 3)
     await rig.put([1, 2])
@@ -165,11 +209,16 @@ async def test_a_commit_beyond_the_quota_stores_nothing_and_keeps_the_reservatio
     rig.fill(reservation)
     with pytest.raises(InvalidArgumentError, match="has 2; commit only what was reserved"):
         await rig.cache.commit(reservation, (1 << 32) - 1, retention=[KEEP])
-    with pytest.raises(ExhaustedError, match="retained_bytes"):
-        await rig.cache.commit(reservation, 2, retention=[KEEP])
-    assert (len(rig.rows([1, 2, 3, 4])), rig.cache.retained.claimed.total()) == (2, 0)
-    assert await rig.cache.commit(reservation, 2, retention=[Retention(0, 6, 7)]) == (2, 0)
-    assert priorities(rig, [1, 2, 3, 4]) == [7, 7, 7, 0], "of its whole prompt"
+    assert await rig.cache.commit(reservation, 1, retention=[KEEP]) == (1, 0)
+    assert not reservation.retention_refused
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2, 3, 4]))
+    assert not isinstance(reservation, int)
+    rig.fill(reservation)
+    assert await rig.cache.commit(reservation, 1, retention=[KEEP]) == (1, 0)
+    assert "limit tenants.default.retained_bytes); retain fewer tokens" in reservation.retention_refused
+    assert (len(rig.rows([1, 2, 3, 4])), rig.cache.retained.claimed.total()) == (4, 0)
+    assert rig.cache.tenants.default.refused["retained_bytes"] == 1
+    assert priorities(rig, [1, 2, 3, 4]) == [50, 50, 50, 0]
     with pytest.raises(NotFoundError):
         await rig.cache.commit(reservation, 2)
     await rig.cache.mover.wait_for_checksums()
@@ -178,18 +227,22 @@ async def test_a_commit_beyond_the_quota_stores_nothing_and_keeps_the_reservatio
 async def test_wishes_at_the_same_time_do_not_pass_the_quota_together(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(cpu=20)
     allow(rig, 3)
-    reservations = [await rig.cache.reserve(rig.session, rig.namespace, rig.chain([first, 8])) for first in (1, 2)]
-    for reservation in reservations:
-        assert not isinstance(reservation, int)
-        rig.fill(reservation)
+
+    async def refused(*firsts: int) -> list[bool]:
+        """Of commits at the same time, of two blocks each, whether the wish of each was refused."""
+        reservations = []
+        for first in firsts:
+            reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([first, 8]))
+            assert not isinstance(reservation, int)
+            rig.fill(reservation)
+            reservations.append(reservation)
+        await asyncio.gather(*(rig.cache.commit(each, 2, retention=[KEEP]) for each in reservations))
+        return sorted(bool(each.retention_refused) for each in reservations)
+
     groups = rig.trie.all_groups
     with await rig.cache.wish(rig.namespace, rig.chain([5, 6]), 2, groups, [KEEP]):  # two blocks to be computed
-        commits = [rig.cache.commit(each, 2, retention=[KEEP]) for each in reservations if not isinstance(each, int)]
-        done = await asyncio.gather(*commits, return_exceptions=True)
-        assert all(isinstance(each, ExhaustedError) for each in done), "two of three are claimed"
-    commits = [rig.cache.commit(each, 2, retention=[KEEP]) for each in reservations if not isinstance(each, int)]
-    done = await asyncio.gather(*commits, return_exceptions=True)
-    assert sorted(type(each).__name__ for each in done) == ["ExhaustedError", "tuple"]
+        assert await refused(1, 2) == [True, True], "two of three are claimed"
+    assert await refused(3, 4) == [False, True]
     assert (retained_blocks(rig), rig.cache.retained.claimed.total()) == (2, 0)
     await rig.cache.mover.wait_for_checksums()
 

@@ -258,7 +258,7 @@ async def test_too_many_wishes_are_refused(client: AsyncClient, spec: NamespaceS
         await cache.retain(TOKENS, [Retention(1)] * 100)
 
 
-async def test_a_wish_beyond_the_quota_is_refused_and_nothing_is_stored(
+async def test_a_wish_beyond_the_quota_is_refused_and_the_blocks_are_stored(
     client: AsyncClient, spec: NamespaceSpec
 ) -> None:
     """Without a quota of its own the tenant may retain half of the tiers."""
@@ -268,11 +268,15 @@ async def test_a_wish_beyond_the_quota_is_refused_and_nothing_is_stored(
     kv = np.zeros(3 * part.nbytes, np.uint8)
     assert (await cache.store(np.arange(6), kv, retention=[Retention(1)])).committed == 3
     another = np.arange(10, 16)
+    stored = await cache.store(another, kv, retention=[Retention(1)])
+    assert (stored.committed, stored.dropped) == (3, 0)
+    assert "limit tenants.default.retained_bytes" in stored.retention_refused
+    assert "limit tenants." in (await cache.store(another, kv, retention=[Retention(1)])).retention_refused
     with pytest.raises(ExhaustedError, match=r"limit tenants\.default\.retained_bytes"):
-        await cache.store(another, kv, retention=[Retention(1)])
-    assert (await cache.match(another)).blocks == 0
+        await cache.retain(another, [Retention(1)])
     assert (await client.stats()).reservations == 0
-    assert (await cache.store(another, kv, retention=[Retention(1, 0, 2)])).committed == 3
+    granted = await cache.store(another, kv, retention=[Retention(1, 0, 2)])
+    assert (granted.duplicates, granted.retention_refused) == (3, "")
     await client.evict(namespace_id=cache.namespace_id)
 
 

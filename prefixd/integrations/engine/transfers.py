@@ -335,15 +335,13 @@ class Transfers:
                 try:
                     commit = partial(reservation.commit, retention=wishes)
                     result = await self._link.guard(commit, self._limit_s(job))
-                except ExhaustedError as error:
+                except ExhaustedError as error:  # of a daemon that refuses the blocks with the priorities
                     if not wishes:
                         raise
-                    self._retain_again_s = time.monotonic() + _RETAIN_PAUSE_S
-                    self._link.log.warning(
-                        "prefixd: for %g s blocks are saved without the priorities that requests ask for: %s",
-                        *(_RETAIN_PAUSE_S, error),
-                    )
+                    self._leave_priorities(str(error))
                     continue
+                if result.retention_refused:
+                    self._leave_priorities(result.retention_refused)
                 done = reservation.first_block + reservation.blocks
                 kept.blocks += result.committed
                 kept.nbytes += result.committed * block_bytes
@@ -372,6 +370,13 @@ class Transfers:
             return None
 
     # -- both -------------------------------------------------------------------------------------------------------
+
+    def _leave_priorities(self, why: str) -> None:
+        """For a while nothing is wished for: the daemon would refuse it again."""
+        self._retain_again_s = time.monotonic() + _RETAIN_PAUSE_S
+        self._link.log.warning(
+            "prefixd: for %g s blocks are saved without the priorities that requests ask for: %s", _RETAIN_PAUSE_S, why
+        )
 
     def _limit_s(self, job: LoadJob | SaveJob, blocks: int | None = None) -> float:
         """How long the daemon may take for a call that may have to wait for the bytes of so many of a job's blocks."""

@@ -6,14 +6,16 @@ import asyncio
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,59 @@ class SocketDirectory(Scenario):
         """Whether it called there."""
         if found.get("calls"):
             yield "a client with the default address calls a socket that another user has made"
+
+
+class AuditLog(Scenario):
+    """The audit log is in a directory that others can write to, as /tmp is: when it is renamed away, a link to another
+    file of the daemon's user is put in its place."""
+
+    name = "audit log"
+    as_other_user = True
+    closed_by = "tests/server/test_audit.py"
+
+    def daemon_settings(self, folder: Path) -> Mapping[str, object]:
+        """The log, in a directory of its own."""
+        logs = folder / "logs"
+        logs.mkdir()
+        logs.chmod(0o1777)
+        (folder / "precious").write_text("precious")
+        return {"server.audit_log": logs / "audit.log"}
+
+    def prepare(self, scene: Scene) -> Given:
+        """Where it is."""
+        return {"log": str(scene.daemon.directory.parent / "logs" / "audit.log")}
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Waits for its rotation."""
+        path = Path(mallory.given["log"])
+        mallory.in_place(waiting=True)
+        linked = False
+        while mallory.going:
+            if not os.path.lexists(path):
+                path.symlink_to(path.parent.parent / "precious")
+                linked = True
+            await asyncio.sleep(0.005)
+        return {"linked": linked}
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Rotates it, and does what is written there."""
+        folder = scene.daemon.directory.parent
+        log = folder / "logs" / "audit.log"
+        log.rename(log.with_suffix(".1"))
+        deadline = time.monotonic() + 10.0
+        while not os.path.lexists(log) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(scene.daemon.pid, signal.SIGHUP)
+        time.sleep(0.5)
+        scene.evict(MALLORY)
+        yield from scene.newcomer()
+
+    def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
+        """Whether lines went where the link leads."""
+        if not found.get("linked"):
+            yield "no link was put in the log's place: the attack did not take place"
+        if (scene.daemon.directory.parent / "precious").read_text() != "precious":
+            yield "the audit log is written into another file of the daemon's user"
 
 
 class Terminal(Scenario):

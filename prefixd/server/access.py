@@ -162,6 +162,29 @@ def make_private(name: str, directory: Path) -> None:
         log.warning("%s = %s was open to other users (mode %04o) and is private now", name, directory, mode)
 
 
+def check_folder(name: str, folder: Path) -> None:
+    """The folder of the file that the setting `name` gives: nobody but root, this user and its own group may replace
+    what is in it. A directory such as /tmp, where only the owner of a file can remove it, is fine.
+
+    Raises:
+        ConfigError: it belongs to another user, everybody can write to it, or a link of another user leads there.
+        OSError: it is not there.
+    """
+    _refuse_links(folder)
+    found = folder.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{name} is in {folder}, which belongs to user {found.st_uid}, who could put another file in its place; "
+            "choose a directory of your own"
+        )
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"{name} is in {folder}, where everybody can put another file in its place (mode {mode:04o}); run "
+            f"`chmod o-w {folder}` or choose another directory"
+        )
+
+
 def _refuse_links(directory: Path) -> None:
     """Raises ConfigError where a symbolic link of another user is on the way: that user can make it lead elsewhere."""
     for step in (*reversed(directory.absolute().parents), directory.absolute()):

@@ -9,10 +9,12 @@ lines are left out and counted in the next one (`lost`). SIGHUP opens the file a
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from prefixd.errors import ConfigError
+from prefixd.server.access import check_folder
 from prefixd.server.caller import Caller
 
 log = logging.getLogger(__name__)
@@ -38,7 +41,8 @@ class AuditLog:
         path: the file, made with mode 0600; None: no log.
 
     Raises:
-        ConfigError: the file cannot be opened, or there is no thread to write it.
+        ConfigError: the file cannot be opened, somebody else can put another one in its place, or there is no thread to
+            write it.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -123,19 +127,43 @@ class AuditLog:
             try:
                 if self._reopen.is_set() and self._path is not None:
                     self._reopen.clear()
-                    fresh = _open(self._path)
-                    self._file, old = fresh, self._file
-                    os.close(old)
+                    self._write_to_new_file(self._path)
                 os.write(self._file, line.encode() + b"\n")
                 failed = False
-            except (OSError, ConfigError) as error:
+            except OSError as error:
                 if not failed:
                     log.error("server.audit_log = %s cannot be written: %s", self._path, error)
                 failed = True
 
+    def _write_to_new_file(self, path: Path) -> None:
+        try:
+            fresh = _open(path)
+        except ConfigError as error:
+            log.error("%s; the audit log goes on in the old file", error)
+            return
+        self._file, old = fresh, self._file
+        os.close(old)
+
 
 def _open(path: Path) -> int:
+    """The file, which is this process's user's or root's, and not another one by a link that somebody has made."""
+    setting = f"server.audit_log = {path}"
     try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        check_folder(setting, path.absolute().parent)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        opened = os.open(path, flags, 0o600)
     except OSError as error:
-        raise ConfigError(f"server.audit_log = {path}: {error.strerror}; choose another file") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigError(f"{setting}: {why}; choose another file") from error
+    found = os.fstat(opened)
+    why = ""
+    if not stat.S_ISREG(found.st_mode):
+        why = "it is no regular file"
+    elif found.st_uid not in (0, os.geteuid()):
+        why = f"it belongs to user {found.st_uid}"
+    elif found.st_nlink > 1:
+        why = f"it has {found.st_nlink} names, as somebody may have given it to another file"
+    if why:
+        os.close(opened)
+        raise ConfigError(f"{setting}: {why}; remove it or choose another file")
+    return opened

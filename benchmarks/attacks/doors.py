@@ -351,6 +351,54 @@ class SocketDirectory(Scenario):
             yield "a client with the default address calls a socket that another user has made"
 
 
+class Connections(Scenario):
+    """Keeps as many connections to the TCP door as it can, all from one host, and says nothing on some."""
+
+    name = "connections of one host"
+    closed_by = "tests/server/test_tcp_connections.py"
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """From another address of this machine; those that are closed are made again."""
+        host, _, port = mallory.tcp.rpartition(":")
+        open_now: set[asyncio.Task[None]] = set()
+        made = 0
+
+        async def keep() -> None:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
+                try:
+                    # What HTTP/2 begins with, and an empty SETTINGS frame: gRPC has it for a connection from then on.
+                    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+                    while await reader.read(1 << 12):
+                        pass
+                finally:
+                    writer.close()
+
+        deadline = asyncio.get_running_loop().time() + 2.0
+        while mallory.going:
+            while len(open_now) < 700:
+                made += 1
+                task = asyncio.create_task(keep())
+                open_now.add(task)
+                task.add_done_callback(open_now.discard)
+            await asyncio.sleep(0.2)
+            if asyncio.get_running_loop().time() > deadline:
+                mallory.in_place()
+        for task in open_now:
+            task.cancel()
+        return {"made": made}
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether another host comes in: most times, as connections are made faster than they are cut off."""
+        refused = 0
+        for _ in range(5):
+            found = scene.newcomer()
+            refused += bool(found)
+            time.sleep(0.2)
+        if refused > 2:
+            yield f"another host is shut out {refused} of 5 times: {found}"
+
+
 class AuditLog(Scenario):
     """The audit log is in a directory that others can write to, as /tmp is: when it is renamed away, a link to another
     file of the daemon's user is put in its place."""

@@ -43,6 +43,7 @@ SCENARIOS: dict[str, Scenario] = {
         doors.NoTicket(),
         doors.MemoryDoor(),
         doors.SocketDirectory(),
+        doors.Connections(),
         doors.AuditLog(),
         doors.Terminal(),
         doors.HostileTraces(),

@@ -20,6 +20,7 @@ from prefixd.server.identities import Identities
 from prefixd.server.messages import ServiceTable
 from prefixd.server.receiving import OPENING
 from prefixd.server.refusals import WAITING
+from prefixd.server.tcp_connections import MOST, TcpConnections
 from prefixd.server.tickets import Tickets
 from prefixd.server.tls import tls_credentials
 from prefixd.server.tokens import TokenFile
@@ -49,7 +50,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 # Strangers reach this one: what a connection can make us keep is bounded, and so is their number.
 _TCP_OPTIONS = [
     ("grpc.max_concurrent_streams", 256),
-    ("grpc.max_allowed_incoming_connections", 512),
+    ("grpc.max_allowed_incoming_connections", MOST),
     ("grpc.server_handshake_timeout_ms", 10_000),
     # A connection without a call makes room for others; a session is a call.
     ("grpc.max_connection_idle_ms", 60_000),
@@ -109,6 +110,7 @@ class Listeners:
                 options=_OPTIONS + _TCP_OPTIONS,
                 maximum_concurrent_rpcs=lasting + CALLS + WAITING + OPENING,
             )
+        self._connections: TcpConnections | None = None
         self._servers = [self._unix] if self._tcp is None else [self._unix, self._tcp]
         self.services: Any = ServiceTable(self._servers)  # generated code asks for a grpc.aio.Server by type
 
@@ -116,7 +118,7 @@ class Listeners:
         """Takes calls; returns host:port of the TCP door, if there is one.
 
         Raises:
-            ConfigError: the socket or the port cannot be bound.
+            ConfigError: the socket or the port cannot be bound, or there is no thread to watch connections.
         """
         path: Path = self._settings.socket
         try:
@@ -127,6 +129,8 @@ class Listeners:
         self.access.open(path)
         for server in self._servers:
             await server.start()
+        if self._connections is not None:
+            self._connections.start()
         return tcp
 
     def update(self, settings: Settings) -> None:
@@ -161,6 +165,8 @@ class Listeners:
         A connection is not closed by gRPC before what is being written to it is written. Who does not read from its
         socket is waited for no longer than a moment: what is cached is still to be kept.
         """
+        if self._connections is not None:
+            self._connections.stop()
         stops = [asyncio.create_task(server.stop(grace_s)) for server in self._servers]
         stopped, late = await asyncio.wait(stops, timeout=grace_s + _LATE_S)
         for stop in stopped:
@@ -179,6 +185,7 @@ class Listeners:
                 port = self._tcp.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise ConfigError(f"server.tcp = {address} cannot be bound; choose another address or port 0") from error
+        self._connections = TcpConnections(port)
         return f"{address.rpartition(':')[0]}:{port}"
 
 

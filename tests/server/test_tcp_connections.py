@@ -1,0 +1,88 @@
+"""One host does not take all connections of the TCP door."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from prefixd.server.tcp_connections import TcpConnections, host_of
+
+
+class Door:
+    """A listening socket and what has connected to it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.port: int = self._listener.getsockname()[1]
+
+    def connect(self, host: str, count: int) -> list[socket.socket]:
+        """Connections from a host of this machine; both ends are in this process."""
+        made = []
+        for _ in range(count):
+            address, source = ("127.0.0.1", self.port), (host, 0)
+            made.append(self._stack.enter_context(socket.create_connection(address, source_address=source)))
+            self._stack.enter_context(self._listener.accept()[0])
+        return made
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with ExitStack() as stack:
+        yield Door(stack)
+
+
+def open_ones(connections: list[socket.socket]) -> list[bool]:
+    """Of each, whether the other end has it open."""
+    found = []
+    for connection in connections:
+        connection.setblocking(False)
+        try:
+            found.append(connection.recv(1) != b"")
+        except BlockingIOError:
+            found.append(True)
+    return found
+
+
+def test_the_host_with_most_loses_its_newest(door: Door) -> None:
+    watch = TcpConnections(door.port, limit=12, of_host=3)
+    honest, first = door.connect("127.0.0.1", 4), door.connect("127.0.0.2", 8)
+    watch.look()
+    assert open_ones(honest + first) == [True] * 12, "as many as may be"
+    later = door.connect("127.0.0.2", 20) + door.connect("127.0.0.3", 2)
+    watch.look()
+    assert watch.cut_off == 22
+    assert open_ones(honest) == [True] * 4
+    assert open_ones(first) == [True] * 6 + [False] * 2, "the newest went first"
+    assert open_ones(later) == [False] * 20 + [True] * 2
+
+
+def test_hosts_with_few_keep_them_however_many_hosts_there_are(door: Door) -> None:
+    watch = TcpConnections(door.port, limit=5, of_host=2)
+    connections = [each for host in range(2, 8) for each in door.connect(f"127.0.0.{host}", 2)]
+    watch.look()
+    assert (open_ones(connections), watch.cut_off) == ([True] * 12, 0)
+
+
+def test_connections_to_other_doors_do_not_count(door: Door) -> None:
+    with ExitStack() as stack:
+        others = Door(stack).connect("127.0.0.2", 20)
+        watch = TcpConnections(door.port, limit=4, of_host=1)
+        watch.look()
+        assert (open_ones(others), watch.cut_off) == ([True] * 20, 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_what_one_host_is(address: str, host: str) -> None:
+    assert host_of(address) == host

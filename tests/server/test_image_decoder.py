@@ -23,6 +23,7 @@ from prefixd.server.pixel_store import PixelStore
 
 from .decode_stand_in import PID
 
+pytestmark = pytest.mark.slow
 WAIT_S = 30.0
 LONG = ImageLimits(1, 1 << 20, 1 << 20, image_seconds=3600)
 
@@ -134,7 +135,6 @@ async def test_a_decoder_that_crashes_fails_one_image(decoder: ImageDecoder, cap
     assert decoder._process is process and decoder._store.nbytes == 0
 
 
-@pytest.mark.slow
 async def test_an_image_that_takes_more_time_than_it_may_is_refused(make: Callable[..., ImageDecoder]) -> None:
     decoder = make(ImageLimits(1, 1 << 20, 1 << 20, image_seconds=1))
     with pytest.raises(InvalidArgumentError, match=r"images\[2\] \(4 bytes\) takes more than 1 s.*image_seconds"):
@@ -143,7 +143,6 @@ async def test_an_image_that_takes_more_time_than_it_may_is_refused(make: Callab
     (await decoder.decode(b"a file", 0)).place.leave()
 
 
-@pytest.mark.slow
 async def test_an_image_that_the_machine_has_no_time_for_is_given_up(
     decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +152,6 @@ async def test_an_image_that_the_machine_has_no_time_for_is_given_up(
     await until(lambda: not decoder._store.nbytes)
 
 
-@pytest.mark.slow
 async def test_a_model_without_an_image_processor(
     make: Callable[..., ImageDecoder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -282,7 +282,7 @@ class Scans(Images):
     them, as many as a daemon takes, and callers who go away meanwhile."""
 
     name = "JPEG scans"
-    closed_by = ""
+    closed_by = "tests/images/test_image_files.py"
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
         """One of them."""

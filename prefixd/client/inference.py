@@ -149,9 +149,10 @@ class SequenceFinished:
 class Finished:
     """Always the last event. `hit_tokens` are the prompt tokens not computed, by the tier they were in.
 
-    `queue_s` and `ttft_s` are seconds from the arrival in the daemon to the hand-over to the worker and to the first
-    token; `resumed` is how often the request was put back into the queue: after a preemption, after a worker's death,
-    or because the worker had no memory for it while others ran. Of several sequences `reason` is CANCELLED if one was
+    `queue_s` and `ttft_s` are seconds from the call's arrival in the daemon, before it waits for the model or
+    tokenizes, to the hand-over to the worker and to the first token; `resumed` is how often the request was put back
+    into the queue: after a preemption, after a worker's death, or because the worker had no memory for it while others
+    ran. Of several sequences `reason` is CANCELLED if one was
     cancelled, else LENGTH if one came to its length, else STOP, and `output_tokens` counts all that were computed.
     `cumulative_logprob` is that of a single sequence, as in `SequenceFinished`. `encoded_images` embeddings of its
     images were computed; those of the others were known.

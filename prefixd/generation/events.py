@@ -54,11 +54,11 @@ class Finished:
     output_tokens: int
     """Of all sequences, those that were not among the best included."""
     hit_tokens: tuple[int, int, int, int]
-    """Prompt tokens found in the GPU, CPU, disk and remote tier when the first sequence was looked up for its turn."""
+    """Prompt tokens that were found, by where they lay when the first sequence was queued: GPU, CPU, disk, remote."""
     queue_s: float
-    """From its arrival to the hand-over of a sequence to the worker."""
+    """From the call's arrival, before anything is waited for, to the hand-over of a sequence to the worker."""
     ttft_s: float
-    """From its arrival to the first token of a sequence; 0 without one."""
+    """From the call's arrival to the first token of a sequence; 0 without one."""
     resumed: int
     """How often a sequence was put back into the queue: preempted, or its worker died or had no memory for it."""
     cumulative_logprob: float | None = None

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 LONGEST_REQUEST_ID = 256
 MOST_MESSAGE_BYTES = 1 << 30
 """Of the messages of all calls that wait or run, without their images. What a call has besides is in proportion to it:
-the prompt's ids twice, and in each of its sequences 16 bytes a block for keys, and 12 for what was found of it."""
+the prompt's ids twice, and in each of its sequences 16 bytes a block for keys, and 14 for what was found of it."""
 _LARGER_TIER = "make the tier larger (prefixd tier resize gpu, and gpu.bytes for the next start)"
 
 
@@ -118,6 +118,7 @@ class Generation:
             UnsupportedError: a sidecar without a model, text or stop strings for a model without a tokenizer, or
                 images for a model of text alone.
         """
+        arrival_s = self._clock() - params.waited_s
         tenant = params.tenant or self._cache.tenants.default
         self._rates.take(tenant)
         chosen = self._choose(params.model)
@@ -134,7 +135,7 @@ class Generation:
             self._check_waiting(tenant, params.sequences)
             ids = await self._prompt(params.prompt, model, tenant)
             params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
-            async with aclosing(self._generate(chosen, params, tenant, ids, model, granted)) as events:
+            async with aclosing(self._generate(chosen, params, tenant, arrival_s, ids, model, granted)) as events:
                 async for event in events:
                     yield event
 
@@ -143,6 +144,7 @@ class Generation:
         chosen: Model,
         params: GenerateParams,
         tenant: Tenant,
+        arrival_s: float,
         ids: TokenIds,
         model: ServedModel,
         granted: ExitStack,
@@ -160,7 +162,7 @@ class Generation:
         requests: list[Request] = []
         keeps = params.sequences > params.answers
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests), tenant, self._unread, keeps=keeps)
-        requests += self._requests(params, tenant, ids, images, model, inbox)
+        requests += self._requests(params, tenant, arrival_s, ids, images, model, inbox)
         stops = StopStrings(params.stop) if params.stop else None
         searched = params.beam_width is not None
         sequences = [
@@ -240,6 +242,7 @@ class Generation:
         self,
         params: GenerateParams,
         tenant: Tenant,
+        arrival_s: float,
         ids: TokenIds,
         images: PromptLayout | None,
         model: ServedModel,
@@ -277,7 +280,7 @@ class Generation:
             )
         namespace, image_kv, cached = self._homes(model, tenant, params.salt, images, prompt_tokens)
         deadline_s = math.inf if params.deadline_s is None else params.deadline_s
-        arrival_s, tokens = self._clock(), ids.tobytes() if images is None else images.identity
+        tokens = ids.tobytes() if images is None else images.identity
         requests: list[Request] = []
         for index, sampling in enumerate(samplings):
             number = next(self._ids)

@@ -91,6 +91,8 @@ class GenerateParams:
     """Use what is cached, and leave nothing in the cache."""
     message_bytes: int = 0
     """How large the message is by which it came."""
+    waited_s: float = 0.0
+    """Seconds since the call came, in which its message was received."""
     retention: Sequence[Retention] = ()
     """Wishes for the prompt's blocks; checked."""
 

@@ -18,7 +18,7 @@ from itertools import islice
 
 import numpy as np
 
-from prefixd.cache import TieredCache
+from prefixd.cache import NONE, TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.cache.index.trie import Trie
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
@@ -261,6 +261,7 @@ class Dispatcher:
             self._cache.policy.observe_compute_time(request.trie, self._cost.compute_s)
         request.enqueue()
         self._enter(request)
+        request.arrived()
 
     def requests_of(self, tenant: str) -> tuple[int, int]:
         """How many of a tenant's requests (sequences) wait, and how many run."""
@@ -667,13 +668,10 @@ class Dispatcher:
         return tier.footprint(sizes) // tier.frame_bytes
 
     def _count(self, request: Request) -> None:
-        found = request.hit_tokens or [0] * len(self._cache.counters.hit_tokens)
-        surplus = sum(found) - len(request.rows) * request.trie.block_tokens
-        for tier in reversed(range(len(found))):  # what turned out damaged or did not fit was no hit
-            less = min(max(surplus, 0), found[tier])
-            found[tier] -= less
-            surplus -= less
-        request.hit_tokens = found
+        # What turned out damaged or did not fit is not in `rows`, and was no hit.
+        tiers = request.hit_tiers[: len(request.rows)]
+        found = (np.bincount(tiers, minlength=NONE)[:NONE] * request.trie.block_tokens).tolist()
+        request.hit_tokens, request.hit_tiers = found, tiers[:0]
         self._cache.counters.asked_tokens += request.prompt_tokens
         if request.images is not None:
             self.asked_images += len(request.images.images)

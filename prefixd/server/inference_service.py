@@ -15,7 +15,7 @@ from prefixd.generation import (
     Tokens,
 )
 from prefixd.server.caller import current_caller
-from prefixd.server.receiving import message_bytes
+from prefixd.server.receiving import message_bytes, waited_s
 from prefixd.server.retention_messages import retention_wishes
 from prefixd.server.rpc import streaming, unary
 from prefixd.tenants import Role
@@ -86,6 +86,7 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         tenant=current_caller().tenant,
         read_only=request.read_only,
         message_bytes=message_bytes(),
+        waited_s=waited_s(),
         retention=retention_wishes(request.retention),
     )
 

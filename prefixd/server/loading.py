@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from prefixd.cache import TieredCache
+from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.load_choice import LoadChoice, LoadCounters
@@ -343,12 +343,13 @@ class Loader:
             request.footprint.end_tail()
             return None
         tail.joined = True
+        tiers = request.tiers_at_arrival(tail.plan.tiers[-len(rows) :], request.run.blocks)
         frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
         arrived = Arrived(request.id, request.run.blocks, frames)
         request.run.frames += frames
         if request.resumed:  # what was found of its prompt was counted when it ran first
             return arrived
-        hits = np.bincount(tail.plan.tiers[-len(rows) :], minlength=len(self._cache.counters.hit_tokens))
+        hits = np.bincount(tiers, minlength=NONE)[:NONE]
         for tier, blocks in enumerate(hits.tolist()):
             tokens = blocks * request.trie.block_tokens
             self._cache.counters.hit_tokens[tier] += tokens

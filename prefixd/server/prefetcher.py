@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache import NONE, TieredCache, Trie
+from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.pacer import Pacer
 from prefixd.server.cpu_stage import CpuStage
@@ -106,10 +106,8 @@ class Prefetcher:
         turn_s = self._look_ahead.until_turn_s(places)
         trie, rows = request.trie, self.loader.choose(request, demanded=demanded, turn_s=turn_s)
         tiers = trie.distances(rows)
-        if request.hit_tokens is None or not request.resumed:
-            request.hit_tokens = (
-                np.bincount(_hit_tiers(trie, rows, tiers), minlength=NONE)[:NONE] * trie.block_tokens
-            ).tolist()
+        if not request.resumed:
+            request.hit_tiers = _hit_tiers(trie, rows, request.tiers_at_arrival(tiers))
         self._tracker.remove(request)
         owner, images = f"request {request.name}", None
         if request.image_kv is not None:

@@ -66,12 +66,20 @@ Read = Callable[[], Coroutine[Any, Any, T | None]]
 """Receives the next message; None: there is no more. Waits once, until it is here, and puts it together then."""
 
 _door: ContextVar[Door] = ContextVar("door")
+_came_s: ContextVar[float] = ContextVar("came_s")
 _message_bytes: ContextVar[int] = ContextVar("message_bytes")
 
 
 def set_door(door: Door) -> None:
-    """From here on the messages of the call that is being handled go through this."""
+    """From here on the messages of the call that is being handled, which has just come, go through this."""
     _door.set(door)
+    _came_s.set(asyncio.get_running_loop().time())
+
+
+def waited_s() -> float:
+    """Seconds since the call came that is being handled: its message was received, perhaps in line behind others."""
+    now_s = asyncio.get_running_loop().time()
+    return now_s - _came_s.get(now_s)
 
 
 def set_message_bytes(nbytes: int) -> None:

@@ -43,7 +43,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache import BlockChain, Namespace, Trie
+from prefixd.cache import NONE, BlockChain, Namespace, Trie
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
@@ -62,6 +62,7 @@ from prefixd_scheduler import QueuedRequest
 FinishReason = Literal["stop", "length", "cancelled"]
 _NO_ROWS = np.empty(0, np.int64)
 _NO_GENERATIONS = np.empty(0, np.int32)
+_NO_TIERS = np.empty(0, np.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,10 @@ class Request:
         beside: what is to be loaded behind `rows` while it runs, if anything.
         choice: what was decided about loading its prefix, until it can be judged.
         outcome: while CANCELLING, the last event.
-        hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
+        arrival_tiers: where each block of its prefix lay when the request arrived, before anything was moved for it.
+        hit_tiers: where each block of `rows` counts as found, until it runs first: where it lay when the request
+            arrived, or, if it was not cached then, when the request was looked up for its turn.
+        hit_tokens: prompt tokens found, by tier; None before it runs.
         wish: what its caller wishes for the blocks of its prompt, if anything.
         fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
             behind the full blocks.
@@ -192,6 +196,8 @@ class Request:
     beside: TailPlan | None = None
     choice: LoadChoice | None = None
     outcome: Event = field(default_factory=lambda: Ended("cancelled"))
+    arrival_tiers: npt.NDArray[np.int8] = field(default_factory=lambda: _NO_TIERS)
+    hit_tiers: npt.NDArray[np.int8] = field(default_factory=lambda: _NO_TIERS)
     hit_tokens: list[int] | None = None
     handed_over_s: float | None = None
     first_token_s: float | None = None
@@ -223,6 +229,18 @@ class Request:
     def token_ids(self) -> bytes:
         """Prompt and generated tokens as the model reads them, little-endian uint32."""
         return self.chain.token_ids if self.images is None else self.images.token_ids
+
+    def arrived(self) -> None:
+        """It has been looked up for the first time: where its blocks are now is what its hits count by."""
+        self.arrival_tiers = self.trie.distances(self.found)
+
+    def tiers_at_arrival(self, tiers: npt.NDArray[np.int8], first_block: int = 0) -> npt.NDArray[np.int8]:
+        """[blocks]: where the blocks of its prefix from `first_block` on lay when it arrived, and those that were
+        nowhere then where they are now, in `tiers`."""
+        before = self.arrival_tiers[first_block : first_block + len(tiers)]
+        found = tiers.copy()
+        np.copyto(found[: len(before)], before, where=before != NONE)
+        return found
 
     def append(self, token_ids: bytes) -> None:
         """Adds tokens that were generated."""

@@ -17,8 +17,8 @@ class QueuedRequest:
 
     Attributes:
         id: unique among all requests of a queue; of two that arrive at the same instant the lower runs first.
-        arrival_s: when the request was first submitted, on the clock whose readings are passed as `now_s`.
-            A request that is queued again after an interruption keeps it.
+        arrival_s: when its call arrived, which may be long before it is queued, on the clock whose readings are passed
+            as `now_s`. A request that is queued again after an interruption keeps it.
         prompt_tokens: length of the prompt.
         cached_tokens: how many of them, from the first on, are cached in some tier.
         distance: the farthest tier among the cached blocks it needs; `NONE` when nothing is cached.

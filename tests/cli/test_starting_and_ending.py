@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client import Client, ServerUnavailable
+from prefixd.client import Client, Finished, ServerUnavailable
 from prefixd.workloads.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
@@ -227,10 +227,13 @@ def test_a_daemon_whose_model_loads_ends_at_once(number: signal.Signals, to_grou
     assert len(answers) == 1 and "the daemon is ending" in answers[0]
 
 
-def test_a_worker_that_hangs_is_killed() -> None:
+def test_the_first_token_waits_for_the_model_and_a_worker_that_hangs_is_killed() -> None:
     with DaemonProcess(MODEL, log_level="info") as daemon:
         with Client(daemon.address) as client:
-            list(client.generate([1, 2, 3], max_tokens=1))
+            began_s = time.monotonic()
+            *_, finished = client.generate([1, 2, 3], max_tokens=1)
+            waited_s = time.monotonic() - began_s
+        assert isinstance(finished, Finished) and waited_s / 2 < finished.ttft_s < waited_s
         (worker,) = children(daemon.pid)
         os.kill(worker, signal.SIGSTOP)
         assert daemon.stop() == 0

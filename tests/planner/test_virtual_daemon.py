@@ -44,6 +44,24 @@ def test_what_falls_out_of_the_gpu_is_found_below(make_plan: MakePlan, one_by_on
     assert figures.disk_written_bytes >= 8 * 4096 and figures.disk_read_bytes >= 4 * 4096
 
 
+def test_the_disk_finds_what_lay_there_when_its_request_came(make_plan: MakePlan) -> None:
+    """Looking ahead moves it to the CPU tier before its turn, and changes nothing about where it was found."""
+
+    def requests(arrival_s: float) -> list[PlannedRequest]:
+        return [
+            PlannedRequest(arrival_s, lambda first=first: np.arange(first, first + 9, dtype=np.uint32), 9, 1)
+            for first in range(0, 1200, 100)
+        ]
+
+    shares = []
+    for look_ahead in (0, 8):
+        plan = make_plan(gpu=5, cpu=8, disk=64, scheduler__look_ahead=look_ahead)
+        (figures,) = simulate(plan, [Workload("twice", requests(0.0) + requests(1000.0))])
+        shares.append({tier: round(share * 24 * 9 / 4) for tier, share in figures.hits.items()})  # in blocks
+    assert shares[0] == shares[1]
+    assert sum(shares[0].values()) == 24 and shares[0]["disk"] >= 24 - 5 - 8
+
+
 def test_no_cache_finds_nothing(make_plan: MakePlan, one_by_one: Letters) -> None:
     (figures,) = simulate(make_plan(gpu=32, cpu=32, cache__enabled=False), [one_by_one("AAAA")])
     assert figures.hit_rate == 0 and figures.disk_written_bytes == 0

@@ -206,6 +206,40 @@ async def test_a_text_becomes_events(desk: Desk) -> None:
     assert desk.codec.threads and threading.get_ident() not in desk.codec.threads
 
 
+async def test_times_count_from_the_calls_arrival(cache: TieredCache) -> None:
+    """Its message was received for 2 s, it waited 27 s for the model and 3 s for its images, and 1 s in the queue."""
+    now_s = 100.0
+
+    class Reader:
+        async def read(self, prompt: TokenIds, images: list[bytes], tenant: object, hold: object) -> PromptLayout:
+            nonlocal now_s
+            now_s += 3
+            return PromptLayout(ids(1, 2, 3), [], 16, cross=False)
+
+    class Worker(FakeDispatcher):
+        def submit(self, request: Request) -> None:
+            super().submit(request)
+            request.handed_over_s, request.first_token_s = now_s + 1, now_s + 1.5
+
+    dispatcher = Worker()
+    space = NamespaceSpec("model", 16, (PartSpec("attention", 0, 8192),), worker=True)
+    served = ServedModel(HELLO, KvShape.of(HELLO, 64), space, None, None, frames=200, images=Reader())  # type: ignore[arg-type]
+
+    async def model() -> ServedModel:
+        nonlocal now_s
+        if now_s == 100:
+            now_s += 27
+        return served
+
+    models: Any = {"model": SimpleNamespace(dispatcher=dispatcher, model=model)}
+    desk = Desk(Generation(cache, models, asyncio.Event(), lambda: now_s), dispatcher, None, asyncio.Event(), [])  # type: ignore[arg-type]
+    *_, finished = await desk.events(NewTokens([1]), Ended("length"), prompt=ids(1), waited_s=2.0, deadline_s=40.0)
+    assert isinstance(finished, Finished)
+    assert (finished.queue_s, finished.ttft_s) == (33.0, 33.5)
+    queued = dispatcher.submitted[0].queued
+    assert (queued.arrival_s, queued.deadline_s) == (98.0, 138.0), "it is due from then on, too"
+
+
 async def test_a_wish_for_the_prompt_is_claimed_while_it_runs(desk: Desk, cache: TieredCache) -> None:
     tenant = cache.tenants.default
     tenant.quota = Quota(retained_bytes=4 * 8192)

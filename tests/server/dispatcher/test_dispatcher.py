@@ -170,7 +170,7 @@ async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_benc
     assert not trie.holds[rows, GPU].any()
     assert (trie.nearest[rows] == GPU).all()
     await bench.finish(busy, urgent, staged)
-    assert staged.hit_tokens == [16, 0, 0, 0]
+    assert staged.hit_tokens == [0, 16, 0, 0], "where they were when it arrived"
 
 
 async def test_a_request_uses_its_prefix_once_however_often_it_is_staged(make_bench: MakeBench) -> None:

@@ -158,6 +158,30 @@ def test_what_the_gpu_has_no_room_for_comes_to_the_cpu_as_far_as_that_has_room()
     run(body, gpu=64, cpu=64)
 
 
+def test_hits_count_by_the_tier_in_which_they_lay_before_anything_was_moved_for_them() -> None:
+    """As after a restart: all that is on disk comes to the CPU tier and the GPU's ahead of the requests' turns."""
+    prompts = [prompt(number, 8) for number in range(1, 9)]
+    of_one = 8 * BLOCK
+
+    async def body(daemon: VirtualDaemon) -> None:
+        await on_disk_alone(daemon, prompts, others=256)
+        before = list(daemon.cache.counters.hit_tokens)
+        running = await busy(daemon)
+        requests = [submit(daemon, planned, arrival_s=1.0) for planned in prompts]
+        assert all(set(where(request)) == {DISK} for request in requests)
+        await asyncio.sleep(30)
+        near = next(number for number, request in enumerate(requests) if set(where(request)) == {CPU})
+        late = submit(daemon, prompts[near], arrival_s=2.0)
+        daemon.dispatcher.cancel(running)
+        await until(lambda: all(request.state is RequestState.ENDED for request in [*requests, late]))
+        assert [request.hit_tokens for request in requests] == [[0, 0, of_one, 0]] * 8
+        assert late.hit_tokens == [0, of_one, 0, 0], "for whoever comes now that is where it lies"
+        found = [now - then for now, then in zip(daemon.cache.counters.hit_tokens, before, strict=True)]
+        assert found == [0, of_one, 8 * of_one, 0]
+
+    run(body, gpu=64, cpu=64)
+
+
 def test_the_first_whose_turn_comes_is_read_first_whoever_came_first() -> None:
     async def body(daemon: VirtualDaemon) -> None:
         prompts = [prompt(number, 8) for number in range(1, 7)]

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from prefixd.cache import NONE
 from prefixd.server.request import Ended, IllegalTransitionError, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.worker.protocol import Sampling
@@ -114,7 +115,7 @@ def act(request: Request, transition: str, footprint: FakeFootprint) -> None:
 def test_the_table_has_every_state_and_every_transition() -> None:
     assert list(TABLE) == [state.name for state in RequestState]
     methods = {name for name, _ in inspect.getmembers(Request, inspect.isfunction) if not name.startswith("_")}
-    no_transitions = {"append", "count_use", "uncut", "next_uncut", "usable"}
+    no_transitions = {"append", "arrived", "count_use", "uncut", "next_uncut", "tiers_at_arrival", "usable"}
     assert methods - no_transitions == set(TRANSITIONS)
 
 
@@ -172,3 +173,17 @@ def test_a_cancelled_request_knows_its_last_event() -> None:
     request, _ = request_in("CANCELLING")
     assert request.outcome is END
     assert request_in("RUNNING")[0].outcome == Ended("cancelled")
+
+
+def test_tiers_at_arrival_are_those_of_then_and_of_what_is_new_those_of_now() -> None:
+    """Against a model, block by block, for any lengths and a slice from any block on."""
+    draw = np.random.default_rng(7)
+    for _ in range(300):
+        request, _ = request_in("NEW")
+        request.arrival_tiers = draw.integers(0, NONE + 1, draw.integers(0, 9)).astype(np.int8)
+        now, first = draw.integers(0, NONE, draw.integers(0, 9)).astype(np.int8), int(draw.integers(0, 9))
+        then = dict(enumerate(request.arrival_tiers.tolist()))
+        expected = [
+            tier if then.get(first + at, NONE) == NONE else then[first + at] for at, tier in enumerate(now.tolist())
+        ]
+        assert request.tiers_at_arrival(now, first).tolist() == expected

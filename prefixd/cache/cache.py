@@ -20,7 +20,7 @@ from prefixd import heap
 from prefixd.cache.beginnings import Beginning, Reader
 from prefixd.cache.common_blocks import CommonBlocks
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.index.trie import NO_SLOT, TIERS, Match, Observer, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, NONE, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
@@ -384,16 +384,20 @@ class TieredCache:
         if self.mover.remote is not None:
             await self.mover.remote.look(self.trie(namespace), namespace, chain, limit)
 
-    def count_lookup(self, trie: Trie, blocks: int, rows: Rows) -> None:
-        """Counts one prompt's lookup.
+    def count_lookup(self, session: Session, namespace: Namespace, chain: BlockChain, rows: Rows) -> None:
+        """Counts a session's lookup of one prompt, of which these blocks were found.
 
-        Args:
-            trie: the namespace's.
-            blocks: how many were asked for.
-            rows: those that were found, at most as many.
+        By where they lay when the session gave a hint for the prompt (`prefetch`), else by where they are.
         """
-        self.counters.ask(blocks * trie.block_tokens)
-        self.counters.find(trie.distances(rows), trie.block_tokens)
+        trie = self.trie(namespace)
+        self.counters.ask(len(chain) * trie.block_tokens)
+        self.counters.find(self._tiers_at_arrival(session, namespace, chain, rows), trie.block_tokens)
+
+    def _tiers_at_arrival(
+        self, session: Session, namespace: Namespace, chain: BlockChain, path: Rows
+    ) -> npt.NDArray[np.int8]:
+        before = session.arrivals.take(namespace, chain, self.clock())
+        return _overlaid(self.trie(namespace).distances(path), before)
 
     # -- engines' side --------------------------------------------------------------------------------------------
 
@@ -446,9 +450,11 @@ class TieredCache:
         reader = Reader(trie, path, first_block, min(end, len(path)), slice_only=prefix_blocks > 0)
         if matched is not None:
             matched(reader)
-        tiers = trie.distances(path)
-        if found is not None:
-            tiers[: len(found)] = found[: len(tiers)]
+        tiers = (
+            self._tiers_at_arrival(session, namespace, chain, path)
+            if counted and found is None
+            else _overlaid(trie.distances(path), found)
+        )
         identity = self.leases.next_id()
         wanted = self._holdable(session.tenant, reader)
         beginning = Beginning(self.mover, f"lease {identity}", wanted, self._uncut)
@@ -645,7 +651,11 @@ class TieredCache:
         """
         match = await self.match(namespace, chain)
         self.leases.session(session.id)  # it may have ended meanwhile
-        return self._prefetches.begin(session, self.trie(namespace), match.rows)
+        trie = self.trie(namespace)
+        blocks = self._prefetches.begin(session, trie, match.rows)
+        if blocks:  # nothing has been moved yet
+            session.arrivals.note(namespace, chain, trie.distances(match.rows), self.clock())
+        return blocks
 
     # -- the worker's side ----------------------------------------------------------------------------------------
 
@@ -765,6 +775,14 @@ class TieredCache:
     def _need_cpu(self) -> None:
         if not self.tiers.exists(self.tiers.shared):
             raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")
+
+
+def _overlaid(tiers: npt.NDArray[np.int8], before: npt.NDArray[np.int8] | None) -> npt.NDArray[np.int8]:
+    """Tiers of blocks, of the first ones as they were before, where they were anywhere then."""
+    if before is not None:
+        before = before[: len(tiers)]
+        np.copyto(tiers[: len(before)], before, where=before != NONE)
+    return tiers
 
 
 def _geometry(spec: NamespaceSpec) -> tuple[object, ...]:

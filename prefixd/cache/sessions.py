@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.cache.arrivals import Arrivals
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
@@ -102,7 +103,7 @@ class Session:
 
     `namespaces` are those it has open, by id, the least recently used first: it reads and fills no others. `processes`
     are those that have the arena through it and live. `reserved` has the bytes of its reservations' slots. `reopens`:
-    its client registers a namespace again that was closed meanwhile.
+    its client registers a namespace again that was closed meanwhile. `arrivals` has what it gave hints for.
     """
 
     id: str
@@ -115,6 +116,7 @@ class Session:
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
     processes: set[Process] = field(default_factory=set)
     reserved: Account = field(default_factory=Account)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     _granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
 
     def count(self, kind: type[Lease] | type[Reservation]) -> int:

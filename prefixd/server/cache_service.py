@@ -131,13 +131,14 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """The longest cached prefix."""
         cache = self._cache
-        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
+        session = self._session(request.session_id)
+        namespace = cache.open_in(session, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         match = await cache.match(namespace, chain)
         if request.asked:
             cache.counters.ask(len(chain) * namespace.spec.block_tokens)
         elif request.counted:
-            cache.count_lookup(cache.trie(namespace), len(chain), match.rows)
+            cache.count_lookup(session, namespace, chain, match.rows)
         trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
         estimate = self._estimates.estimate(trie, match.rows, 0, chain.tokens, prefill)
         return pb.MatchResponse(blocks=len(match), runs=await tier_runs(trie, match.rows), estimate=estimate)

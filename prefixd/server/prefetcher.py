@@ -12,11 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-import numpy as np
-import numpy.typing as npt
-
-from prefixd.cache import TieredCache, Trie
-from prefixd.cache.index.trie import Rows
+from prefixd.cache import TieredCache
 from prefixd.pacer import Pacer
 from prefixd.server.cpu_stage import CpuStage
 from prefixd.server.footprint import Footprint
@@ -24,7 +20,7 @@ from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.loading import Loader, LoadMode
-from prefixd.server.request import Event, Request, RequestState
+from prefixd.server.request import Event, Request, RequestState, hit_tiers
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
 from prefixd_scheduler import CostModel, Distance, LookAhead
@@ -107,7 +103,7 @@ class Prefetcher:
         trie, rows = request.trie, self.loader.choose(request, demanded=demanded, turn_s=turn_s)
         tiers = trie.distances(rows)
         if not request.resumed:
-            request.hit_tiers = _hit_tiers(trie, rows, request.tiers_at_arrival(tiers))
+            request.hit_tiers = hit_tiers(trie, rows, request.tiers_at_arrival(tiers))
         self._tracker.remove(request)
         owner, images = f"request {request.name}", None
         if request.image_kv is not None:
@@ -232,14 +228,3 @@ class Prefetcher:
             if request.state is RequestState.READY:
                 self.unstage(request)
                 await self._pacer.worked(len(request.found))
-
-
-def _hit_tiers(trie: Trie, rows: Rows, tiers: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Where each block of a usable prefix counts as found: one of which nothing is needed, where the next one is of
-    which something is, since a state or a window stands for what is before it."""
-    if not trie.has_rules or not len(rows):
-        return tiers
-    needed = trie.needed(len(rows)) != 0
-    following = np.where(needed, np.arange(len(rows)), len(rows) - 1)
-    found: npt.NDArray[np.int8] = tiers[np.minimum.accumulate(following[::-1])[::-1]]
-    return found

@@ -232,7 +232,7 @@ class Request:
 
     def arrived(self) -> None:
         """It has been looked up for the first time: where its blocks are now is what its hits count by."""
-        self.arrival_tiers = self.trie.distances(self.found)
+        self.arrival_tiers = hit_tiers(self.trie, self.found, self.trie.distances(self.found))
 
     def tiers_at_arrival(self, tiers: npt.NDArray[np.int8], first_block: int = 0) -> npt.NDArray[np.int8]:
         """[blocks]: where the blocks of its prefix from `first_block` on lay when it arrived, and those that were
@@ -508,3 +508,14 @@ class Request:
         self.generations = self.trie.generation[self.found]
         self.seen_epoch = -1
         footprint.end()
+
+
+def hit_tiers(trie: Trie, rows: Rows, tiers: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """Where each block of a usable prefix counts as found: one of which nothing is needed, where the next one is of
+    which something is, since a state or a window stands for what is before it."""
+    if not trie.has_rules or not len(rows):
+        return tiers
+    needed = trie.needed(len(rows)) != 0
+    following = np.where(needed, np.arange(len(rows)), len(rows) - 1)
+    found: npt.NDArray[np.int8] = tiers[np.minimum.accumulate(following[::-1])[::-1]]
+    return found

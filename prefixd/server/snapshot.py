@@ -457,7 +457,7 @@ class MetricsCollector(Collector):
             "spare_bytes": ("cached bytes of the GPU tier that only shorter prefixes need, held by nobody", False),
             "unneeded_bytes": ("bytes of the GPU tier, spare ones apart, that no layer of the model needs", False),
             "stranded_bytes": ("free bytes of the GPU tier that only pages of one size can have", False),
-            "hit_tokens": ("prompt tokens found in a tier", True),
+            "hit_tokens": ("prompt tokens found in a tier when their request came", True),
             "evicted_blocks": ("copies dropped from a tier", True),
             "demoted_blocks": ("blocks written a tier down to make room", True),
             "promoted_blocks": ("blocks brought up to a tier", True),

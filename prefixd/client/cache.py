@@ -22,9 +22,9 @@ class AsyncCache:
     """A registered namespace. Made by `AsyncClient.register`.
 
     Every call takes the token ids of the prompt from its start: a sequence of int, or a numpy array, which is
-    faster. Blocks are counted from the start of the prompt; only full ones exist. Every call raises
-    `ServerUnavailable` when the daemon is away, and works again once it is back; `CallTimeout` when there is no answer
-    within the client's `timeout_s`.
+    faster. Blocks are counted from the start of the prompt; only full ones exist, of a prompt without tokens none.
+    Every call raises `ServerUnavailable` when the daemon is away, and works again once it is back; `CallTimeout` when
+    there is no answer within the client's `timeout_s`.
     """
 
     def __init__(self, namespace: RegisteredNamespace) -> None:
@@ -55,9 +55,11 @@ class AsyncCache:
         prompt = token_bytes(tokens)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Prefetch,
+            prompt,
             lambda session: cache_pb2.PrefetchRequest(
                 session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
             ),
+            nothing=cache_pb2.PrefetchResponse,
         )
         return int(answer.response.blocks)
 
@@ -225,7 +227,7 @@ class AsyncCache:
                     # What was just committed is evicted again: there is no room for a prompt of this length.
                     break
                 duplicates += reservation.first_block - done
-                await reservation.copy_in(buffers, reservation.first_block - first_block)
+                await reservation.copy_in(buffers, reservation.first_block - first_block, renew=True)
                 result = await reservation.commit(durable=durable, retention=() if refused else retention)
                 refused = refused or result.retention_refused
                 done = reservation.first_block + reservation.blocks
@@ -236,6 +238,7 @@ class AsyncCache:
     async def _match(self, prompt: bytes, *, counted: bool, prefill: Prefill | None = None) -> MatchResult:
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Match,
+            prompt,
             lambda session: cache_pb2.MatchRequest(
                 session_id=session.session_id,
                 namespace_id=self.namespace_id,
@@ -244,6 +247,7 @@ class AsyncCache:
                 asked=counted,
                 prefill=None if prefill is None else prefill.to_proto(),
             ),
+            nothing=cache_pb2.MatchResponse,
         )
         return MatchResult.from_proto(answer.response)
 
@@ -260,6 +264,7 @@ class AsyncCache:
         part_bytes = self._namespace.part_bytes(parts)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Acquire,
+            prompt,
             lambda session: cache_pb2.AcquireRequest(
                 session_id=session.session_id,
                 namespace_id=self.namespace_id,
@@ -274,6 +279,7 @@ class AsyncCache:
                 found=None if wanted.found is None else wanted.found.to_found(),
                 prefill=None if prefill is None else prefill.to_proto(),
             ),
+            nothing=cache_pb2.AcquireResponse,
             grant_id=lambda response: str(response.lease_id),
         )
         granted, response = self._granted(answer, prompt, answer.response.lease_id, part_bytes), answer.response
@@ -285,6 +291,7 @@ class AsyncCache:
         part_bytes = self._namespace.part_bytes(parts)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Reserve,
+            prompt,
             lambda session: cache_pb2.ReserveRequest(
                 session_id=session.session_id,
                 namespace_id=self.namespace_id,
@@ -293,6 +300,7 @@ class AsyncCache:
                 ttl_s=ttl_s or 0.0,
                 parts=parts or (),
             ),
+            nothing=cache_pb2.ReserveResponse,
             grant_id=lambda response: str(response.reservation_id),
         )
         return AsyncReservation(self._granted(answer, prompt, answer.response.reservation_id, part_bytes))

@@ -13,12 +13,14 @@ from typing import Self
 from prefixd.client.arena import Arena
 from prefixd.client.buffers import NO_OFFSET, BlockBuffers, Bytes
 from prefixd.client.connection import Connection
-from prefixd.client.copying import CopyPair
 from prefixd.client.errors import ClientError, InvalidArgumentError, LeaseLost, MemoryUnavailable, NotFoundError
 from prefixd.client.namespace import SessionSource
 from prefixd.client.retention import Retention
 from prefixd.client.session import Session
 from prefixd.v1 import cache_pb2
+
+_PIECE_BLOCKS = 4096  # listed and copied at a time
+_PIECE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +159,12 @@ class Hold(ABC):
         self._views.append(view)
         return view
 
-    def _pairs(self, buffers: BlockBuffers, first: int, blocks: int) -> list[tuple[Bytes, Bytes]]:
-        """(arena bytes, the caller's bytes) of `blocks` blocks, starting at block `first` of `buffers`."""
+    def _pairs(self, buffers: BlockBuffers, first: int, at: int, blocks: int) -> list[tuple[Bytes, Bytes]]:
+        """(arena bytes, the caller's bytes) of `blocks` blocks from `at` on, which are `first` onwards in `buffers`."""
+        parts = len(self.part_bytes)
         return [
             (self._arena().bytes_at(run.arena_offset, run.user.nbytes), run.user)
-            for run in buffers.runs(self.offsets, first, blocks)
+            for run in buffers.runs(self.offsets[at * parts : (at + blocks) * parts], first, blocks)
         ]
 
     @contextmanager
@@ -179,9 +182,22 @@ class Hold(ABC):
             if not self._copies:
                 self._still.set()
 
-    async def _copy(self, pairs: Sequence[CopyPair]) -> None:
+    async def _copy(self, buffers: BlockBuffers, first: int, *, out: bool, renew: bool = False) -> None:
+        """Copies every block between the arena and `buffers`, whose block `first` is the first one here.
+
+        Piece by piece, for others run on the event loop, too. With `renew` it is renewed when less than half of the
+        daemon's default time is left before a piece: the copy may take as long as it takes.
+        """
+        granted = self._granted
+        step = max(1, min(_PIECE_BLOCKS, _PIECE_BYTES // max(1, sum(self.part_bytes))))
         with self.copying():
-            await self._granted.client.copier.copy(pairs, self.check)
+            for at in range(0, self.blocks, step):
+                if renew and self.remaining_s < self._session.default_ttl_s / 2:
+                    await self.renew()
+                pairs = self._pairs(buffers, first + at, at, min(step, self.blocks - at))
+                copies = [(user, shared) for shared, user in pairs] if out else pairs
+                await granted.client.copier.copy(copies, self.check)
+                await asyncio.sleep(0)
 
     def _end(self) -> None:
         self._ended = True

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.client.messages import message
 from prefixd.client.retention import Retention, retention_to_proto
-from prefixd.client.spec import Tier
+from prefixd.client.spec import Tier, check_salt
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import inference_pb2
 
@@ -192,6 +192,7 @@ def generate_request(
 
     Raises `InvalidArgumentError` for a value that does not fit into it.
     """
+    check_salt(salt)
     if beam_search is not None and not isinstance(beam_search, BeamSearch):
         raise InvalidArgumentError(f"beam_search is {beam_search!r}; it must be a BeamSearch, as BeamSearch(width=4)")
     text, ids = (prompt, None) if isinstance(prompt, str) else (None, token_bytes(prompt))

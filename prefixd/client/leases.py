@@ -63,7 +63,7 @@ class AsyncLease(Hold):
         """`copy_into` for buffers that are checked already; the lease's first block is their block `first`."""
         if self.blocks:
             self.check()
-            await self._copy([(user, shared) for shared, user in self._pairs(buffers, first, self.blocks)])
+            await self._copy(buffers, first, out=True)
             self.check()
         return self.blocks
 
@@ -121,11 +121,14 @@ class AsyncReservation(Hold):
         buffers = BlockBuffers(source, self.part_bytes, self.blocks, writable=False)
         return await self.copy_in(buffers, 0)
 
-    async def copy_in(self, buffers: BlockBuffers, first: int) -> int:
-        """`copy_from` for buffers that are checked already; the first slot is their block `first`."""
+    async def copy_in(self, buffers: BlockBuffers, first: int, *, renew: bool = False) -> int:
+        """`copy_from` for buffers that are checked already; the first slot is their block `first`. With `renew` it does
+        not expire meanwhile, nor soon after."""
         if self.blocks:
             self.check()
-            await self._copy(self._pairs(buffers, first, self.blocks))
+            await self._copy(buffers, first, out=False, renew=renew)
+            if renew and self.remaining_s < self._session.default_ttl_s / 2:
+                await self.renew()
         return self.blocks
 
     async def commit(

@@ -102,29 +102,41 @@ class RegisteredNamespace:
         self._registered_in = session
 
     async def ask(
-        self, method: Any, build: Callable[[Session], Any], *, grant_id: Callable[[Any], str] | None = None
+        self,
+        method: Any,
+        prompt: bytes,
+        build: Callable[[Session], Any],
+        *,
+        nothing: Callable[[], Any],
+        grant_id: Callable[[Any], str] | None = None,
     ) -> Answer:
-        """The answer of `method` to the request that `build` makes for the session, as `in_session`.
+        """The answer of `method` to the request that `build` makes of the prompt for the session, as `in_session`.
+
+        A prompt without a token has no blocks: the daemon is not asked, `nothing` makes the answer.
 
         `grant_id` finds in the answer the id of the lease or reservation that it grants: such an answer is not
         lost with a caller that is cancelled, but given back. Raises `MemoryUnavailable` when the bytes of such a
         grant would have to be streamed.
         """
-        return await self.in_session(lambda session: self._ask_in(session, method, build, grant_id))
+        return await self.in_session(lambda session: self._ask_in(session, method, prompt, build, nothing, grant_id))
 
     async def _ask_in(
         self,
         session: Session,
         method: Any,
+        prompt: bytes,
         build: Callable[[Session], Any],
+        nothing: Callable[[], Any],
         grant_id: Callable[[Any], str] | None,
     ) -> Answer:
         connection = self.client.connection
         asked_at_s = self.client.clock()
+        if grant_id is not None and session.arena is None:
+            raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
+        if not prompt:
+            return Answer(session, nothing(), asked_at_s)
         if grant_id is None:
             return Answer(session, await connection.call(method, build(session)), asked_at_s)
-        if session.arena is None:
-            raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
         find_id = grant_id
 
         async def give_back(response: Any) -> None:
@@ -138,9 +150,11 @@ class RegisteredNamespace:
         """Returns when the cached prefix of `prompt` is on disk: its length in blocks."""
         answer = await self.ask(
             self.client.connection.cache.Persist,
+            prompt,
             lambda session: cache_pb2.PersistRequest(
                 session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
             ),
+            nothing=cache_pb2.PersistResponse,
         )
         return int(answer.response.blocks)
 
@@ -158,9 +172,11 @@ class RegisteredNamespace:
         wishes = retention_to_proto(retention)
         answer = await self.ask(
             self.client.connection.cache.Retain,
+            prompt,
             lambda session: cache_pb2.RetainRequest(
                 session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt, retention=wishes
             ),
+            nothing=cache_pb2.RetainResponse,
         )
         return int(answer.response.blocks)
 

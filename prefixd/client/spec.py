@@ -11,6 +11,14 @@ from prefixd.client.rules import Rule
 from prefixd.v1 import cache_pb2
 
 
+def check_salt(salt: object) -> None:
+    """Raises `InvalidArgumentError` for a salt that is no bytes: encoded in two ways, a text would be two salts."""
+    if not isinstance(salt, bytes):
+        raise InvalidArgumentError(
+            f"salt is of type {type(salt).__name__}; it must be bytes, of a text `text.encode()`"
+        )
+
+
 class Tier(IntEnum):
     """Where bytes are; the value is the distance."""
 
@@ -53,6 +61,9 @@ class NamespaceSpec:
 
     `name` is the engine's fingerprint of the model: it changes with weights, dtype, quantization and packing.
     Prompts of different `salt` never share a block. `parts` is the order in which a block's bytes are given.
+
+    Raises:
+        InvalidArgumentError: the salt is no bytes, but text.
     """
 
     name: str
@@ -61,6 +72,9 @@ class NamespaceSpec:
     salt: bytes = field(default=b"", repr=False)
     dtype: str = ""
     layout: str = ""
+
+    def __post_init__(self) -> None:
+        check_salt(self.salt)
 
     @property
     def block_bytes(self) -> int:

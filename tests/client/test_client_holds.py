@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
-from prefixd.client import AsyncClient, CallTimeout, LeaseLost, NamespaceSpec, PreconditionError, StoreResult
+from prefixd.client import AsyncClient, CallTimeout, LeaseLost, NamespaceSpec, PreconditionError, StoreResult, holds
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -169,3 +170,34 @@ async def test_slots_that_the_caller_fills_itself_are_not_given_up_by_closing_th
     assert stand_in.released == ["reservation"]
     with pytest.raises(LeaseLost), reservation.copying():
         pass
+
+
+@pytest.mark.parametrize("piece_s", [1.0, 20.0, 29.0])
+async def test_a_store_of_many_blocks_takes_as_long_as_it_takes(
+    stand_in: Any, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch, piece_s: float
+) -> None:
+    """The reservation of 60 s is renewed between pieces of the copy: 25 of them, 29 s each."""
+    monkeypatch.setattr(holds, "_PIECE_BLOCKS", 8)
+    now = [100.0]
+    blocks, source = 200, np.arange(200 * 128, dtype=np.uint32).astype(np.uint8)
+    async with AsyncClient(stand_in.address, clock=lambda: now[0]) as client:
+        cache = await client.register(spec)
+        copy = client.copier.copy
+
+        async def slow(pairs: Any, check: Any) -> None:
+            await copy(pairs, check)
+            now[0] += piece_s
+
+        monkeypatch.setattr(client.copier, "copy", slow)
+        assert await cache.store(range(2 * blocks), source) == StoreResult(blocks, 0)
+        pieces = blocks // 8
+        assert now[0] == 100.0 + pieces * piece_s
+        assert stand_in.entered.count("Renew") == (0 if piece_s == 1.0 else pieces // 2)
+        back = np.zeros_like(source)
+        piece_s = 0.0
+        assert await cache.load(range(2 * blocks), back) == blocks and (back == source).all()
+        piece_s = 31.0  # a copy under a reservation of the caller's own is for him to keep in time
+        reservation = await cache.reserve(range(2 * blocks))
+        with pytest.raises(LeaseLost, match="expired: renew it in time"):
+            await reservation.copy_from(source)
+        await reservation.release()

@@ -52,8 +52,9 @@ _started: Counter[Path] = Counter()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Keeps `make test` short: to start a daemon takes a core for a second, with a model for five."""
-    if item.get_closest_marker("slow") is not None:
+    """Keeps `make test` short: to start a daemon takes a core for a second, with a model for five. Other runs, as those
+    with vLLM and SGLang, may start what they like."""
+    if item.get_closest_marker("slow") is not None or item.config.getoption("markexpr") != "not slow":
         return (yield)
 
     def count(self: subprocess.Popen[bytes], args: object, *rest: object, **options: object) -> None:

@@ -602,6 +602,7 @@ def save_long(rank: Rank, prefix: Namespaced, ids: Sequence[Sequence[int]]) -> N
             assert cache.persist(np.frombuffer(some.tokens, "<u4")) == end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_blocks", [1, 2, 5, 64])
 def test_a_prefix_longer_than_the_daemons_memory_is_loaded_in_slices(
     small_daemon: Callable[[int], DaemonProcess], make_rank: MakeRank, memory_blocks: int
@@ -622,6 +623,7 @@ def test_a_prefix_longer_than_the_daemons_memory_is_loaded_in_slices(
     assert pages_of(rank, ids) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_blocks", [2, 5])
 def test_of_a_long_prefix_with_windows_the_end_has_the_windows_bytes(
     small_daemon: Callable[[int], DaemonProcess], make_rank: MakeRank, memory_blocks: int
@@ -641,6 +643,7 @@ def test_of_a_long_prefix_with_windows_the_end_has_the_windows_bytes(
     assert pages_of(rank, ids[1][12:], 1) == before[1][12:]
 
 
+@pytest.mark.slow
 def test_slices_that_came_are_good_when_there_is_no_room_for_more(
     small_daemon: Callable[[int], DaemonProcess], make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:

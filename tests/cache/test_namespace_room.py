@@ -64,6 +64,18 @@ async def test_many_salts_through_one_session(make_rig: Callable[..., Rig]) -> N
     rig.check()
 
 
+async def test_a_namespace_that_is_used_by_its_id_alone_is_kept(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=256, namespace_bytes=room_for(8))
+    one = session(rig)
+    _, namespace = await use(rig, one, salted(0))
+    identity = namespace.id
+    del namespace
+    for number in range(1, 60):
+        await use(rig, one, salted(number))
+        assert rig.cache.open_in(one, identity).spec == salted(0)
+    assert (await use(rig, one, salted(0)))[0] == 2
+
+
 async def test_a_restart_keeps_within_the_bound(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(cpu=64, disk=256, namespace_bytes=room_for(32))
     one = session(rig)

@@ -200,9 +200,12 @@ MODEL = {"worker.embedded": True, "gpu.bytes": "32MiB", "cpu.bytes": "1MiB", "di
 def test_a_daemon_whose_model_loads_ends_at_once(number: signal.Signals, to_group: bool) -> None:
     """And the caller that waits for the model is told, and no process is left."""
     answers: list[str] = []
+    connected = threading.Event()
 
     def ask() -> None:
         with Client(daemon.address) as client:
+            client.stats()
+            connected.set()
             try:
                 list(client.generate([1, 2, 3], max_tokens=4))
             except ServerUnavailable as error:
@@ -212,6 +215,7 @@ def test_a_daemon_whose_model_loads_ends_at_once(number: signal.Signals, to_grou
         loading = stopped(daemon)
         asking = threading.Thread(target=ask)
         asking.start()
+        assert connected.wait(_WAIT_S)
         with Client(daemon.address) as client:
             until(lambda: sum(tenant.calls for tenant in client.stats().tenants))
         began_s = time.monotonic()

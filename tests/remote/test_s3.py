@@ -13,7 +13,7 @@ import pytest
 
 from prefixd.workloads.slow_link import SlowLink
 from prefixd_swap.errors import RemoteStoreError
-from prefixd_swap.stores import S3Options, Write
+from prefixd_swap.stores import S3Options, Write, s3
 from prefixd_swap.stores.pack_index import PackIndex
 from prefixd_swap.stores.packs import Head, build_head, head_bytes, pack_name, parse_head, parse_name
 from prefixd_swap.stores.s3 import S3Store
@@ -84,6 +84,38 @@ async def test_a_host_whose_clock_differs(shared_s3: S3Server, bucket: str) -> N
         await asyncio.sleep(0.3)
         await first.put(writes, 0, DEADLINE_S)
         await eventually(second, writes)
+
+
+@pytest.mark.parametrize("step_s", [1e6, -1e6])
+async def test_a_host_whose_clock_is_set_and_set_right_again_finds_all(
+    shared_s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    monkeypatch.setattr(s3, "_SLACK_S", 0.1)  # 120 s: as long as a host's clock may be wrong without loss
+    options, set_clock = shared_s3.options(bucket), Clock()
+    before, meanwhile, after = [new_write(1000)], [new_write(1000)], [new_write(1000)]
+    async with host(options) as first, host(options, set_clock) as second:
+        await first.put(before, 0, DEADLINE_S)
+        await eventually(second, before)
+        set_clock.ahead_s = step_s
+        give_up = time.monotonic() + 10
+        while second._listed is None or abs(second._listed[0] / 1000 - time.time() - step_s) > 1e5:
+            assert time.monotonic() < give_up
+            await asyncio.sleep(0.02)
+        await first.put(meanwhile, 0, DEADLINE_S)
+        put_s = time.monotonic()
+        while time.monotonic() < put_s + 0.2:  # no less than the slack before the next right listing
+            await asyncio.sleep(0.02)
+        set_clock.ahead_s = 0.0
+        await first.put(after, 0, DEADLINE_S)
+        await eventually(second, [*before, *meanwhile, *after])
+
+
+async def test_from_when_on_packs_are_listed(shared_s3: S3Server, bucket: str) -> None:
+    async with host(shared_s3.options(bucket, history_s=3000.0)) as store:
+        assert store._since_ms(9_000_000, 7.0) == 6_000_000
+        store._listed = 9_000_000, 7.0
+        for now_s, passed_s, since_s in ((9010, 10, 9000), (9130, 10, 9000), (9131, 10, 6131), (8000, 10, 5000)):
+            assert store._since_ms(now_s * 1000, 7.0 + passed_s) == since_s * 1000
 
 
 async def test_a_pack_from_the_future_hides_nothing(shared_s3: S3Server, bucket: str) -> None:

@@ -66,7 +66,8 @@ class S3Store(ObjectStore):
 
     Args:
         options: the bucket.
-        now: seconds since 1970.
+        now: seconds since 1970, which somebody may set.
+        elapsed: seconds, by a clock that nobody sets.
 
     Raises:
         RemoteStoreError: the options make no client.
@@ -74,7 +75,12 @@ class S3Store(ObjectStore):
 
     kind = "s3"
 
-    def __init__(self, options: S3Options, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        options: S3Options,
+        now: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.address = options.address
         self.copied_bytes = 0
         self.skipped_packs = 0
@@ -82,9 +88,10 @@ class S3Store(ObjectStore):
         self._options = options
         self._where = f"s3 at {self.address}"
         self._now = now
+        self._elapsed = elapsed
         self._index = PackIndex(options.most_entries)
         self._seen: dict[str, int] = {}  # packs whose heads were read or skipped: path and time of creation
-        self._listed_ms: int | None = None  # when the last complete listing began
+        self._listed: tuple[int, float] | None = None  # when the last complete listing began, by both clocks
         self._pages = 0  # of listings, since the start
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: RemoteStoreError | None = None  # of the last listing
@@ -219,7 +226,7 @@ class S3Store(ObjectStore):
         give_up = asyncio.get_running_loop().time() + deadline_s / 2
         while True:
             self._start()
-            if self._listed_ms is not None:
+            if self._listed is not None:
                 return
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -241,13 +248,8 @@ class S3Store(ObjectStore):
             await asyncio.sleep(self._options.refresh_s)
 
     async def _refresh(self) -> None:
-        began_ms = round(self._now() * 1000)
-        since_ms = (
-            self._listed_ms
-            if self._listed_ms is not None
-            else began_ms - round(min(self._options.history_s, _MOST_S) * 1000)
-        )
-        since_ms -= round(_SLACK_S * 1000)
+        began_ms, began_s = round(self._now() * 1000), self._elapsed()
+        since_ms = self._since_ms(began_ms, began_s) - round(_SLACK_S * 1000)
         prefix = self._options.prefix
         listing = obstore.list(self._bucket, prefix or None, offset=prefix + earliest_name(since_ms), chunk_size=500)
         pages = listing.__aiter__()
@@ -276,9 +278,18 @@ class S3Store(ObjectStore):
             ]
             await side_by_side(jobs, _REQUESTS)
         self._pages += 1
-        self._listed_ms = began_ms
+        self._listed = began_ms, began_s
         forget_ms = began_ms - round(_SLACK_S * 1000)
         self._seen = {path: created_ms for path, created_ms in self._seen.items() if created_ms >= forget_ms}
+
+    def _since_ms(self, began_ms: int, began_s: float) -> int:
+        """From when on packs may not have been listed yet. Where the wall clock was set since the last listing, nobody
+        knows what that one, and those before it, left out: then as far back as the first look."""
+        if self._listed is not None:
+            listed_ms, listed_s = self._listed
+            if abs((began_ms - listed_ms) / 1000 - (began_s - listed_s)) <= _SLACK_S:
+                return listed_ms
+        return began_ms - round(min(self._options.history_s, _MOST_S) * 1000)
 
     async def _read_head(self, path: str, name: PackName, pack_bytes: int) -> None:
         created_ms, head_bytes = name.created_ms, name.head_bytes

@@ -187,6 +187,7 @@ class Soak:
             time.sleep(max(0.0, begin + (number + 1) * sample_s - time.monotonic()))
         for client in self._clients:
             self.findings.tally.add(client.stop())
+        self._unpin_all()
         self._check_integrity()
         self.findings.left_of_tenants = left_of_tenants(self._admin, _LEFT_S)
 
@@ -217,9 +218,10 @@ class Soak:
         else:
             self.findings.tally.add(client.count())
             client.kill()
-            self._unpin_all()  # or what dead clients had pinned would fill the tiers
+        self._unpin_all()
 
     def _unpin_all(self) -> None:
+        """Pins outlive their clients: they would fill the tiers, and count as held at the end."""
         for prefix in self._admin.prefixes(limit=100_000).prefixes:
             if prefix.pinned:
                 with suppress(NotFoundError):

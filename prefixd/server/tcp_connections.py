@@ -1,7 +1,8 @@
 """Connections to the TCP door, of one host and of all: none keeps the others out.
 
 gRPC accepts connections itself, up to a number, and knows of no hosts. So from time to time this process's descriptors
-are looked through: where there are too many connections, hosts with most of them lose their newest.
+are looked through: where there are too many connections, hosts with most of them lose their newest, and the kernel
+drops what they send to open others (a filter at the listening socket) until they have closed some.
 
 ```
 most 512       [ B | C C |  A A A A A A A A A A A A A A A ... A  |  free  ]
@@ -11,14 +12,19 @@ most 512       [ B | C C |  A A A A A A A A A A A A A A A ... A  |  free  ]
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
+import logging
 import os
 import socket
+import struct
 import threading
 from collections import Counter
 from contextlib import suppress
 
 from prefixd.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MOST = 512
 """Connections that gRPC takes."""
@@ -26,7 +32,12 @@ LIMIT = MOST * 3 // 4
 """From here on hosts lose connections, so that there are always some for others."""
 OF_HOST = 16
 """A host with no more keeps them."""
-_EVERY_S = 0.5
+_EVERY_S = 0.25
+_MOST_SHUT_OUT = 64
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+# Classic BPF (linux/filter.h); a packet's network header is at _NET.
+_LOAD_BYTE, _LOAD_WORD, _JUMP_IF, _SHIFT_RIGHT, _RETURN = 0x30, 0x20, 0x15, 0x74, 0x06
+_NET = 0xFFF00000
 
 
 class TcpConnections:
@@ -44,6 +55,8 @@ class TcpConnections:
         self._port = port
         self._limit = limit
         self._of_host = of_host
+        self._shut_out: frozenset[str] = frozenset()
+        """Hosts that can open no connection."""
         self._seen: dict[int, None] = {}
         """Inodes of the connections' sockets, the oldest first."""
         self._ended = threading.Event()
@@ -63,37 +76,66 @@ class TcpConnections:
     def look(self) -> None:
         """Cuts off what is too much. Takes some milliseconds for a thousand descriptors."""
         descriptors = os.listdir("/proc/self/fd")
-        if len(descriptors) <= self._limit:
+        if len(descriptors) <= self._limit and not self._shut_out:
             self._seen.clear()
             return
         found: dict[int, tuple[str, socket.socket]] = {}
+        doors: list[socket.socket] = []
         try:
             for name in descriptors:
                 with suppress(OSError):  # it was closed meanwhile, or is no connection
-                    self._add(int(name), found)
+                    self._add(int(name), found, doors)
             self._seen = {inode: None for inode in (*self._seen, *sorted(found)) if inode in found}
             count = Counter(host for host, _ in found.values())
-            for inode in reversed(self._newest_of_largest(found, count)):
+            chosen = self._newest_of_largest(found, count)
+            full = count.total() > self._limit * 3 // 4
+            shut_out = {found[inode][0] for inode in chosen}
+            shut_out |= {host for host in self._shut_out if full and count[host] > self._of_host}
+            self._shut(doors, frozenset(sorted(shut_out, key=count.__getitem__)[-_MOST_SHUT_OUT:]))
+            for inode in reversed(chosen):
                 self._seen.pop(inode)
                 with suppress(OSError):
                     found[inode][1].shutdown(socket.SHUT_RDWR)
                 self.cut_off += 1
         finally:
-            for _, connection in found.values():
-                connection.close()
+            for each in (*doors, *(connection for _, connection in found.values())):
+                each.close()
 
-    def _add(self, descriptor: int, found: dict[int, tuple[str, socket.socket]]) -> None:
-        """A copy of a descriptor, if it is a connection to the door: what it is of is not closed meanwhile."""
+    def _shut(self, doors: list[socket.socket], hosts: frozenset[str]) -> None:
+        """From now on these hosts can open no connection."""
+        if hosts == self._shut_out:
+            return
+        program = drop_hosts(sorted(hosts))
+        buffer = ctypes.create_string_buffer(program)
+        try:
+            for door in doors:
+                if hosts:
+                    of_program = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+                    door.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, of_program)
+                else:
+                    door.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        except OSError as error:
+            log.warning("hosts with too many connections can open others (%s)", error.strerror)
+        else:
+            for host in sorted(hosts - self._shut_out):
+                log.warning("%s has too many TCP connections, and can open no more until it has closed some", host)
+        self._shut_out = hosts
+
+    def _add(self, descriptor: int, found: dict[int, tuple[str, socket.socket]], doors: list[socket.socket]) -> None:
+        """A copy of a descriptor, if it is the door or a connection to it: what it is of is not closed meanwhile."""
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return
         connection = socket.socket(fileno=os.dup(descriptor))
         try:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == self._port:
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    doors.append(connection)
+                    return
                 host, inode = host_of(connection.getpeername()[0]), os.fstat(connection.fileno()).st_ino
                 if inode not in found:
                     found[inode] = host, connection
                     return
-        except OSError:  # it listens, or its other end has gone
+        except OSError:  # its other end has gone
             pass
         connection.close()
 
@@ -125,3 +167,26 @@ def host_of(address: str) -> str:
     if found.ipv4_mapped is not None:
         return str(found.ipv4_mapped)
     return str(ipaddress.ip_network((found, 64), strict=False))
+
+
+def drop_hosts(hosts: list[str]) -> bytes:
+    """A filter for a listening socket (classic BPF) that drops the packets of hosts, as `host_of` calls them."""
+
+    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("@HBBI", code, if_true, if_false, value)
+
+    networks = [ipaddress.ip_network(host) for host in hosts]
+    drop, keep = step(_RETURN, 0), step(_RETURN, 0xFFFFFFFF)
+    version_4 = [step(_LOAD_WORD, _NET + 12)]
+    version_6 = []
+    for network in networks:
+        if isinstance(network, ipaddress.IPv4Network):
+            version_4 += [step(_JUMP_IF, int(network.network_address), 0, 1), drop]
+        else:
+            high, low = struct.unpack_from("!II", network.network_address.packed)
+            version_6 += [step(_LOAD_WORD, _NET + 8), step(_JUMP_IF, high, 0, 3)]
+            version_6 += [step(_LOAD_WORD, _NET + 12), step(_JUMP_IF, low, 0, 1), drop]
+    version_4.append(keep)
+    version_6.append(keep)
+    begin = [step(_LOAD_BYTE, _NET), step(_SHIFT_RIGHT, 4), step(_JUMP_IF, 4, 0, len(version_4))]
+    return b"".join([*begin, *version_4, *version_6])

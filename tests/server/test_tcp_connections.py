@@ -17,6 +17,7 @@ class Door:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.accepted: list[socket.socket] = []
         self.port: int = self._listener.getsockname()[1]
 
     def connect(self, host: str, count: int) -> list[socket.socket]:
@@ -25,7 +26,7 @@ class Door:
         for _ in range(count):
             address, source = ("127.0.0.1", self.port), (host, 0)
             made.append(self._stack.enter_context(socket.create_connection(address, source_address=source)))
-            self._stack.enter_context(self._listener.accept()[0])
+            self.accepted.append(self._stack.enter_context(self._listener.accept()[0]))
         return made
 
 
@@ -58,6 +59,43 @@ def test_the_host_with_most_loses_its_newest(door: Door) -> None:
     assert open_ones(honest) == [True] * 4
     assert open_ones(first) == [True] * 6 + [False] * 2, "the newest went first"
     assert open_ones(later) == [False] * 20 + [True] * 2
+
+
+def can_connect(port: int, host: str) -> bool:
+    """Whether a host can open another connection at once."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=0.3, source_address=(host, 0)).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_who_lost_connections_opens_none_until_it_has_closed_some(door: Door) -> None:
+    watch = TcpConnections(door.port, limit=8, of_host=2)
+    many = door.connect("127.0.0.2", 12)
+    watch.look()
+    assert watch.cut_off == 4
+    assert not can_connect(door.port, "127.0.0.2")
+    assert can_connect(door.port, "127.0.0.3")
+    for accepted in door.accepted[-5:]:  # as gRPC does with those that were cut off
+        accepted.close()
+    watch.look()
+    assert not can_connect(door.port, "127.0.0.2"), "it has as many as before"
+    for connection, accepted in zip(many[:4], door.accepted[:4], strict=True):
+        connection.close()
+        accepted.close()
+    watch.look()
+    assert can_connect(door.port, "127.0.0.2")
+
+
+def test_a_filter_for_many_hosts_is_taken_by_the_kernel(door: Door) -> None:
+    hosts = [f"127.0.1.{number}" for number in range(32)] + [f"2001:db8:0:{number:x}::/64" for number in range(32)]
+    watch = TcpConnections(door.port)
+    watch._shut([door._listener], frozenset(hosts))
+    assert not can_connect(door.port, "127.0.1.31")
+    assert can_connect(door.port, "127.0.2.1")
+    watch._shut([door._listener], frozenset())
+    assert can_connect(door.port, "127.0.1.31")
 
 
 def test_hosts_with_few_keep_them_however_many_hosts_there_are(door: Door) -> None:

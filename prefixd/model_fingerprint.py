@@ -64,6 +64,17 @@ def fingerprint_of_folder(folder: Path, cache_directory: Path) -> str:
     return fingerprint_of_files(files, folder, cache_directory)
 
 
+def state_of_folder(folder: Path) -> list[tuple[str, int, int, int, int]]:
+    """What changes when somebody writes to a file below a folder, without reading any: path, size, times, inode."""
+    states = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            status = path.stat()
+            times = status.st_mtime_ns, status.st_ctime_ns
+            states.append((str(path.relative_to(folder)), status.st_size, *times, status.st_ino))
+    return states
+
+
 def fingerprint_of_files(files: Iterable[Path], folder: Path, cache_directory: Path) -> str:
     """As `fingerprint`, over these files of a folder."""
     cache = _Cache(cache_directory / CACHE_NAME)

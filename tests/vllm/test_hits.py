@@ -39,6 +39,7 @@ def test_cold_then_warm(engine: EngineProcess, expected: Expected, new_requests:
     assert cold == warm == own == expected(requests)
     assert no_hits == no_more == 0
     assert hits == cacheable(requests)
+    assert b"so the version counts" not in engine.log.read_bytes(), "what the backend writes is seen"
 
 
 def test_a_longer_prompt_loads_what_it_shares(

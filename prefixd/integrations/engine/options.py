@@ -31,6 +31,8 @@ class EngineOptions(BaseModel):
     """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
     timeout_s: Seconds = 1.0
     """The longest that a call to the daemon may take; above it the daemon counts as away."""
+    strict_version: bool = False
+    """Whether engines of another version have names of their own, although they pack pages in the same way."""
     prefetch: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
     """Waiting requests whose prefixes are brought up from disk ahead of their turn. auto: as many as begin while a
     prefix is loaded, by what both took lately, 64 at most; 0: none."""

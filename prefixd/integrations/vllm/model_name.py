@@ -16,92 +16,171 @@ import torch
 import xxhash
 
 from prefixd.errors import ConfigError
+from prefixd.integrations.vllm.arguments import TABLE, arguments_of
 from prefixd.integrations.vllm.log import log
-from prefixd.model_fingerprint import fingerprint
+from prefixd.model_fingerprint import fingerprint, fingerprint_of_files, fingerprint_of_folder, state_of_folder
 from prefixd.settings import default_data_dir
 
+_PROBED_TOKENS = 64
+_NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
-def model_name(vllm_config: Any, vllm_version: str) -> str:
-    """What the model is, for people to read and for caches to tell apart: its name and a digest of what decides the
-    values of its KV (weights, dtype, quantization, positions, KV dtype)."""
-    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
-    if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError(
-            "calculate_kv_scales = true gives every engine KV scales of its own; load them with the model"
-        )
-    speculative = vllm_config.speculative_config
-    facts = {
-        "weights": _weights(Path(model.model), model, load),
-        "config": _plain(model.hf_config.to_dict()),
-        "dtype": str(model.dtype),
-        "kv dtype": str(cache.cache_dtype),
-        "quantization": str(model.quantization),
-        "draft": str(getattr(speculative, "model", "")),
-        "tensor parallel": vllm_config.parallel_config.tensor_parallel_size,
-        "vllm": vllm_version,
-    }
-    rope = json.dumps(facts["config"])
+
+def model_name(vllm_config: Any, vllm_version: str | None = None) -> str:
+    """What the model is, for people to read and for caches to tell apart: its name, and a digest of all that decides
+    the values of its KV: weights, configuration, and the arguments in `TABLE` that are in the name.
+
+    Args:
+        vllm_config: vLLM's.
+        vllm_version: its version, where another one is to have names of its own.
+
+    Raises:
+        ConfigError: an argument makes KV that no other engine could use.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    facts = TABLE.facts(arguments_of(vllm_config))
+    facts["weights"] = _weights(model.model, model, load)
+    facts["config"] = _plain(model.hf_config.to_diff_dict())
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft is not model:
+        own = draft.model != model.model
+        facts["draft"] = [own and _weights(draft.model, draft, load), _plain(draft.hf_config.to_diff_dict())]
+    if vllm_version is not None:
+        facts["vllm"] = vllm_version
+    rope = json.dumps(_plain(model.hf_config.to_dict()))
     if "longrope" in rope or '"dynamic"' in rope:  # their positions depend on the longest prompt that is allowed
         facts["max_model_len"] = model.max_model_len
     digest = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
     return f"vllm/{Path(model.model).name}/{digest}"
 
 
-def adapter_name(name: str, path: str) -> str | None:
-    """What a LoRA adapter is: its name, and a digest of what tells its files from others; None for one whose files
-    cannot be seen, as that of a hub, which vLLM fetches in the version that is the newest then."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return None
-    return f"lora={name}@{xxhash.xxh3_64_hexdigest(repr((path, _files(folder))).encode())}"
+class Adapters:
+    """Says what LoRA adapters are: their names, and digests of their files."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str, str], tuple[Any, str]] = {}
+
+    def name(self, lora: Any) -> str:
+        """The name of a request's adapter, as it is when vLLM first uses it.
+
+        vLLM reads its files again when it has let go of it meanwhile, and with `load_inplace`. Where they have changed
+        since, nobody knows of which of them the KV is: from then on it is this engine's alone.
+
+        Args:
+            lora: vLLM's `LoRARequest`.
+        """
+        key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+        folder = Path(lora.lora_path).expanduser()
+        files = state_of_folder(folder) if folder.is_dir() else None
+        known = self._known.get(key)
+        if known is not None and known[0] == files:
+            return known[1]
+        own = f"lora={lora.lora_name}#{uuid4().hex}"
+        if known is not None:
+            log.warning(
+                "prefixd: the files of the LoRA adapter %s at %s have changed: from now on its prefixes are this "
+                "engine's alone, until it is started again; give another version another folder, and load it anew",
+                *(lora.lora_name, lora.lora_path),
+            )
+            self._known[key] = files, own
+            return own
+        if files is None:
+            log.warning(
+                "prefixd: the LoRA adapter %s at %s is no folder here, so what it is cannot be told: its prefixes "
+                "are this engine's alone, until it is started again; give vLLM the adapter's folder",
+                *(lora.lora_name, lora.lora_path),
+            )
+        else:
+            own = f"lora={lora.lora_name}@{fingerprint_of_folder(folder, default_data_dir())}"
+        self._known[key] = files, own
+        return own
 
 
-def packing(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
-    """What decides how keys and values lie inside a page on this rank, as a digest: backends, shapes, processor."""
+def packing(vllm_config: Any, kv_caches: Mapping[str, Any], versions: str) -> str:
+    """What decides how keys and values lie inside a page on this rank, as a digest: shapes, backends, processor, and
+    what the backend writes for keys and values that are known here.
+
+    Args:
+        vllm_config: vLLM's.
+        kv_caches: its tensors of pages, by layer.
+        versions: of vLLM and torch; they count where it cannot be seen what a backend writes.
+    """
     context = vllm_config.compilation_config.static_forward_context
-    facts: list[object] = [torch.__version__, torch.backends.cpu.get_cpu_capability()]
+    written: dict[str, str | None] = {}
+    facts: list[object] = [torch.backends.cpu.get_cpu_capability()]
     for name, tensor in sorted(kv_caches.items()):
-        backend = getattr(context.get(name), "get_attn_backend", None)
+        layer = context.get(name)
+        backend = getattr(layer, "get_attn_backend", None)
         # What lies outside a block (heads, in one layout) is further apart the more blocks there are: no two starts of
         # an engine on a GPU may have the same number.
         inside = [stride if stride <= tensor.stride(0) else "outside" for stride in tensor.stride()]
-        facts.append((tuple(tensor.shape[1:]), inside, str(tensor.dtype), str(tensor.device.type)))
-        facts.append(f"{backend().__module__}.{backend().__qualname__}" if backend else "")
-        facts.append(getattr(context.get(name), "isa", ""))
-        if tensor.device.type == "cuda":
-            facts.append(torch.cuda.get_device_capability(tensor.device))
+        seen = repr(
+            (
+                (tuple(tensor.shape[1:]), inside, str(tensor.dtype), str(tensor.device.type)),
+                f"{backend().__module__}.{backend().__qualname__}" if backend else "",
+                getattr(layer, "isa", ""),
+                torch.cuda.get_device_capability(tensor.device) if tensor.device.type == "cuda" else "",
+            )
+        )
+        if seen not in written:
+            written[seen] = _written(layer, tensor, vllm_config.model_config.dtype)
+        facts.append((seen, written[seen] or versions))
     return xxhash.xxh3_128_hexdigest(repr(facts).encode())
 
 
-def _weights(path: Path, model: Any, load: Any) -> str:
+def _written(layer: Any, pages: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """A digest of the pages that a layer's backend makes of known keys and values, in memory like that of `pages`; None
+    where it does not do so by vLLM's common call."""
+    update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
+    heads, key_size = getattr(layer, "num_kv_heads", None), getattr(layer, "head_size", None)
+    if update is None or heads is None or key_size is None:
+        return None
+    order = sorted(range(pages.dim()), key=pages.stride, reverse=True)
+    shape = [_PROBED_TOKENS + 1, *pages.shape[1:]]  # enough where a block has one token
+    memory = torch.zeros([shape[dim] for dim in order], dtype=pages.dtype, device=pages.device)
+    scratch = memory.permute([order.index(dim) for dim in range(pages.dim())])
+
+    def known(size: int, factor: int) -> torch.Tensor:
+        """(tokens, heads, size), of small whole numbers, which every type has."""
+        count = _PROBED_TOKENS * heads * size
+        numbers = torch.arange(count, dtype=torch.int64) * factor % 127 + 1
+        return numbers.reshape(_PROBED_TOKENS, heads, size).to(dtype).to(pages.device)
+
+    keys, values = known(key_size, 37), known(getattr(layer, "head_size_v", None) or key_size, 53)
+    slots = torch.arange(_PROBED_TOKENS, dtype=torch.int64, device=pages.device)
+    try:
+        update(layer, keys, values, scratch, slots)
+    except (TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
+        log.info("prefixd: how %s packs pages cannot be seen, so the version counts: %s", type(layer).__name__, error)
+        return None
+    return xxhash.xxh3_128_hexdigest(memory.cpu().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _weights(name: str, model: Any, load: Any) -> str:
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
+    path = Path(name).expanduser()
+    if path.is_file():  # as GGUF is
+        return fingerprint_of_files([path], path.parent, default_data_dir())
     if not path.is_dir():
         commit = getattr(model.hf_config, "_commit_hash", None) or str(model.revision)
         if re.fullmatch("[0-9a-f]{40}", commit):
-            return f"{model.model}@{commit}"
+            return f"{name}@{commit}"
         log.warning(
             "prefixd: of which version the weights of %s are cannot be told: prefixes are this engine's alone, until "
             "it is started again; give vLLM the model's folder, or its commit as --revision",
-            model.model,
+            name,
         )
-        return f"{model.model}#{uuid4().hex}"
+        return f"{name}#{uuid4().hex}"
     try:
         return fingerprint(path, default_data_dir())
-    except ConfigError:  # no weights of the kinds that are read by content
-        return repr(_files(path))
-
-
-def _files(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of modification of the files below a folder; nothing for what is no folder."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
-    return [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    except ConfigError:  # no weights of the usual kinds
+        return fingerprint_of_folder(path, default_data_dir())
 
 
 def _plain(value: Any) -> Any:
-    """Without what differs between two loads of the same model."""
+    """Without what differs between two loads of the same model, and between two versions of transformers."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if key not in ("_name_or_path", "_commit_hash")}
+        return {str(key): _plain(item) for key, item in value.items() if key not in _NOT_THE_MODEL}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -32,7 +32,7 @@ from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.messages import Orders, Report
-from prefixd.integrations.vllm.model_name import adapter_name, model_name
+from prefixd.integrations.vllm.model_name import Adapters, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.wishes import NO_WISHES, RequestWishes, read_wishes
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
@@ -109,7 +109,7 @@ class SchedulerHalf:
         self._block_tokens = {group.index: group.block_tokens for group in geometry.groups}
         self._branches = Branches()
         self._names: dict[tuple[str, bytes], NamespaceSpec] = {}
-        self._loras: dict[tuple[int, str, str], str] = {}
+        self._adapters = Adapters()
         self._model = ""
         self._hits: dict[str, int] = {}  # where the tokens found for a request begin
         self._requests: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class SchedulerHalf:
 
     def name_model(self, packings: list[str]) -> None:
         """Once the workers have said how their bytes lie."""
-        model = model_name(self._vllm_config, vllm.__version__)
+        model = model_name(self._vllm_config, vllm.__version__ if self._options.strict_version else None)
         # Engines that cut prompts otherwise share nothing; under one name the daemon would refuse the second of them.
         self._model = f"{model}/{self._geometry.block_tokens}/{'-'.join(dict.fromkeys(packings))}"
 
@@ -287,7 +287,7 @@ class SchedulerHalf:
         if request.prompt_embeds is not None or request.resumable:
             return None
         lora = request.lora_request
-        name = self._model if lora is None else f"{self._model}/{self._lora_name(lora)}"
+        name = self._model if lora is None else f"{self._model}/{self._adapters.name(lora)}"
         salt = (request.cache_salt or "").encode()
         spec = self._names.get((name, salt))
         if spec is None:
@@ -374,21 +374,6 @@ class SchedulerHalf:
         """What `SaveQueue` reads of the request."""
         saved: EngineRequest = request
         return MediaRequest(self._identified(request), request.block_hashes) if request.mm_features else saved
-
-    def _lora_name(self, lora: Any) -> str:
-        """As it was when vLLM first used the adapter: it does not read the files again."""
-        key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if key not in self._loras:
-            known = adapter_name(lora.lora_name, lora.lora_path)
-            if known is None:
-                known = f"lora={lora.lora_name}#{uuid4().hex}"
-                log.warning(
-                    "prefixd: the LoRA adapter %s at %s is no folder here, so what it is cannot be told: its prefixes "
-                    "are this engine's alone, until it is started again; give vLLM the adapter's folder",
-                    *(lora.lora_name, lora.lora_path),
-                )
-            self._loras[key] = known
-        return self._loras[key]
 
     def _load_job(self, request: Any, tables: tuple[list[int], ...], start: int, end: int) -> LoadJob:
         geometry = self._geometry

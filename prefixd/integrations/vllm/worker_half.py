@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import vllm
 
 from prefixd.integrations.engine.counters import ConnectorCounters
 from prefixd.integrations.engine.device import fence_of, page_copies_of
@@ -46,7 +47,8 @@ class WorkerHalf:
         rank = get_tensor_model_parallel_rank()
         device = next(iter(kv_caches.values())).device
         pages = read_pages(self._kv_cache_config, kv_caches, self._geometry)
-        self.packing = packing(self._vllm_config, kv_caches)
+        versions = f"vllm {vllm.__version__}, torch {torch.__version__}"
+        self.packing = packing(self._vllm_config, kv_caches, versions)
         self._ordinal = None if device.type == "cpu" else device.index or 0
         link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s, log)
         link.wait_first()

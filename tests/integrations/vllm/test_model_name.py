@@ -6,6 +6,9 @@ The stand-ins have the shape of vLLM 0.32's own objects.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm.model_name import adapter_name, model_name, packing
+from prefixd.integrations.vllm.model_name import Adapters, model_name, packing
 
 
 class Hf:
@@ -25,7 +28,89 @@ class Hf:
         self.values = values
 
     def to_dict(self) -> dict[str, Any]:
-        return self.values
+        return {**self.values, "of this version of transformers": True}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return {**self.values, "transformers_version": "of the one that runs"}
+
+
+@dataclass
+class Attention:
+    backend: str | None = None
+    use_prefill_query_quantization: bool = False
+
+
+@dataclass
+class Images:
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_encoder_fp8_scale_path: str | None = None
+    mm_processor_cache_gb: float = 4
+    allowed_in_a_later_version: bool = False
+
+
+@dataclass
+class Model:
+    model: str
+    hf_config: Hf
+    multimodal_config: Images | None = None
+    seed: int = 0
+    revision: str | None = None
+    dtype: str = "bfloat16"
+    quantization: str | None = None
+    max_model_len: int = 1024
+    served_model_name: str | None = None
+    logits_processors: list[Any] | None = None
+
+
+@dataclass
+class Cache:
+    cache_dtype: str = "auto"
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+
+
+@dataclass
+class CacheOfOld(Cache):
+    calculate_kv_scales: bool = False
+
+
+@dataclass
+class Load:
+    load_format: str = "auto"
+
+
+@dataclass
+class Parallel:
+    tensor_parallel_size: int = 1
+
+
+@dataclass
+class Draft:
+    draft_model_config: Model | None = None
+    method: str = "eagle"
+    num_speculative_tokens: int = 3
+
+
+@dataclass
+class Lora:
+    target_modules: list[str] | None = None
+    max_loras: int = 1
+
+
+@dataclass
+class Engine:
+    """The shape of vLLM's own, with what tests change."""
+
+    model_config: Model
+    cache_config: Cache = field(default_factory=Cache)
+    load_config: Load = field(default_factory=Load)
+    parallel_config: Parallel = field(default_factory=Parallel)
+    attention_config: Attention = field(default_factory=Attention)
+    speculative_config: Draft | None = None
+    lora_config: Lora | None = None
+    additional_config: dict[str, Any] = field(default_factory=dict)
+    instance_id: str = "one"
+    of_a_later_version: Any = None
 
 
 @pytest.fixture(autouse=True)
@@ -40,43 +125,108 @@ def a_model(folder: Path, value: float = 1.0) -> Path:
     return folder
 
 
-def named(folder: Path, version: str = "0.32.0", **changes: Any) -> str:
-    model = {"model": str(folder), "seed": 0, "revision": None, "dtype": "bfloat16", "quantization": None}
-    model |= {"max_model_len": 1024}
-    hf = {"hidden_size": 4, "rope_theta": 1e4, "_name_or_path": str(folder)}
-    hf |= {name: value for name, value in changes.items() if name in ("rope_theta", "rope_scaling")}
-    model |= {name: value for name, value in changes.items() if name in (*model, "seed")}
-    return model_name(
-        SimpleNamespace(
-            model_config=SimpleNamespace(hf_config=Hf(**hf), **model),
-            cache_config=SimpleNamespace(
-                cache_dtype=changes.get("cache_dtype", "auto"), calculate_kv_scales=changes.get("scales", False)
-            ),
-            load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
-            speculative_config=changes.get("speculative"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=changes.get("tp", 1)),
-        ),
-        version,
-    )
+def an_engine(folder: Path, **hf: Any) -> Engine:
+    values = {"hidden_size": 4, "rope_theta": 1e4, "_name_or_path": str(folder), **hf}
+    return Engine(Model(str(folder), Hf(**values)))
+
+
+def named(folder: Path, change: Callable[[Engine], object] = lambda engine: None, **hf: Any) -> str:
+    engine = an_engine(folder, **hf)
+    change(engine)
+    return model_name(engine)
+
+
+def setting(path: str, value: Any) -> Callable[[Engine], object]:
+    """A change: "model_config.dtype" to a value."""
+
+    def change(engine: Engine) -> None:
+        *sections, name = path.split(".")
+        at: Any = engine
+        for section in sections:
+            at = getattr(at, section)
+        setattr(at, name, value)
+
+    return change
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("path", "value"),
     [
-        {"dtype": "float16"},
-        {"cache_dtype": "fp8"},
-        {"tp": 2},
-        {"rope_theta": 1e6},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"quantization": "awq"},
-        {"version": "0.33.0"},
-        {"speculative": SimpleNamespace(model="draft")},
+        ("model_config.dtype", "float16"),
+        ("model_config.quantization", "awq"),
+        ("model_config.multimodal_config", Images(mm_processor_kwargs={"do_normalize": False})),
+        ("cache_config.cache_dtype", "fp8"),
+        ("load_config.load_format", "bitsandbytes"),
+        ("parallel_config.tensor_parallel_size", 2),
+        ("attention_config.backend", "FLASHINFER"),
+        ("additional_config", {"gdn_prefill_backend": "triton"}),
+        ("speculative_config", Draft()),
+        ("lora_config", Lora(target_modules=["q_proj"])),
+        ("of_a_later_version", "on"),
+        ("model_config.multimodal_config", Images(allowed_in_a_later_version=True)),
     ],
-    ids=lambda change: next(iter(change)),
 )
-def test_what_changes_the_values_changes_the_name(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_what_changes_the_values_changes_the_name(tmp_path: Path, path: str, value: Any) -> None:
     model = a_model(tmp_path / "model")
-    assert named(model, **change) != named(model)
+    assert named(model, setting(path, value)) != named(model)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.served_model_name", "mine"),
+        ("model_config.logits_processors", [object()]),
+        ("model_config.multimodal_config", Images(mm_processor_cache_gb=0)),
+        ("cache_config.gpu_memory_utilization", 0.5),
+        ("lora_config", Lora(max_loras=4)),
+        ("instance_id", "two"),
+    ],
+)
+def test_what_does_not_does_not(tmp_path: Path, path: str, value: Any) -> None:
+    model = a_model(tmp_path / "model")
+    assert named(model, setting(path, value)) == named(model)
+
+
+def test_positions_count_as_the_configuration_says_them(tmp_path: Path) -> None:
+    model = a_model(tmp_path / "model")
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert len({named(model), named(model, rope_theta=1e6), named(model, **yarn)}) == 3
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "preprocessor_config.json", "modeling_mine.py"])
+def test_an_edited_file_of_the_model_changes_the_name(tmp_path: Path, name: str) -> None:
+    model = a_model(tmp_path / "model")
+    (model / name).write_text("{}")
+    before = named(model)
+    (model / name).write_text("{ }")
+    assert named(model) != before
+
+
+def test_an_argument_that_names_a_file_is_what_is_in_it(tmp_path: Path) -> None:
+    model, scales = a_model(tmp_path / "model"), tmp_path / "scales.json"
+    change = setting("model_config.multimodal_config", Images(mm_encoder_fp8_scale_path=str(scales)))
+    names = set()
+    for content in ("1", "2"):
+        scales.write_text(content)
+        names.add(named(model, change))
+    assert len(names) == 2
+
+
+def test_a_draft_is_its_weights(tmp_path: Path) -> None:
+    model, draft = a_model(tmp_path / "model"), a_model(tmp_path / "draft")
+    change = setting("speculative_config", Draft(Model(str(draft), Hf())))
+    before = named(model, change)
+    save_file({"w": torch.full((4,), 3.0)}, draft / "model.safetensors")
+    assert named(model, change) != before
+
+
+def test_the_version_counts_where_it_is_to(tmp_path: Path) -> None:
+    """What an upgrade brings, new arguments with the values that they have by themselves, leaves the name as it was."""
+    engine = an_engine(a_model(tmp_path / "model"))
+    assert len({model_name(engine), model_name(engine, "0.31.0"), model_name(engine, "0.32.0")}) == 3
+    older = an_engine(tmp_path / "model")
+    older.cache_config = CacheOfOld()
+    assert model_name(older) == model_name(engine)
 
 
 def test_equal_models_in_different_directories_have_one_name_and_others_do_not(tmp_path: Path) -> None:
@@ -89,19 +239,26 @@ def test_equal_models_in_different_directories_have_one_name_and_others_do_not(t
 def test_positions_that_depend_on_the_longest_prompt_do_so_in_the_name(tmp_path: Path) -> None:
     model = a_model(tmp_path / "model")
     dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-    assert named(model, max_model_len=2048) == named(model)
-    assert named(model, max_model_len=2048, **dynamic) != named(model, **dynamic)
+    longer = setting("model_config.max_model_len", 2048)
+    assert named(model, longer) == named(model)
+    assert named(model, longer, **dynamic) != named(model, **dynamic)
 
 
 def test_random_weights_are_told_apart_by_their_seed(tmp_path: Path) -> None:
     model = a_model(tmp_path / "model")
-    assert named(model, load_format="dummy") != named(model, load_format="dummy", seed=1)
-    assert named(model, load_format="dummy") != named(model)
+    dummy = setting("load_config", Load("dummy"))
+
+    def seeded(engine: Engine) -> None:
+        dummy(engine)
+        engine.model_config.seed = 1
+
+    assert len({named(model), named(model, dummy), named(model, seeded)}) == 3
 
 
 def test_a_model_that_is_not_a_directory_is_its_commit() -> None:
     hub, one, other = Path("meta/llama"), "0a" * 20, "1b" * 20
-    assert named(hub, revision=one) == named(hub, revision=one) != named(hub, revision=other)
+    change = {commit: setting("model_config.revision", commit) for commit in (one, other)}
+    assert named(hub, change[one]) == named(hub, change[one]) != named(hub, change[other])
 
 
 @pytest.mark.parametrize("revision", [None, "main"])
@@ -109,34 +266,102 @@ def test_a_model_whose_version_cannot_be_told_shares_with_no_other_start(
     revision: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = Path("meta/llama")
-    assert named(hub, revision=revision) != named(hub, revision=revision)
+    change = setting("model_config.revision", revision)
+    assert named(hub, change) != named(hub, change)
     said = [record.getMessage() for record in caplog.records if record.name == "vllm.prefixd"]
     assert len(said) == 2 and all("of which version the weights of meta/llama" in line for line in said)
 
 
 def test_scales_that_every_engine_computes_for_itself_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
-        named(a_model(tmp_path / "model"), scales=True)
+        named(a_model(tmp_path / "model"), setting("cache_config", CacheOfOld(calculate_kv_scales=True)))
+
+
+def an_adapter(path: object, number: int = 1, name: str = "a") -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(path))
 
 
 def test_an_adapter_is_its_files_wherever_the_path_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "adapter").mkdir()
-    paths = [str(tmp_path / "adapter"), "~/adapter", "adapter"]
-    before = [adapter_name("a", path) for path in paths]
-    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"other weights")
-    after = [adapter_name("a", path) for path in paths]
-    assert None not in before and not {*before} & {*after}
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"some weights")
+    paths = [tmp_path / "adapter", "~/adapter", "adapter"]
+    before = {Adapters().name(an_adapter(path)) for path in paths}
+    assert len(before) == 1
+    status = weights.stat()
+    weights.write_bytes(b"more weights")
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert weights.stat().st_size == status.st_size
+    after = {Adapters().name(an_adapter(path)) for path in paths}
+    assert len(after) == 1 and not before & after, "trained again, at the same path, of the same size"
 
 
-def test_an_adapter_whose_files_cannot_be_seen_has_no_name() -> None:
-    assert adapter_name("a", "somebody/adapter-of-the-hub") is None
+def test_an_adapter_that_changes_while_it_is_used_is_this_engines_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM may read it again, or not."""
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"some weights")
+    adapters, adapter = Adapters(), an_adapter(weights.parent)
+    before = adapters.name(adapter)
+    assert adapters.name(adapter) == before
+    weights.write_bytes(b"more weights")
+    during = adapters.name(adapter)
+    assert adapters.name(adapter) == during
+    anew = adapters.name(an_adapter(weights.parent, number=2))
+    assert anew == Adapters().name(adapter)
+    assert len({before, during, anew}) == 3
+    assert [record.getMessage() for record in caplog.records if "have changed" in record.getMessage()]
 
 
-def a_packing(tensor: torch.Tensor) -> str:
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
-    return packing(config, {"a": tensor})
+def test_an_adapter_whose_files_cannot_be_seen_is_this_engines_alone() -> None:
+    adapters, adapter = Adapters(), an_adapter("somebody/adapter-of-the-hub")
+    assert adapters.name(adapter) == adapters.name(adapter) != Adapters().name(adapter)
+
+
+class Layer:
+    """As vLLM's: what writes keys and values into pages (blocks, heads, tokens, 2 * size)."""
+
+    num_kv_heads, head_size, isa = 2, 4, "amx"
+
+    def __init__(self, turned: bool = False) -> None:
+        self.impl = self
+        self._turned = turned
+
+    def do_kv_cache_update(
+        self, layer: Any, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        pair = (values, keys) if self._turned else (keys, values)
+        for slot in slots.tolist():
+            pages[slot // pages.shape[2], :, slot % pages.shape[2]] = torch.cat([each[slot] for each in pair], dim=-1)
+
+
+def a_packing(tensor: torch.Tensor, layer: Layer | None = None, versions: str = "") -> str:
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={} if layer is None else {"a": layer}),
+        model_config=SimpleNamespace(dtype=torch.float32),
+    )
+    return packing(config, {"a": tensor}, versions)
+
+
+def test_what_a_backend_writes_counts_and_the_version_only_where_that_cannot_be_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "vllm.prefixd")
+    pages = torch.zeros(5, 2, 16, 8)
+    assert a_packing(pages, Layer(), "0.31") == a_packing(pages, Layer(), "0.32")
+    assert a_packing(pages, Layer()) != a_packing(pages, Layer(turned=True)), (
+        "another order in a page of the same shape"
+    )
+    assert a_packing(pages, None, "0.31") != a_packing(pages, None, "0.32")
+    assert not pages.any(), "vLLM's own pages are left alone"
+    assert "so the version counts" not in caplog.text
+    otherwise = torch.zeros(5, 16, 2, 8)  # the layer's call fails on it
+    assert a_packing(otherwise[:, :1], Layer(), "0.31") != a_packing(otherwise[:, :1], Layer(), "0.32")
+    assert "so the version counts" in caplog.text
 
 
 @pytest.mark.parametrize("heads_outside", [False, True])

@@ -97,15 +97,16 @@ class ArgumentTable:
 
 
 def content_of(paths: Any) -> Any:
-    """What is in a file or folder of this host, as a digest; of anything else, as of a model's name, that itself. Of
-    lists and mappings it is that of each value."""
+    """What is in a file or folder of this host ("/path", "name=/path"), as a digest; of anything else, as of a model's
+    name, that itself. Of lists and mappings it is that of each value."""
     if isinstance(paths, Mapping):
         return {name: content_of(path) for name, path in paths.items()}
     if isinstance(paths, list | tuple):
         return [content_of(path) for path in paths]
-    if not isinstance(paths, str):
+    path = paths.rpartition("=")[2] if isinstance(paths, str) else ""
+    if not path:
         return paths
-    place = Path(paths).expanduser()
+    place = Path(path).expanduser()
     if place.is_dir():
         return fingerprint_of_folder(place, default_data_dir())
     return fingerprint_of_files([place], place.parent, default_data_dir()) if place.is_file() else paths

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -82,8 +81,10 @@ class PrefixdHiCache(HiCacheStorage):
         self._opening = threading.Lock()
         self._link: Link | None = None
         self._link_again_s = 0.0
-        self._model = names.model_of(storage_config.model_name, self._options.model, _started_with())
-        self._versions = f"sglang {_sglang_version()}, torch {torch.__version__.partition('+')[0]}"
+        server_args = _server_args()
+        self._arguments = names.arguments_in_name(server_args)
+        self._model = names.model_of(storage_config.model_name, self._options.model, server_args)
+        self._version = f"sglang {_sglang_version()}, torch {torch.__version__.partition('+')[0]}"
         if (link := self._open()) is not None:
             link.wait_first()
 
@@ -113,7 +114,15 @@ class PrefixdHiCache(HiCacheStorage):
                 if link is None:
                     self._waiting[name] = pool
                     return
-                spec = names.spec_of(self._config, self._model, name, pages, self._versions)
+                spec = names.spec_of(
+                    self._config,
+                    self._model,
+                    self._arguments,
+                    name,
+                    pages,
+                    self._version,
+                    strict=self._options.strict_version,
+                )
                 store = PageStore(link, spec, self._options.slice_s, self._copies)
                 log.info("prefixd: pages of %s are in %s (%s)", name, spec.name, spec.layout)
             self._pools[name] = Stored(name, pages, store, names.is_shared(self._config, pool, name))
@@ -416,15 +425,13 @@ def _tensors(values: Sequence[Any]) -> Callable[[PoolPages, int], PagesAt]:
     return lambda pages, count: TensorsAt(values, pages.page_bytes)
 
 
-def _started_with() -> str | None:
-    """SGLang's `--model-path`, and the commit where one is given; None outside a server."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
+def _server_args() -> Any:
+    """What SGLang was started with; None outside a server."""
+    from sglang.srt.runtime_context import get_server_args
 
-        arguments = get_server_args()
-        path, revision = str(arguments.model_path), getattr(arguments, "revision", None)
-        return f"{path}@{revision}" if revision and not Path(path).is_dir() else path
-    except Exception:
+    try:
+        return get_server_args()
+    except ValueError:  # none has been published
         return None
 
 

@@ -6,14 +6,20 @@ Reads SGLang's configuration objects (0.5.23) and imports nothing of it.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import xxhash
 
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.errors import ConfigError
+from prefixd.integrations.engine.arguments import content_of
+from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from prefixd.integrations.sglang.chains import BLOCK_TOKENS
+from prefixd.integrations.sglang.log import log
 from prefixd.integrations.sglang.pool_pages import PoolPages
 from prefixd.model_fingerprint import fingerprint
 from prefixd.settings import default_data_dir
@@ -25,23 +31,60 @@ VERIFY = "verify=key"
 
 _LONGEST = 80
 _OWN_ON_EVERY_RANK = ("MHA", "Mamba")
+_LAYOUT_SAYS_ALL = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+"""Pools whose pages are rows of keys and values, as their layout, kind, sizes and dtype say. What other pools pack is a
+matter of SGLang's version."""
 
 
-def model_of(model_name: str | None, given: str | None, started_with: str | None) -> str:
+def model_of(model_name: str | None, given: str | None, server_args: Any) -> str:
     """What tells a model's weights from others.
 
     Args:
         model_name: as SGLang serves it.
         given: the option `model`.
-        started_with: SGLang's `--model-path`, where it can be seen.
+        server_args: SGLang's `ServerArgs`; None outside a server.
     """
+    started_with = None if server_args is None else str(server_args.model_path)
     for name in (given, started_with, model_name):
-        if name and Path(name).is_dir():
+        if name and Path(name).expanduser().is_dir():
+            folder = Path(name).expanduser()
             try:
-                return f"{Path(name).name}@{fingerprint(Path(name), default_data_dir())}"
-            except ConfigError:  # no weights of the kinds that are read by content
-                return name
-    return given or started_with or model_name or ""
+                return f"{folder.name}@{fingerprint(folder, default_data_dir())}"
+            except ConfigError:  # no weights of the usual kinds
+                return f"{folder.name}@{content_of(name)}"
+    if given or started_with is None:
+        return given or model_name or ""
+    if Path(started_with).expanduser().is_file():  # as GGUF is
+        return f"{Path(started_with).name}@{content_of(started_with)}"
+    commit = _commit(started_with, server_args.revision)
+    if commit is None:
+        log.warning(
+            "of which version the weights of %s are cannot be told: pages are this engine's alone, until it is started "
+            'again; give SGLang the model\'s folder, or its commit as --revision, or set "model"',
+            started_with,
+        )
+    return f"{started_with}@{commit or uuid4().hex}"
+
+
+def arguments_in_name(server_args: Any) -> dict[str, Any]:
+    """What of SGLang's arguments goes into the name of every namespace; nothing outside a server. Reads the files of
+    adapters. Raises ConfigError for what is refused."""
+    return {} if server_args is None else TABLE.facts(arguments_of(server_args))
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """The commit of a model of the hub that SGLang has loaded."""
+    if revision and re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # no name of a model of the hub
+        return None
+    commit = Path(found).parent.name if isinstance(found, str) else ""
+    return commit if re.fullmatch("[0-9a-f]{40}", commit) else None
 
 
 def is_shared(config: Any, pool: Any, pool_name: str) -> bool:
@@ -52,15 +95,26 @@ def is_shared(config: Any, pool: Any, pool_name: str) -> bool:
     return bool(config.is_mla_model) and not own
 
 
-def spec_of(config: Any, model: str, pool_name: str, pages: PoolPages, versions: str) -> NamespaceSpec:
+def spec_of(
+    config: Any,
+    model: str,
+    arguments: Mapping[str, Any],
+    pool_name: str,
+    pages: PoolPages,
+    version: str,
+    *,
+    strict: bool,
+) -> NamespaceSpec:
     """The namespace of one pool on one rank.
 
     Args:
         config: SGLang's `HiCacheStorageConfig`.
         model: see `model_of`.
+        arguments: see `arguments_in_name`.
         pool_name: "kv", or the name of another pool, as "swa".
         pages: how the pool's pages are made.
-        versions: of what decides how bytes lie in a page.
+        version: SGLang's, which counts for pools that say too little of how their bytes lie in a page,
+        strict: or for all.
     """
     pool = pages.pool
     shared = is_shared(config, pool, pool_name)
@@ -83,7 +137,8 @@ def spec_of(config: Any, model: str, pool_name: str, pages: PoolPages, versions:
         "cp": [getattr(config, "attn_cp_rank", 0), getattr(config, "attn_cp_size", 1)],
         "dcp": [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)],
         "format": str(getattr(pool, "storage_format_tag", None) or ""),
-        "versions": versions,
+        "arguments": arguments,
+        "version": version if strict or type(pool).__name__ not in _LAYOUT_SAYS_ALL else "",
         "verify": VERIFY,
     }
     digest = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())

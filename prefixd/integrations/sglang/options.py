@@ -25,6 +25,8 @@ class HiCacheOptions(BaseModel):
     as "llama-3@2f1c". By default the folder or the name that SGLang was started with."""
     save: bool = True
     """Whether this engine gives the cache what it computes; false for one that only reads."""
+    strict_version: bool = False
+    """Whether engines of another version of SGLang have pages of their own, although pages lie in the same way."""
     timeout_s: Seconds = 1.0
     """The longest that a call to the daemon may take; above it the daemon counts as away."""
     slice_s: Annotated[float, Field(gt=0, le=8, allow_inf_nan=False)] = 2.0

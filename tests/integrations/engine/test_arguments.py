@@ -63,7 +63,9 @@ def test_files_are_what_is_in_them(tmp_path: Path) -> None:
         (folder / "weights").write_text(content)
         found |= {str(facts(adapter=path)) for path in (str(file), str(folder), {"poet": str(folder)}, [str(file)])}
     assert len(found) == 8
-    assert content_of(["a name of the hub", None, 3]) == ["a name of the hub", None, 3]
+    others = ["a name of the hub", None, 3, "", "poet=", {"pinned": True}]
+    assert content_of(others) == others
+    assert content_of(f"poet={folder}") == content_of(str(folder))
 
 
 def test_a_name_is_in_a_table_once() -> None:

@@ -59,15 +59,18 @@ def recover_command(
     from prefixd.cli import plain
     from prefixd.settings import Settings
     from prefixd.settings_sources import find_config_file
+    from prefixd_swap import StorageError, list_set_aside
     from prefixd_swap import discard as remove
-    from prefixd_swap import list_set_aside
 
     if dry_run and discard:
         raise WrongUsage("--dry-run and --discard exclude each other; keep one")
     flags = {} if data_dir is None else {"data_dir": data_dir}
     overrides = flags | parse_assignments(assignments)
     settings = Settings.load(config or find_config_file(os.environ), overrides)
-    found = list_set_aside(settings.disk_path / "index")
+    try:
+        found = list_set_aside(settings.disk_path / "index")
+    except StorageError as error:
+        raise CommandFailed(str(error)) from error
     outcomes = []
     if discard:
         for each in found:
@@ -86,7 +89,7 @@ def recover_command(
 
 def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
     from prefixd.cli.progress import blocks_bar
-    from prefixd_swap import DirectoryInUseError, ShrinkError, SlabStore, StorageError, discard, salvage
+    from prefixd_swap import DirectoryInUseError, ShrinkError, SlabStore, StorageError, SwapError, discard, salvage
 
     if not settings.disk.bytes:
         raise CommandFailed("disk.bytes = 0: there is no disk tier; give the settings of `prefixd serve`")
@@ -98,6 +101,8 @@ def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
         raise CommandFailed(
             f"disk.bytes = {settings.disk.bytes}: {error}; give the settings of `prefixd serve`"
         ) from error
+    except SwapError as error:
+        raise CommandFailed(f"disk.path = {settings.disk_path}: {error}") from error
     outcomes = []
     try:
         for each in store.set_aside():

@@ -194,7 +194,10 @@ class Daemon:
             log.info("%d blocks are back from disk", restored)
         if store is not None:
             set_aside = SetAsideCheck(store, troubles, cache.mover.lost)
-            set_aside.start()
+            try:
+                set_aside.start()
+            except SwapError as error:
+                raise ConfigError(f"disk.path = {settings.disk_path}: {error}") from error
             cache.mover.lost.update(store.recovery.lost)
             watching = asyncio.create_task(set_aside.watch(), name="set-aside")
             stack.callback(watching.cancel)

@@ -96,6 +96,13 @@ def test_there_is_nothing_to_recover(cli: Cli, tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+def test_another_formats_directory_is_refused_in_a_line(cli: Cli, tmp_path: Path) -> None:
+    disk = tmp_path / "data" / "blocks"
+    (disk / "index.damaged").mkdir(parents=True)
+    done = cli("recover", "--data-dir", str(tmp_path / "data"))
+    assert done.exit_code == 1 and "has no superblock but holds 'index.damaged'" in done.output
+
+
 def test_two_ways_at_once_are_refused(cli: Cli, tmp_path: Path) -> None:
     done = cli("recover", "--data-dir", str(tmp_path), "--dry-run", "--discard")
     assert done.exit_code == 2 and "exclude each other" in done.output

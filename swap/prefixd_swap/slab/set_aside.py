@@ -16,7 +16,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.lmdb_file import read_trees
 
 NOTE = "lost.json"
@@ -66,17 +66,20 @@ def list_set_aside(index: Path) -> list[SetAside]:
     """Those there are, the first that was set aside first.
 
     Raises:
-        OSError: the directory cannot be read.
+        StorageError: the directory cannot be read.
     """
     found = []
     for name in _names(index):
-        if not name.is_dir():
-            continue
+        try:
+            if not name.is_dir():
+                continue
+        except OSError as error:
+            raise storage_error(f"looking for {name}", error) from error
         reason, blocks = "", None
         try:
             note = json.loads((name / NOTE).read_bytes())
             reason, blocks = str(note["reason"]), note["blocks"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
             blocks = _count_blocks(name, FileOps())
         found.append(SetAside(name, reason, blocks if isinstance(blocks, int) else None))
     return found

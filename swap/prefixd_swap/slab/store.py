@@ -37,7 +37,7 @@ from prefixd_swap.slab.block_record import (
 )
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.file import MAX_NUMBER, SlabFile
-from prefixd_swap.slab.file_ops import FileOps, storage_error
+from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
 from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
@@ -451,10 +451,7 @@ class SlabStore:
         Raises:
             StorageError: the directory cannot be read.
         """
-        try:
-            return list_set_aside(self._directory.index)
-        except OSError as error:
-            raise storage_error(f"looking for indexes in {self._directory.path}", error) from error
+        return list_set_aside(self._directory.index)
 
     def load(self) -> Records:
         """Every block as of now, in columns: a million of them in about a second.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from prefixd_swap import NewBlock, SetAside, ShrinkError, SlabStore, Span, discard, salvage
+from prefixd_swap import NewBlock, SetAside, ShrinkError, SlabStore, Span, StorageError, discard, salvage
 from prefixd_swap.slab.block_record import DiskPart, encode_record, index_key
 from prefixd_swap.slab.salvage import NO_PARENT, OVERWRITTEN, UNREADABLE
 from prefixd_swap.slab.set_aside import MOST, NOTE
@@ -199,6 +200,34 @@ def test_four_are_kept(path: Path) -> None:
     ]
     assert [each.reason for each in found] == ["damage 0", "damage 1", "damage 2", f"damage {MOST + 1}"]
     assert [each.blocks for each in found] == [4] * MOST
+    store.close()
+
+
+@pytest.mark.parametrize("note", [b"", b"no JSON", b"[]", b'{"reason": "r", "blocks": "many"}', b'{"blocks": 3}', None])
+def test_a_note_that_cannot_be_read_costs_the_reason(path: Path, note: bytes | None) -> None:
+    filled(path, 4)
+    (path / "index").rename(path / "index.damaged")
+    if note is None:
+        (path / "index.damaged" / NOTE).mkdir()  # reading it is an OSError
+    else:
+        (path / "index.damaged" / NOTE).write_bytes(note)
+    store = SlabStore.open(path, CAPACITY)
+    assert only(store).blocks in (4, None) and only(store).reason in ("", "r")
+    assert bring_back(store) == (4, {})
+    store.close()
+
+
+def test_a_directory_that_cannot_be_read_is_an_error_of_storage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(path, 4)
+    store = SlabStore.open(path, CAPACITY)
+
+    def refuse(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_dir", refuse)
+        with pytest.raises(StorageError, match=r"looking for .*index.damaged; give this user the right"):
+            store.set_aside()
     store.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.common import harness
 from prefixd.integrations.engine.ordering import PrefixOrder
 from prefixd.integrations.engine.seen import SeenPrefix
-from prefixd_scheduler import POLICIES, Distance, QueuedRequest, RequestQueue, create_policy
+from prefixd_scheduler import POLICIES, WEIGHT_CLASSES, Distance, QueuedRequest, RequestQueue, create_policy
 
 DESCRIPTION = """\
 With --waiting requests in the queue, times one decision after the other: taking out the next request, putting in a new
@@ -28,7 +28,6 @@ starve it (none: it still waits at the end), and FPF with scheduler.starvation_b
     python -m benchmarks.scheduler --json benchmarks/results/scheduler.json"""
 
 MOST_US = 50.0
-_TIERS = list(Distance)
 _PROMPT = 1000
 
 
@@ -54,7 +53,7 @@ class Chance:
         """What is cached of a request."""
         some = self._random
         return {
-            "distance": some.choice(_TIERS),
+            "weight": some.choice(WEIGHT_CLASSES),
             "cached_tokens": some.randrange(_PROMPT),
             "prefix": some.randrange(500),
         }
@@ -101,7 +100,7 @@ def daemon_decisions(policy: str, waiting: int, decisions: int, seed: int) -> It
         if moved in queue:
             state, ready_s = chance.state(), chance.ready_s()
             began_s = time.perf_counter()
-            queue.update(moved, state["distance"], state["cached_tokens"], state["prefix"], ready_s=ready_s)
+            queue.update(moved, state["weight"], state["cached_tokens"], state["prefix"], ready_s=ready_s)
             yield time.perf_counter() - began_s
 
 
@@ -140,15 +139,15 @@ def longest_wait_s(policy: str, bound_s: float | None, limit: int, services: int
     queue, now_s = RequestQueue(create_policy(policy, bound_s), limit), 0.0
     for number in range(limit):
         far = number == limit - 1
-        state = Distance.NONE if far else Distance.GPU
-        queue.push(QueuedRequest(number, now_s, 10, 0 if far else 10, state, ready_s=9.0 if far else 1.0))
+        cached, weight, ready_s = (0, 1.0, 9.0) if far else (10, 4.0, 1.0)
+        queue.push(QueuedRequest(number, now_s, 10, cached, weight, ready_s=ready_s))
     for number in range(limit, limit + services):
         now_s += 1.0
         first = queue.window(1, now_s)[0]
         queue.remove(first.id)
         if first.id == limit - 1:
             return now_s
-        queue.push(QueuedRequest(number, now_s, 10, 10, Distance.GPU, ready_s=1.0, deadline_s=now_s + 1))
+        queue.push(QueuedRequest(number, now_s, 10, 10, 4.0, ready_s=1.0, deadline_s=now_s + 1))
     return None
 
 

@@ -141,7 +141,7 @@ class Prefetcher:
     def may_bring_ahead(self, request: Request) -> bool:
         """Whether the copies of a request that waits may begin ahead of its turn: not where the disk, or a shared
         store, is busy anyway."""
-        if request.queued.distance not in _READ_FROM:
+        if request.farthest not in _READ_FROM:
             return True
         under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
         staged = ((number, self._staged.get(number)) for number in self._reading)

@@ -57,7 +57,7 @@ from prefixd.server.prompt_images import PromptImages
 from prefixd.server.run import Run, Suspect
 from prefixd.server.tail_load import TailLoad, TailPlan
 from prefixd.worker.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
-from prefixd_scheduler import QueuedRequest
+from prefixd_scheduler import Distance, QueuedRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
 _NO_ROWS = np.empty(0, np.int64)
@@ -152,6 +152,7 @@ class Request:
         encoded_images: embeddings of images that the worker has computed for it.
         found: while it has no footprint, the cached blocks of its prompt as of the last look.
         generations: the rows' generations at that look.
+        farthest: the farthest tier of the found blocks at that look; `NONE` when nothing was found.
         seen_epoch: the cache's epoch (`Mover.epoch`) at that look; -1 when a new look is due in any case.
         cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
         beside: what is to be loaded behind `rows` while it runs, if anything.
@@ -191,6 +192,7 @@ class Request:
     state: RequestState = RequestState.NEW
     found: Rows = field(default_factory=lambda: _NO_ROWS)
     generations: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_GENERATIONS)
+    farthest: Distance = Distance.NONE
     seen_epoch: int = -1
     cut: bool = False
     beside: TailPlan | None = None

@@ -1,23 +1,24 @@
-"""Keeps the waiting requests' distances true while blocks come, move and go.
+"""Keeps the waiting requests' weights true while blocks come, move and go.
 
 Ten thousand waiting requests of 32K tokens have 20 million blocks, so not every block is read whenever something
-moves. A request's *tail*, its last cached block, shows almost every change: a block is evicted from a tier after those
-that continue it there, it leaves the trie after them, and a prefix that is brought up has its tail come last. Each
-refresh
+moves. Four *marks* show almost every change: the last blocks of the first, second, third and fourth quarter of a cached
+prefix. A block is evicted from a tier after those that continue it there, it leaves the trie after them, and a prefix
+that is brought up has its *tail*, the last mark, come last. Each refresh
 
-- reads all tails, in one numpy call,
+- reads all marks, in one numpy call,
 - looks for the block behind the tail, which appears when somebody computes it, of the next 512 requests in turn,
-- reads all blocks of the next requests in turn, about 16,384 rows, for changes that tails do not show (a damaged block
+- reads all blocks of the next requests in turn, about 16,384 rows, for changes that marks do not show (a damaged block
   in the middle of a prefix),
 - looks up again those requests in which one of these found a change, about 16,384 rows of them.
 
-**How stale a distance can be.** With n waiting requests that have w rows in all, a change is seen at the next refresh
-if the tail shows it, within n / 512 refreshes if a prefix grew, and within w / 16384 + n / 64 refreshes in any case.
-When more requests change at once than one refresh looks up, the next refreshes look them up, first come, first served.
+**How stale a weight can be.** With n waiting requests that have w rows in all, a change is seen at the next refresh
+if a mark shows it (the tail's, or of a quarter of the prefix), within n / 512 refreshes if a prefix grew, and within
+w / 16384 + n / 64 refreshes in any case. When more requests change at once than one refresh looks up, the next
+refreshes look them up, first come, first served.
 Where the policy asks how long a request takes until it is ready, 16 requests in turn are estimated anew besides, fewer
 where these have more than 16,384 rows: what loading and computing take is learned as it goes.
 
-Distances only decide the order. A request is staged with exact rows: `verify` reads all of them at that moment.
+Weights only decide the order. A request is staged with exact rows: `verify` reads all of them at that moment.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ import numpy.typing as npt
 from prefixd.cache import NONE, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.request import Request
-from prefixd_scheduler import Distance, RequestQueue
+from prefixd_scheduler import Distance, RequestQueue, weight_class
 
 _KEYS = 512
 _REQUESTS = 64
 _ROWS = 16_384
 _LOOK_UP_ROWS = 256  # what a look-up costs besides its rows, in rows
 _ESTIMATES = 16
+_MARKS = 4
+_QUARTERS = np.arange(1, _MARKS + 1)
+_GAINS = np.array([distance.weight - 1.0 for distance in Distance])  # a token's weight above that of one not cached
 
 
 class PrefixTracker:
@@ -70,9 +74,9 @@ class PrefixTracker:
         self._slots: dict[int, int] = {}  # by request id, its place in the columns
         self._free: list[int] = []
         self._requests: list[Request | None] = []
-        self._tail = np.zeros(0, np.int64)  # row of the last cached block; the namespace's root when there is none
-        self._generation = np.zeros(0, np.int32)  # of the tail, as seen
-        self._nearest = np.zeros(0, np.int8)  # of the tail, as seen
+        self._marks = np.zeros((0, _MARKS), np.int64)  # rows, the tail last; the root when nothing is cached
+        self._generation = np.zeros((0, _MARKS), np.int32)  # of the marks, as seen
+        self._nearest = np.zeros((0, _MARKS), np.int8)  # of the marks, as seen
         self._namespace = np.zeros(0, np.int64)  # of the request
         self._common = np.zeros(0, np.int64)  # the common namespace beside it, -1 where there is none
         self._key = np.zeros((0, 16), np.uint8)  # of the block behind the tail
@@ -110,7 +114,7 @@ class PrefixTracker:
         if slot is not None:
             self._requests[slot] = None
             self._waits[slot] = False
-            self._tail[slot] = -1
+            self._marks[slot] = -1
             self._free.append(slot)
 
     def verify(self, request: Request) -> bool:
@@ -153,7 +157,7 @@ class PrefixTracker:
             self._left = len(self._requests)
         if self._left > 0:
             trie = self._trie()
-            self._look_at_tails(trie)
+            self._look_at_marks(trie)
             self._look_behind_tails(trie)
             self._read_in_turn(trie)
         self._look_up_changed()
@@ -174,11 +178,11 @@ class PrefixTracker:
                 self._tell_queue(request)
         self._next_estimate = end
 
-    def _look_at_tails(self, trie: Trie) -> None:
-        slots = np.flatnonzero(self._tail >= 0)
-        rows = self._tail[slots]
+    def _look_at_marks(self, trie: Trie) -> None:
+        slots = np.flatnonzero(self._marks[:, -1] >= 0)
+        rows = self._marks[slots]
         generation, nearest = trie.generation[rows], trie.nearest[rows]
-        moved = (generation != self._generation[slots]) | (nearest != self._nearest[slots])
+        moved = ((generation != self._generation[slots]) | (nearest != self._nearest[slots])).any(axis=1)
         if moved.any():
             slots = slots[moved]
             self._generation[slots], self._nearest[slots] = generation[moved], nearest[moved]
@@ -194,7 +198,7 @@ class PrefixTracker:
             rows = trie.find_all(namespaces[asked], self._key[asked])
             asked, rows = asked[rows >= 0], rows[rows >= 0]
             there = trie.has_rules | (trie.nearest[rows] != NONE)  # see `has_grown`
-            self._note_changes(asked[((trie.parent[rows] == self._tail[asked]) | composed[asked]) & there])
+            self._note_changes(asked[((trie.parent[rows] == self._marks[asked, -1]) | composed[asked]) & there])
 
     def _read_in_turn(self, trie: Trie) -> None:
         begin, end = self._turn(self._next_slot, _REQUESTS)
@@ -220,9 +224,13 @@ class PrefixTracker:
             nearest = np.concatenate([trie.distances(request.found) for request in some])
         else:
             nearest = trie.nearest[rows]
-        far = np.maximum.reduceat(np.where(stale, NONE, nearest), starts)
-        noted = np.array([request.queued.distance for request in some])
-        self._changed.update((some[at].id, None) for at in np.flatnonzero(far != noted).tolist())
+        nearest = np.where(stale, NONE, nearest)
+        far = np.maximum.reduceat(nearest, starts)
+        changed = far != [request.farthest for request in some]
+        gains = np.add.reduceat(_GAINS[nearest], starts)
+        for at, request in enumerate(some):
+            if changed[at] or _weight(request, gains[at]) != request.queued.weight:
+                self._changed[request.id] = None
 
     def _look_up_changed(self) -> None:
         budget = self._rows_a_refresh
@@ -281,22 +289,24 @@ class PrefixTracker:
         found, trie = request.found, request.trie
         request.seen_epoch = self._cache.mover.epoch
         blocks = len(found)
-        distance = Distance(int(nearest.max()) if blocks else NONE)
-        self._tell_queue(request, distance)
+        request.farthest = Distance(int(nearest.max()) if blocks else NONE)
+        self._tell_queue(request, _weight(request, _GAINS[nearest].sum()))
         slot = self._slots[request.id]
-        self._tail[slot] = found[-1] if blocks else request.namespace.root
+        self._marks[slot] = request.namespace.root
         if blocks:
-            self._generation[slot] = request.generations[-1]
-            self._nearest[slot] = trie.nearest[found[-1]]
+            places = (blocks * _QUARTERS - 1) // _MARKS
+            self._marks[slot] = found[places]
+            self._generation[slot] = request.generations[places]
+            self._nearest[slot] = trie.nearest[found[places]]
         key = request.next_key
         self._waits[slot] = key is not None
         if key is not None:
             self._key[slot] = np.frombuffer(key, np.uint8)
 
-    def _tell_queue(self, request: Request, distance: Distance | None = None) -> None:
-        """`distance`: of the found blocks; by default as it was."""
+    def _tell_queue(self, request: Request, weight: float | None = None) -> None:
+        """`weight`: of the prompt; by default as it was."""
         queued, trie, blocks = request.queued, request.trie, len(request.found)
-        distance = queued.distance if distance is None else distance
+        weight = queued.weight if weight is None else weight
         prefix = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
         cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
         # A request whose model has windows or states, or which has images, may go on where another cannot. From one
@@ -305,19 +315,24 @@ class PrefixTracker:
         key = None if alone else request.next_key
         lacks = None if key is None else (request.namespace.root, key)
         ready_s = math.inf if self._ready_s is None else self._ready_s(request)
-        now = (distance, cached_tokens, prefix, lacks, ready_s)
-        if now != (queued.distance, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
-            self._queue.update(request.id, distance, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
+        now = (weight, cached_tokens, prefix, lacks, ready_s)
+        if now != (queued.weight, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
+            self._queue.update(request.id, weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
 
     def _new_slot(self) -> int:
         slot = len(self._requests)
-        if slot == len(self._tail):
+        if slot == len(self._marks):
             capacity = max(64, 2 * slot)
-            for name in ("_tail", "_generation", "_nearest", "_namespace", "_common", "_key", "_waits"):
+            for name in ("_marks", "_generation", "_nearest", "_namespace", "_common", "_key", "_waits"):
                 old = getattr(self, name)
                 new = np.zeros((capacity, *old.shape[1:]), old.dtype)
                 new[:slot] = old
                 setattr(self, name, new)
-            self._tail[slot:] = -1
+            self._marks[slot:] = -1
         self._requests.append(None)
         return slot
+
+
+def _weight(request: Request, gained: float) -> float:
+    """The weight of all that the request needs, generated tokens too, given the gains of its cached blocks."""
+    return weight_class(1.0 + float(gained) * request.trie.block_tokens / request.chain.tokens)

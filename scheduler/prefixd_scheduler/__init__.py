@@ -6,7 +6,7 @@ Standard library only and no clock of its own: time is passed in, so that a simu
 from __future__ import annotations
 
 from prefixd_scheduler.cost import LOADED_FROM, CostModel, PrefillCost
-from prefixd_scheduler.distance import Distance, farthest
+from prefixd_scheduler.distance import WEIGHT_CLASSES, Distance, prompt_weight, weight_class
 from prefixd_scheduler.errors import (
     DuplicateRequestError,
     IntegrityError,
@@ -37,6 +37,7 @@ from prefixd_scheduler.shared_limit import SharedLimit
 __all__ = [
     "LOADED_FROM",
     "POLICIES",
+    "WEIGHT_CLASSES",
     "CostModel",
     "Distance",
     "DuplicateRequestError",
@@ -62,6 +63,7 @@ __all__ = [
     "UnknownPolicyError",
     "UnknownRequestError",
     "create_policy",
-    "farthest",
     "plan_load",
+    "prompt_weight",
+    "weight_class",
 ]

@@ -1,4 +1,4 @@
-"""How far a prefix is from the GPU."""
+"""How far a prompt is from running: where the KV of its tokens has to be brought from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Distance(IntEnum):
-    """Where a prefix has to be brought from, nearest first.
+    """Where a block has to be brought from, nearest first.
 
     Source: "Prefix cache as long-term memory", section V.F, which knows no store that other hosts share.
     """
@@ -27,10 +27,32 @@ class Distance(IntEnum):
 
 _WEIGHTS = {Distance.GPU: 4.0, Distance.CPU: 3.0, Distance.DISK: 2.0, Distance.REMOTE: 1.5, Distance.NONE: 1.0}
 
+WEIGHT_CLASSES = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+"""The weights that a prompt can have; every `Distance.weight` is one of them."""
+_ROUNDED_DOWN = 0.125
 
-def farthest(blocks: Iterable[Distance]) -> Distance:
-    """The distance of a request: that of the farthest of the cached blocks it needs, `NONE` if it needs none.
 
-    A request runs when its last block is up, so the farthest block decides.
+def weight_class(mean: float) -> float:
+    """The class of a mean weight: the next one above, or the one below if the mean is at most 0.125 above that.
+
+    Examples: 1.125 -> 1.0, 1.13 -> 1.5, 2.88 -> 3.0, 3.82 -> 4.0.
     """
-    return max(blocks, default=Distance.NONE)
+    return next((known for known in WEIGHT_CLASSES if mean <= known + _ROUNDED_DOWN), WEIGHT_CLASSES[-1])
+
+
+def prompt_weight(cached: Iterable[tuple[Distance, int]], prompt_tokens: int) -> float:
+    """4 - N of a whole prompt: the class of the mean weight of its tokens. Tokens that are not cached weigh 1.
+
+    The paper has one N for a prefix, because a prefix is cached as a whole. A prompt whose prefix lies in one tier,
+    with a question of less than an eighth of the prompt behind it, has that tier's weight, as in the paper: the mean
+    is more than w - (w - 1) / 8, which is at least 0.125 above the class below w. A prompt of which only
+    a header is cached weighs little more than one of which nothing is.
+
+    Example: of 4,096 tokens 512 on the GPU, the others not cached: (512 * 4 + 3584 * 1) / 4096 = 1.375 -> 1.5.
+
+    Args:
+        cached: (tier, tokens) of the parts that are cached.
+        prompt_tokens: of the prompt, at least as many as are cached; 0 counts as not cached.
+    """
+    gained = sum((distance.weight - 1.0) * tokens for distance, tokens in cached)
+    return weight_class(1.0 + gained / prompt_tokens if prompt_tokens else 1.0)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import chain, takewhile
 from typing import Generic, TypeAlias, TypeVar
 
-from prefixd_scheduler.distance import Distance
+from prefixd_scheduler.distance import WEIGHT_CLASSES
 from prefixd_scheduler.fair_share import FairShare
 from prefixd_scheduler.request import QueuedRequest
 from prefixd_scheduler.sorted_keys import SortedKeys
@@ -145,29 +145,29 @@ class KeyedOrder(_ByStanding[tuple[Group, Arrival]]):
         del self._group_of_head[int(arrival[1])]
 
 
-class WeightedAgeOrder(_ByStanding[tuple[Distance, Arrival]]):
-    """By (-age * the distance's weight, arrival, id), where only the age depends on the time.
+class WeightedAgeOrder(_ByStanding[tuple[float, Arrival]]):
+    """By (-age * weight, arrival, id), where only the age depends on the time.
 
-    Among requests of one distance the time changes nothing: the older has the higher product, and equal products (also
-    by rounding, which is monotone) go by arrival. So each distance is kept by arrival, and the five are merged at the
-    time that is asked for. A change costs O(log n), the first w requests O(w).
+    Among requests of one weight the time changes nothing: the older has the higher product, and equal products (also
+    by rounding, which is monotone) go by arrival. So each of the `WEIGHT_CLASSES` is kept by arrival, and the seven are
+    merged at the time that is asked for. A change costs O(log n), the first w requests O(w).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._classes: dict[Distance, SortedKeys[Key]] = {distance: SortedKeys() for distance in Distance}
+        self._classes: dict[float, SortedKeys[Key]] = {weight: SortedKeys() for weight in WEIGHT_CLASSES}
 
     def ids(self, now_s: float) -> Iterator[int]:
-        ranked = (_weighted(members, distance.weight, now_s) for distance, members in self._classes.items())
+        ranked = (_weighted(members, weight, now_s) for weight, members in self._classes.items() if members)
         return (request_id for _, _, request_id in heapq.merge(*ranked))
 
-    def _standing(self, request: QueuedRequest) -> tuple[Distance, Arrival]:
-        return request.distance, (request.arrival_s, request.id)
+    def _standing(self, request: QueuedRequest) -> tuple[float, Arrival]:
+        return request.weight, (request.arrival_s, request.id)
 
-    def _enter(self, standing: tuple[Distance, Arrival]) -> None:
+    def _enter(self, standing: tuple[float, Arrival]) -> None:
         self._classes[standing[0]].add(standing[1])
 
-    def _leave(self, standing: tuple[Distance, Arrival]) -> None:
+    def _leave(self, standing: tuple[float, Arrival]) -> None:
         self._classes[standing[0]].remove(standing[1])
 
 
@@ -284,7 +284,7 @@ class ByTenant(Order):
 
 
 def _weighted(members: SortedKeys[Key], weight: float, now_s: float) -> Iterator[tuple[float, float, int]]:
-    """The ranks of requests of one distance, ascending."""
+    """The ranks of requests of one weight, ascending."""
     for arrival_s, request_id in members:
         yield weighted_age(arrival_s, weight, now_s), arrival_s, int(request_id)
 

@@ -113,13 +113,13 @@ class Fcfs(Policy):
 
 
 class FastestPrefixFirst(Policy):
-    """The nearest prefix first, no matter how much later its request came (paper, section V.F.1).
+    """The nearest prompt first (`prompt_weight`), no matter how much later its request came (paper, section V.F.1).
 
-    **It may starve**: while requests with nearer prefixes keep arriving as fast as they are served, one whose
-    prefix is farther, or not cached, waits forever. Its gain is throughput, the more of it the longer the
+    **It may starve**: while requests with nearer prompts keep arriving as fast as they are served, one whose
+    prompt is farther, or not cached, waits forever. Its gain is throughput, the more of it the longer the
     queue. Where waiting time matters, use Relaxed-FPF, or a bound.
 
-    Among requests at one distance, those that share a `prefix` run one after the other, so that promoting it
+    Among requests of one weight, those that share a `prefix` run one after the other, so that promoting it
     is paid once and it is not evicted between them. Such groups are ordered by their oldest request, their
     members by arrival.
     """
@@ -127,22 +127,23 @@ class FastestPrefixFirst(Policy):
     name = "fpf"
 
     def key(self, request: QueuedRequest) -> Key:
-        return (request.distance,)
+        return (-request.weight,)
 
     def group(self, request: QueuedRequest) -> Hashable | None:
         return request.prefix
 
 
 class RelaxedFastestPrefixFirst(Policy):
-    """The highest `(now - arrival) * (4 - N)` first, 4 - N being the distance's weight (paper, section V.F.2, equation
+    """The highest `(now - arrival) * (4 - N)` first, 4 - N being the prompt's weight (paper, section V.F.2, equation
     4).
 
-    Age counts four times for a prefix on the GPU, three times on the CPU, twice on disk, 1.5 times in a shared store
-    and once if it is not cached. Equal products run in order of arrival.
+    Age counts four times for a prompt on the GPU, three times on the CPU, twice on disk, 1.5 times in a shared store
+    and once if it is not cached; of a prompt in several places, their mean over its tokens (`prompt_weight`). Equal
+    products run in order of arrival.
 
-    **It does not starve.** Take a request r of age a. Its product is at least a, and that of a request of age
-    b at most 4b, so *whoever is younger than a/4 never passes r*, wherever the prefixes are and however they
-    move. Therefore, if at most L requests wait at a time and the first in order is handed over at least every
+    **It does not starve.** Take a request r of age a. Weights are from 1 to 4: its product is at least a, and that of
+    a request of age b at most 4b, so *whoever is younger than a/4 never passes r*, wherever the blocks are and however
+    they move. Therefore, if at most L requests wait at a time and the first in order is handed over at least every
     s seconds,
 
         r waits at most 4 * L * s.
@@ -161,10 +162,10 @@ class RelaxedFastestPrefixFirst(Policy):
 
     def key(self, request: QueuedRequest) -> Key:
         """Its weight; the age, by which it is multiplied, changes with the time."""
-        return (request.distance.weight,)
+        return (request.weight,)
 
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
-        return [(r.priority, weighted_age(r.arrival_s, r.distance.weight, now_s), r.arrival_s, r.id) for r in requests]
+        return [(r.priority, weighted_age(r.arrival_s, r.weight, now_s), r.arrival_s, r.id) for r in requests]
 
     def _order(self) -> Order:
         return WeightedAgeOrder()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
 from typing import TypeAlias
 
-from prefixd_scheduler.distance import Distance
 from prefixd_scheduler.errors import (
     DuplicateRequestError,
     IntegrityError,
@@ -125,7 +124,7 @@ class RequestQueue:
     def update(
         self,
         request_id: int,
-        distance: Distance,
+        weight: float,
         cached_tokens: int,
         prefix: Hashable | None,
         *,
@@ -136,11 +135,12 @@ class RequestQueue:
 
         Raises:
             UnknownRequestError: no request with this id waits.
-            InvalidValueError: `cached_tokens` is negative or more than the prompt has, or `ready_s` is negative.
+            InvalidValueError: `cached_tokens` is negative or more than the prompt has, `weight` is none of
+                `WEIGHT_CLASSES`, or `ready_s` is negative.
         """
         request = self._waiting(request_id)
-        check_state(request_id, cached_tokens, request.prompt_tokens, ready_s)
-        request.distance, request.cached_tokens, request.prefix = distance, cached_tokens, prefix
+        check_state(request_id, cached_tokens, request.prompt_tokens, weight, ready_s)
+        request.weight, request.cached_tokens, request.prefix = weight, cached_tokens, prefix
         request.ready_s = ready_s
         if lacks != request.lacks:
             self._leave(request_id)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from prefixd_scheduler.distance import Distance
+from prefixd_scheduler.distance import WEIGHT_CLASSES
 from prefixd_scheduler.errors import InvalidValueError
 
 
@@ -21,7 +21,7 @@ class QueuedRequest:
             as `now_s`. A request that is queued again after an interruption keeps it.
         prompt_tokens: length of the prompt.
         cached_tokens: how many of them, from the first on, are cached in some tier.
-        distance: the farthest tier among the cached blocks it needs; `NONE` when nothing is cached.
+        weight: how near its prompt is, from 4 (all on the GPU) to 1 (nothing cached); see `prompt_weight`.
         priority: classes of urgency; a lower class runs before every higher one.
         prefix: equal for requests that need the same cached prefix, such as the key of its last block; None
             when the request shares nothing.
@@ -32,14 +32,15 @@ class QueuedRequest:
         tenant: whose it is: tenants are served in turn, and all that is said here orders requests of one tenant alone.
 
     Raises:
-        InvalidValueError: a count is negative, more is cached than the prompt has, or a time is not a number.
+        InvalidValueError: a count is negative, more is cached than the prompt has, the weight is none of
+            `WEIGHT_CLASSES`, or a time is not a number.
     """
 
     id: int
     arrival_s: float
     prompt_tokens: int
     cached_tokens: int = 0
-    distance: Distance = Distance.NONE
+    weight: float = 1.0
     priority: int = 0
     prefix: Hashable | None = None
     lacks: Hashable | None = None
@@ -48,17 +49,22 @@ class QueuedRequest:
     tenant: Hashable = None
 
     def __post_init__(self) -> None:
-        check_state(self.id, self.cached_tokens, self.prompt_tokens, self.ready_s)
+        check_state(self.id, self.cached_tokens, self.prompt_tokens, self.weight, self.ready_s)
         if math.isnan(self.deadline_s):
             raise InvalidValueError(f"request {self.id} has the deadline {self.deadline_s}; pass seconds")
 
 
-def check_state(request_id: int, cached_tokens: int, prompt_tokens: int, ready_s: float) -> None:
-    """Raises InvalidValueError unless 0 <= cached_tokens <= prompt_tokens and 0 <= ready_s."""
+def check_state(request_id: int, cached_tokens: int, prompt_tokens: int, weight: float, ready_s: float) -> None:
+    """Raises InvalidValueError unless 0 <= cached_tokens <= prompt_tokens, the weight is one of `WEIGHT_CLASSES` and
+    0 <= ready_s."""
     if not 0 <= cached_tokens <= prompt_tokens:
         raise InvalidValueError(
             f"request {request_id} has {cached_tokens} cached of {prompt_tokens} prompt tokens; "
             "pass 0 <= cached_tokens <= prompt_tokens"
+        )
+    if weight not in WEIGHT_CLASSES:
+        raise InvalidValueError(
+            f"request {request_id} has the weight {weight}; pass what `prompt_weight` returns, one of {WEIGHT_CLASSES}"
         )
     if not ready_s >= 0:
         raise InvalidValueError(f"request {request_id} is ready in {ready_s} s; pass seconds of 0 or more")

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixd_scheduler import (
     POLICIES,
-    Distance,
+    WEIGHT_CLASSES,
     IntegrityError,
     QueuedRequest,
     QueueFullError,
@@ -94,7 +94,7 @@ def test_a_change_of_what_is_cached_loses_no_turn() -> None:
     for _ in range(3):
         queue.serve(next(number for number in in_order(queue) if number != 9))
     before = in_order(queue)
-    queue.update(9, Distance.NONE, 0, None, lacks="y")
+    queue.update(9, 1.0, 0, None, lacks="y")
     assert in_order(queue) == before == [9, 3]
 
 
@@ -291,10 +291,12 @@ class FairMachine(RuleBasedStateMachine):
         self.again.add(interrupted.id)
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), lacks=st.sampled_from([None, "x"]), distance=st.sampled_from(Distance), cached=st.booleans())
-    def move(self, data: st.DataObject, lacks: str | None, distance: Distance, cached: bool) -> None:
+    @rule(
+        data=st.data(), lacks=st.sampled_from([None, "x"]), weight=st.sampled_from(WEIGHT_CLASSES), cached=st.booleans()
+    )
+    def move(self, data: st.DataObject, lacks: str | None, weight: float, cached: bool) -> None:
         moved = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
-        self.queue.update(moved.id, distance, moved.prompt_tokens if cached else 0, None, lacks=lacks)
+        self.queue.update(moved.id, weight, moved.prompt_tokens if cached else 0, None, lacks=lacks)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

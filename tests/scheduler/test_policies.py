@@ -26,7 +26,7 @@ def request(
     priority: int = 0,
     prefix: str | None = None,
 ) -> QueuedRequest:
-    return QueuedRequest(id, NOW_S - age_s, 100, 0, distance, priority, prefix)
+    return QueuedRequest(id, NOW_S - age_s, 100, 0, distance.weight, priority, prefix)
 
 
 def order(policy: str, *requests: QueuedRequest) -> list[int]:
@@ -82,8 +82,8 @@ def test_fpf_groups_are_contiguous_and_ordered_by_their_oldest(waiting: list[Que
     by_id = {r.id: r for r in waiting}
     ordered = [by_id[i] for i in order("fpf", *waiting)]
 
-    def group(r: QueuedRequest) -> tuple[int, int, object]:
-        return (r.priority, r.distance, r.prefix if r.prefix is not None else r.id)
+    def group(r: QueuedRequest) -> tuple[int, float, object]:
+        return (r.priority, -r.weight, r.prefix if r.prefix is not None else r.id)
 
     runs = [(key, list(members)) for key, members in groupby(ordered, key=group)]
     assert len({key for key, _ in runs}) == len(runs)
@@ -146,8 +146,8 @@ def test_policies_are_created_by_name() -> None:
 
 
 def test_the_longest_match_the_soonest_ready_and_the_earliest_deadline_go_first() -> None:
-    long = QueuedRequest(1, NOW_S - 1, 100, 90, Distance.DISK, ready_s=5.0)
-    near = QueuedRequest(2, NOW_S - 2, 100, 10, Distance.GPU, ready_s=9.0, deadline_s=NOW_S + 1)
+    long = QueuedRequest(1, NOW_S - 1, 100, 90, 2.0, ready_s=5.0)
+    near = QueuedRequest(2, NOW_S - 2, 100, 10, 4.0, ready_s=9.0, deadline_s=NOW_S + 1)
     none = QueuedRequest(3, NOW_S - 3, 5, ready_s=0.5, deadline_s=NOW_S + 2)
     assert order("fpf", long, near, none) == [2, 1, 3]
     assert order("lpm", long, near, none) == [1, 2, 3]

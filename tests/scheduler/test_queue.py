@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixd_scheduler import (
     POLICIES,
+    WEIGHT_CLASSES,
     Distance,
     DuplicateRequestError,
     IntegrityError,
@@ -22,7 +23,7 @@ from prefixd_scheduler import (
 
 
 def request(id: int, arrival_s: float = 0.0, distance: Distance = Distance.NONE) -> QueuedRequest:
-    return QueuedRequest(id, arrival_s, prompt_tokens=10, distance=distance)
+    return QueuedRequest(id, arrival_s, prompt_tokens=10, weight=distance.weight)
 
 
 def fcfs(limit: int) -> RequestQueue:
@@ -77,15 +78,15 @@ def test_a_request_that_moves_changes_its_place() -> None:
     queue.push(request(1, 1.0, Distance.CPU))
     queue.push(request(2, 2.0, Distance.DISK))
     assert [r.id for r in queue.window(2, 3.0)] == [1, 2]
-    queue.update(2, Distance.GPU, 4, "a")
+    queue.update(2, 4.0, 4, "a")
     assert [r.id for r in queue.window(2, 3.0)] == [2, 1]
     waiting = queue.get(2)
     assert waiting is not None
-    assert (waiting.distance, waiting.cached_tokens, waiting.prefix) == (Distance.GPU, 4, "a")
+    assert (waiting.weight, waiting.cached_tokens, waiting.prefix) == (4.0, 4, "a")
     with pytest.raises(InvalidValueError, match="request 2 has 11 cached of 10"):
-        queue.update(2, Distance.GPU, 11, None)
+        queue.update(2, 4.0, 11, None)
     with pytest.raises(UnknownRequestError, match="no request with id 9 waits"):
-        queue.update(9, Distance.GPU, 0, None)
+        queue.update(9, 4.0, 0, None)
 
 
 def test_time_alone_changes_the_order_of_relaxed_fpf() -> None:
@@ -134,7 +135,7 @@ def test_integrity_notices_a_request_that_moved_behind_the_queues_back() -> None
     queue.push(request(1, 1.0, Distance.CPU))
     late = request(2, 2.0, Distance.CPU)
     queue.push(late)
-    late.distance = Distance.GPU
+    late.weight = 4.0
     with pytest.raises(IntegrityError, match="request 1 stands where request 2 belongs"):
         queue.check_integrity()
 
@@ -155,7 +156,7 @@ def test_of_those_that_lack_the_same_block_one_stands_in_the_order() -> None:
     assert [r.id for r in queue.window(10, 2000.0)] == [0, 1000]
     queue.remove(0)  # it runs, and computes what they lack
     assert [r.id for r in queue.window(10, 2000.0)] == [1, 1000]
-    queue.update(500, Distance.GPU, 16, "a")  # it was found that this is there by now
+    queue.update(500, 4.0, 16, "a")  # it was found that this is there by now
     assert [r.id for r in queue.window(10, 2000.0)] == [1, 500, 1000]
     queue.check_integrity(2000.0)
 
@@ -201,7 +202,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.now_s += seconds
 
     @rule(
-        distance=st.sampled_from(Distance),
+        weight=st.sampled_from(WEIGHT_CLASSES),
         priority=st.integers(-1, 1),
         prefix=st.sampled_from([None, "a", "b"]),
         early_s=st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
@@ -209,9 +210,9 @@ class QueueMachine(RuleBasedStateMachine):
         due_s=st.sampled_from([math.inf, 1.0, 2.0]),
     )
     def push(
-        self, distance: Distance, priority: int, prefix: str | None, early_s: float, lacks: str | None, due_s: float
+        self, weight: float, priority: int, prefix: str | None, early_s: float, lacks: str | None, due_s: float
     ) -> None:
-        new = QueuedRequest(self.next_id, self.now_s - early_s, 10, 0, distance, priority, prefix, lacks)
+        new = QueuedRequest(self.next_id, self.now_s - early_s, 10, 0, weight, priority, prefix, lacks)
         new.deadline_s = due_s
         self.next_id += 1
         if len(self.waiting) >= self.LIMIT:
@@ -238,7 +239,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(
         data=st.data(),
-        distance=st.sampled_from(Distance),
+        weight=st.sampled_from(WEIGHT_CLASSES),
         prefix=st.sampled_from([None, "a", "b"]),
         lacks=st.sampled_from([None, "c", "d"]),
         cached=st.sampled_from([0, 5]),
@@ -247,14 +248,14 @@ class QueueMachine(RuleBasedStateMachine):
     def move(
         self,
         data: st.DataObject,
-        distance: Distance,
+        weight: float,
         prefix: str | None,
         lacks: str | None,
         cached: int,
         ready_s: float,
     ) -> None:
         moved = data.draw(st.sampled_from(sorted(self.waiting)))
-        self.queue.update(moved, distance, cached, prefix, lacks=lacks, ready_s=ready_s)
+        self.queue.update(moved, weight, cached, prefix, lacks=lacks, ready_s=ready_s)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

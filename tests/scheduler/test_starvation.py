@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd_scheduler import Distance, QueuedRequest, RequestQueue, create_policy
+from prefixd_scheduler import WEIGHT_CLASSES, QueuedRequest, RequestQueue, create_policy
 
 
 def waits_with_a_crowd_on_the_gpu(policy: str, limit: int, services: int) -> float | None:
@@ -18,8 +18,8 @@ def waits_with_a_crowd_on_the_gpu(policy: str, limit: int, services: int) -> flo
     queue = RequestQueue(create_policy(policy), limit)
     now_s = 0.0
     for id in range(limit - 1):
-        queue.push(QueuedRequest(id, now_s, 10, 10, Distance.GPU))
-    victim = QueuedRequest(limit - 1, now_s, 10, 0, Distance.NONE)
+        queue.push(QueuedRequest(id, now_s, 10, 10, 4.0))
+    victim = QueuedRequest(limit - 1, now_s, 10)
     queue.push(victim)
     for id in range(limit, limit + services):
         now_s += 1.0
@@ -27,7 +27,7 @@ def waits_with_a_crowd_on_the_gpu(policy: str, limit: int, services: int) -> flo
         queue.remove(first.id)
         if first is victim:
             return now_s
-        queue.push(QueuedRequest(id, now_s, 10, 10, Distance.GPU))
+        queue.push(QueuedRequest(id, now_s, 10, 10, 4.0))
     return None
 
 
@@ -58,12 +58,12 @@ def test_no_wait_exceeds_four_queues_of_service(limit: int, seed: int, near: flo
     for tick in range(12 * limit):
         for moment in sorted(rng.random() for _ in range(pressure)):
             if len(queue) < limit:
-                distance = Distance.GPU if rng.random() < near else rng.choice(list(Distance))
-                queue.push(QueuedRequest(next_id, tick + moment, 10, 0, distance))
+                weight = 4.0 if rng.random() < near else rng.choice(WEIGHT_CLASSES)
+                queue.push(QueuedRequest(next_id, tick + moment, 10, 0, weight))
                 next_id += 1
         for waiting in queue:
             if rng.random() < 0.1:
-                queue.update(waiting.id, rng.choice(list(Distance)), 0, None)
+                queue.update(waiting.id, rng.choice(WEIGHT_CLASSES), 0, None)
         now_s = tick + 1.0
         if len(queue):
             first = queue.window(1, now_s)[0]

@@ -72,11 +72,12 @@ def run(policy: str, seed: int, requests: int = 600, limit: int = 10_000) -> Out
             queue.push(QueuedRequest(queued, arrivals[queued][0], 100, prefix=arrivals[queued][1]))
             queued += 1
         for r in queue:
-            queue.update(r.id, tiers.distance(arrivals[r.id][1]), 0, r.prefix)
+            queue.update(r.id, tiers.distance(arrivals[r.id][1]).weight, 0, r.prefix)
         first = queue.remove(queue.window(1, now_s)[0].id)
-        now_s += SERVICE_S[first.distance]
+        distance = tiers.distance(arrivals[first.id][1])
+        now_s += SERVICE_S[distance]
         tiers.use(arrivals[first.id][1])
-        outcome.served_from[first.distance] += 1
+        outcome.served_from[distance] += 1
         outcome.longest_wait_s = max(outcome.longest_wait_s, now_s - first.arrival_s)
     outcome.finished_s = now_s
     queue.check_integrity()

@@ -179,7 +179,7 @@ def test_nearest_first_with_what_the_connector_says(drive: MakeDrive) -> None:
     engine = drive(seen=seen, options={"policy": "fpf"})
     for name in "abcde":
         engine.add(name, make_prompt(ord(name), 200))
-    assert engine.run() == "cebad"
+    assert engine.run() == "ecbad"
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ class PrefixOrder(Generic[R]):
         cached = min(max(known.local_tokens, seen.tokens), request.num_prompt_tokens)
         self._queue.update(
             queued.id,
-            seen.distance(known.local_tokens),
+            seen.weight(known.local_tokens, request.num_prompt_tokens),
             cached,
             self._prefix_key(request, cached) if cached else None,
             ready_s=self._ready_s(request, known.local_tokens, seen) if self.policy.needs_estimate else math.inf,

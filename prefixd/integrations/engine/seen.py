@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from prefixd_scheduler import Distance
+from prefixd_scheduler import Distance, prompt_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,24 @@ class SeenPrefix:
         return cls(sum(tokens for _, tokens in runs), runs)
 
     def distance(self, local_tokens: int) -> Distance:
-        """How far the request is from running, when the engine itself holds its first `local_tokens` tokens.
-
-        Returns:
-            The farthest tier of the blocks beyond those, for they would have to be loaded; `GPU` where there are
-            none, and `NONE` where nothing is cached anywhere.
-        """
-        if self.tokens <= local_tokens:
-            return Distance.GPU if local_tokens else Distance.NONE
+        """From where is loaded what the engine lacks, when it holds the first `local_tokens` tokens itself: the
+        farthest tier of the blocks beyond those; `GPU` where there are none."""
         farthest, end = Distance.GPU, 0
         for tier, tokens in self.runs:
             end += tokens
             if end > local_tokens:
                 farthest = max(farthest, tier)
         return farthest
+
+    def weight(self, local_tokens: int, prompt_tokens: int) -> float:
+        """How near a prompt is, from 4 to 1 (`prefixd_scheduler.prompt_weight`), when the engine itself holds its first
+        `local_tokens` tokens: those count as on the GPU, prefixd's beyond them as in their tier."""
+        local_tokens = min(local_tokens, prompt_tokens)
+        parts, end = [(Distance.GPU, local_tokens)], 0
+        for tier, tokens in self.runs:
+            end += tokens
+            parts.append((tier, max(0, min(tokens, end - local_tokens))))
+        return prompt_weight(parts, max(prompt_tokens, self.tokens))
 
     def before(self, distance: Distance, local_tokens: int) -> SeenPrefix:
         """The part that ends where the first block comes that is so far away, of those beyond `local_tokens`."""

@@ -90,6 +90,7 @@ def test_the_nearest_prefix_goes_first() -> None:
 
 def test_relaxed_lets_age_count() -> None:
     requests = queue(a=None, b=4)
+    requests[1].num_prompt_tokens = 4 * BLOCK + 1
     assert arranged(requests, "relaxed-fpf", now_s=901.1) == "ab", "1.1 s * 1 over 0.1 s * 4"
     assert arranged(requests, "relaxed-fpf", now_s=901.5) == "ba"
 
@@ -110,7 +111,7 @@ def test_who_shares_a_prefix_runs_one_after_the_other() -> None:
 def test_partial_prefixes_and_deadlines_count_where_the_policy_asks_for_them() -> None:
     requests = queue(a=1, b=on(Distance.DISK, 7), c=None, d=3)
     requests[2].due = NOW
-    assert arranged(requests) == "adbc", "one block on the GPU is near"
+    assert arranged(requests) == arranged(requests, "relaxed-fpf") == "bdac", "one block on the GPU is little of 8"
     assert arranged(requests, "shortest-ready") == arranged(requests, "lpm") == "bdac"
     assert arranged(requests, "deadline") == "cabd"
 
@@ -211,7 +212,9 @@ def test_the_order_is_the_policys_behind_those_that_were_begun(
         if not r.begun:
             seen = r.seen or NOTHING_SEEN
             cached = max(r.local, seen.tokens)
-            q = QueuedRequest(number, r.arrival_time, r.num_prompt_tokens, cached, seen.distance(r.local))
+            q = QueuedRequest(
+                number, r.arrival_time, r.num_prompt_tokens, cached, seen.weight(r.local, r.num_prompt_tokens)
+            )
             q.priority = r.priority if by_priority else 0
             q.prefix = (r.key, cached) if cached else None
             q.ready_s, q.deadline_s = float(r.num_prompt_tokens - cached), r.due

@@ -119,7 +119,7 @@ async def test_policies_decide_who_is_next(
     cold = bench.submit(COLD)
     bench.now = warm_s
     warm = bench.submit(WARM)
-    assert (cold.queued.distance, warm.queued.distance) == (Distance.NONE, Distance.GPU)
+    assert (cold.queued.weight, warm.queued.weight) == (1.0, 4.0)
     bench.now = now_s
     await bench.finish(busy, cold, warm)
     order = [warm.id, cold.id] if warm_first else [cold.id, warm.id]
@@ -150,7 +150,7 @@ async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: Ma
     for request, up in zip(waiting, (True, True, False, False), strict=True):
         assert bool((trie.complete[request.rows] & (1 << GPU)).all()) is up
         assert (trie.holds[request.rows, GPU] == int(up)).all()
-    assert [request.queued.distance for request in waiting] == [Distance.CPU] * 4
+    assert [request.queued.weight for request in waiting] == [3.0] * 4
     await bench.finish(busy, *waiting)
     assert [request.hit_tokens for request in waiting] == [[0, 16, 0, 0]] * 4
 
@@ -273,7 +273,7 @@ async def test_a_prefix_that_is_slower_to_load_is_computed(
     bench.cost.observe_compute(10_000, 0.001)
     bench.cost.observe_load(Distance(tier), 4096, 10.0)
     request = bench.submit(WARM)
-    assert request.queued.distance == tier
+    assert request.queued.weight == Distance(tier).weight
     run = await bench.running(request)
     found = [0, 0, 0, 0]
     found[tier] = 0 if recompute else 16

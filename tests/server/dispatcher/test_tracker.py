@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prefixd.cache import NONE
 from prefixd.cache.index.trie import DISK, GPU
 from prefixd.server.tracker import PrefixTracker
-from prefixd_scheduler import Distance, RequestQueue, create_policy
+from prefixd_scheduler import Distance, RequestQueue, create_policy, prompt_weight
 
 if TYPE_CHECKING:
     from prefixd.server.request import Request
@@ -39,10 +39,10 @@ def prompt(branches: list[int]) -> list[int]:
     return [token for depth, branch in enumerate(branches) for token in [depth, branch, 7, 7]] + [9]
 
 
-def from_scratch(bench: Bench, request: Request) -> tuple[int, int]:
-    """Blocks of the longest cached prefix, and its farthest tier."""
+def from_scratch(bench: Bench, request: Request) -> tuple[int, int, float]:
+    """Blocks of the longest cached prefix, its farthest tier, and the weight of the prompt."""
     trie = request.trie
-    parent, distance, blocks = request.namespace.root, GPU, 0
+    parent, blocks, where = request.namespace.root, 0, []
     for block in range(request.usable_blocks):
         row = trie.find(request.namespace.ordinal, request.chain.key(block))
         if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != request.chain.block(block):
@@ -50,9 +50,9 @@ def from_scratch(bench: Bench, request: Request) -> tuple[int, int]:
         tiers = [tier for tier in range(NONE) if trie.has(row, tier)]
         if not tiers:
             break
-        distance = max(distance, min(tiers))
+        where.append(Distance(min(tiers)))
         parent, blocks = row, blocks + 1
-    return blocks, distance if blocks else NONE
+    return blocks, max(where, default=NONE), prompt_weight([(tier, BLOCK) for tier in where], request.prompt_tokens)
 
 
 async def change(
@@ -89,9 +89,7 @@ async def change(
 @settings(max_examples=150)
 @given(changes=CHANGES, disk=st.booleans())
 @pytest.mark.slow
-def test_distances_follow_every_change(
-    bench_of: Callable[..., Any], changes: list[tuple[str, Any]], disk: bool
-) -> None:
+def test_weights_follow_every_change(bench_of: Callable[..., Any], changes: list[tuple[str, Any]], disk: bool) -> None:
     async def scenario() -> None:
         async with bench_of(frames=8, cpu_slots=8, disk=disk) as bench:
             queue = RequestQueue(create_policy("relaxed-fpf"), 100)
@@ -102,8 +100,9 @@ def test_distances_follow_every_change(
                 tracker.refresh()
                 tracker.refresh()  # the first began where the one before ended, with the last request perhaps
                 for request in waiting:
-                    blocks, distance = from_scratch(bench, request)
-                    assert (len(request.rows), int(request.queued.distance)) == (blocks, distance), what
+                    blocks, farthest, weight = from_scratch(bench, request)
+                    assert (len(request.rows), int(request.farthest)) == (blocks, farthest), what
+                    assert request.queued.weight == weight, what
                     assert request.queued.cached_tokens == blocks * BLOCK
                     last = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
                     assert request.queued.prefix == last
@@ -113,20 +112,20 @@ def test_distances_follow_every_change(
 
 
 async def watched(
-    make_bench: MakeBench, requests: int, rows_a_refresh: int
+    make_bench: MakeBench, requests: int, rows_a_refresh: int, blocks: int = 4
 ) -> tuple[Bench, PrefixTracker, list[Request]]:
-    """Requests with 4 cached blocks each, on disk and in the CPU tier, and a tracker that has seen them so."""
-    bench = await make_bench(8, cpu_slots=4 * requests, disk=True)
+    """Requests with so many cached blocks each, on disk and in the CPU tier, and a tracker that has seen them so."""
+    bench = await make_bench(8, cpu_slots=blocks * requests, disk=True)
     queue = RequestQueue(create_policy("fcfs"), 100)
     tracker = PrefixTracker(bench.cache, queue, rows_a_refresh=rows_a_refresh)
     waiting = []
     for number in range(requests):
         tokens = range(100 * number, 100 * number + 25)
-        await bench.cached(tokens[:17])
+        await bench.cached(tokens[: BLOCK * blocks + 1])
         waiting.append(bench.request(tokens))
         queue.push(waiting[-1].queued)
         tracker.add(waiting[-1])
-        assert waiting[-1].queued.distance is Distance.CPU
+        assert waiting[-1].farthest is Distance.CPU
     await bench.cache.write_back.flush()
     while tracker._left > 0:
         tracker.refresh()
@@ -139,27 +138,54 @@ def drop(bench: Bench, request: Request, block: int) -> None:
 
 
 def on_disk(waiting: list[Request]) -> int:
-    return sum(request.queued.distance is Distance.DISK for request in waiting)
+    return sum(request.farthest is Distance.DISK for request in waiting)
 
 
 async def test_a_tail_that_moved_is_seen_at_once(make_bench: MakeBench) -> None:
     bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=1)
     drop(bench, waiting[7], 3)
     tracker.refresh()
-    assert [request.queued.distance for request in waiting].index(Distance.DISK) == 7
+    assert [request.farthest for request in waiting].index(Distance.DISK) == 7
     assert on_disk(waiting) == 1
 
 
-async def test_a_block_in_the_middle_that_moved_is_seen_in_turn(make_bench: MakeBench) -> None:
-    """40 rows, 8 a refresh: after 5 of them every request was read."""
-    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=8)
+async def test_a_quarter_that_moved_is_seen_at_once(make_bench: MakeBench) -> None:
+    """The tail moves first, and the blocks before it later: the prompt's weight sinks class by class."""
+    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=1, blocks=6)
+    weights = [waiting[7].queued.weight]
+    for block in (5, 4, 3, 2, 1, 0):
+        drop(bench, waiting[7], block)
+        tracker.refresh()
+        weights.append(waiting[7].queued.weight)
+    assert weights == [3.0, 3.0, 2.5, 2.5, 2.5, 2.0, 2.0]
+    assert on_disk(waiting) == 1
+
+
+@pytest.mark.parametrize("tokens", [25, 41, 4 * 41 + 1])
+async def test_marks_are_the_ends_of_quarters(make_bench: MakeBench, tokens: int) -> None:
+    bench = await make_bench(64, cpu_slots=64)
+    queue = RequestQueue(create_policy("fcfs"), 1)
+    tracker = PrefixTracker(bench.cache, queue)
+    await bench.cached(range(tokens))
+    request = bench.request(range(tokens))
+    queue.push(request.queued)
+    tracker.add(request)
+    blocks = len(request.found)
+    assert blocks == tokens // BLOCK
+    ends = [-(-blocks * quarter // 4) - 1 for quarter in (1, 2, 3, 4)]
+    assert tracker._marks[0].tolist() == request.found[ends].tolist()
+
+
+async def test_a_block_between_marks_that_moved_is_seen_in_turn(make_bench: MakeBench) -> None:
+    """60 rows, 12 a refresh: after 5 of them every request was read."""
+    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=12, blocks=6)
     for last in (9, 0, 4):
-        drop(bench, waiting[last], 1)
+        drop(bench, waiting[last], 0)  # the marks are 1, 2, 4 and 5
         before = on_disk(waiting)
         for _ in range(5):
             tracker.refresh()
         assert on_disk(waiting) == before + 1
-        assert waiting[last].queued.distance is Distance.DISK
+        assert waiting[last].farthest is Distance.DISK
 
 
 async def test_a_change_during_a_turn_begins_another(make_bench: MakeBench) -> None:
@@ -260,4 +286,4 @@ async def test_without_caching_nothing_is_watched(make_bench: MakeBench) -> None
     tracker.refresh()
     assert not tracker.verify(request)
     assert not tracker.has_grown(request)
-    assert (len(request.found), request.queued.distance) == (0, Distance.NONE)
+    assert (len(request.found), request.farthest, request.queued.weight) == (0, Distance.NONE, 1.0)

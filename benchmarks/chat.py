@@ -73,6 +73,7 @@ def _conversations(options: argparse.Namespace, scale: float) -> tuple[list[Conv
         turns=options.turns,
         system_tokens=options.system_tokens,
         users_per_system=options.users_per_system,
+        header_tokens=options.header_tokens,
     )
     how: dict[str, Any] = {"scale": scale, "time_scale": options.time_scale}
     count = options.conversations
@@ -105,6 +106,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for flag, default, text in numbers:
         parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is generated (0)")
+    parser.add_argument(
+        "--header-tokens",
+        type=harness.positive,
+        default=0,
+        metavar="N",
+        help="tokens that all system prompts begin with, before --scale; not with --trace (none)",
+    )
     shares = [
         ("--turns", defaults.turns, 1.0, 1e6, "mean turns of a generated conversation"),
         ("--scale", None, 1e-6, 1.0, "of all lengths (1/8; 1/16 of ShareGPT's bytes, 1/32 of a trace's tokens)"),

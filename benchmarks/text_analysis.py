@@ -37,6 +37,9 @@ requests_per_s is what follows, with full tiers. The daemons of a suite run side
               disk, and for the shortest prefixes FCFS with one. For every length of --prefix-tokens. The ratios have
               bounds: a miss ends the run with status 2.
     policies  each policy of the queue, and no cache
+    header    FCFS, FPF and Relaxed-FPF where all prefixes begin with the same --header tokens and half of the requests
+              bring a prefix that nobody else has. FPF and Relaxed-FPF have to have the first token as soon as FCFS at
+              the median, or the run ends with status 2
     tiers     gpu, gpu+cpu, gpu+cpu+disk; with prefetch and without; FPF and FCFS
     eviction  what goes first
     latency   first tokens by tiers, one request after the other
@@ -58,12 +61,13 @@ def measure(
     sizes: TierSizes,
     slow_disk: int,
     threads: int,
+    header_tokens: int,
 ) -> list[Measured]:
     """All suites. Raises DaemonFailed."""
     measured: list[Measured] = []
     with _progress() as progress:
         for suite in suites:
-            for cells in groups(suite, lengths, slow_disk):
+            for cells in groups(suite, lengths, slow_disk, header_tokens):
                 measured += measure_group(suite, cells, workload, sizes, threads, progress)
     return measured
 
@@ -80,14 +84,13 @@ def _progress() -> Iterator[Progress]:
 
 def same_answers(measured: Sequence[Measured]) -> bool:
     """Whether runs of the same requests gave the same output; of fewer requests, their first ones."""
-    digests: dict[tuple[int, int], set[str]] = {}
-    heads: dict[tuple[int, int], set[str]] = {}
+    digests: dict[tuple[object, ...], set[str]] = {}
+    heads: dict[tuple[object, ...], set[str]] = {}
     for run in measured:
         for repeat, figures in enumerate(run.repeats):
-            heads.setdefault((run.cell.prefix_tokens, repeat), set()).add(figures.first_outputs_digest)
-            digests.setdefault((run.cell.prefix_tokens * (1 << 32) + figures.requests, repeat), set()).add(
-                figures.output_digest
-            )
+            prompts = (run.cell.prefix_tokens, run.cell.header_tokens, run.cell.new, repeat)
+            heads.setdefault(prompts, set()).add(figures.first_outputs_digest)
+            digests.setdefault((*prompts, figures.requests), set()).add(figures.output_digest)
     return all(len(found) == 1 for found in (*digests.values(), *heads.values()))
 
 
@@ -114,7 +117,7 @@ def table(measured: Sequence[Measured]) -> Table:
 
 def goal_table(found: Sequence[Goal]) -> Table:
     """A line a ratio."""
-    made = Table("prefix", "ratio of requests/s", title="goals")
+    made = Table("prefix", "ratio", title="goals")
     for column in ("measured", "at least", ""):
         made.add_column(column, justify="right")
     for goal in found:
@@ -137,6 +140,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--cpu-prefixes", 32, "prefixes that fit into the CPU tier"),
         ("--disk-prefixes", 128, "prefixes that fit into the disk tier"),
         ("--requests", 512, "requests, each with a randomly chosen prefix, of the shortest prefixes"),
+        ("--header", 16, "tokens that all prefixes begin with in the suite `header`; 16 are a block"),
         ("--body-tokens", 32, "length of a body"),
         ("--output-tokens", 2, "tokens generated for a request"),
         ("--running", 8, "requests computed at once"),
@@ -186,7 +190,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         disk_prefixes=options.disk_prefixes,
         running=options.running,
     )
-    measured = measure(options.suites, lengths, workload, sizes, options.slow_disk, options.threads)
+    if options.header >= lengths[0]:
+        raise harness.BenchmarkError(
+            f"--header {options.header} leaves nothing of prefixes of {lengths[0]} tokens; give fewer"
+        )
+    measured = measure(options.suites, lengths, workload, sizes, options.slow_disk, options.threads, options.header)
     same, reached = same_answers(measured), goals(measured)
     no_parameters = ("json", "plot", "prefix_tokens")
     parameters = {name: value for name, value in vars(options).items() if name not in no_parameters}

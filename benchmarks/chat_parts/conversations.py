@@ -52,6 +52,7 @@ class Statistics:
         6.1). Log-normal with sigma 1, an assumption: the paper's histograms have such tails.
     think_s: from one request of a conversation to its next: a median of 123 s in Mooncake's conversation trace, as
         `chat_parts.traced` reads it. Exponential with this median.
+    header_tokens: that all system prompts begin with, in place of tokens of their own. None by default.
     system_tokens, users_per_system: length of a system prompt with its tools and examples, and conversations that share
         one. An assumption; there are no published figures.
     """
@@ -62,6 +63,7 @@ class Statistics:
     think_s: float = 123
     system_tokens: int = 4096
     users_per_system: int = 4
+    header_tokens: int = 0
 
 
 def generate(count: int, statistics: Statistics, *, scale: float, time_scale: float, seed: int) -> list[Conversation]:
@@ -78,7 +80,9 @@ def system_prompts(count: int, statistics: Statistics, *, scale: float, seed: in
     """The system prompt of each of `count` conversations: groups of `users_per_system` share one, in mixed order."""
     source = random.Random(f"systems {seed}")
     groups = -(-count // statistics.users_per_system)
-    systems = [random_tokens(source, scaled(statistics.system_tokens, scale)) for _ in range(groups)]
+    length, shared = scaled(statistics.system_tokens, scale), round(statistics.header_tokens * scale)
+    header = random_tokens(random.Random(f"header {seed}"), min(shared, length - 1))
+    systems = [header + random_tokens(source, length)[len(header) :] for _ in range(groups)]
     given = [systems[i // statistics.users_per_system] for i in range(count)]
     source.shuffle(given)
     return given

@@ -48,6 +48,8 @@ class Measured:
             "prefix_tokens": self.cell.prefix_tokens,
             "one_by_one": self.cell.one_by_one,
             "disk_bytes_per_s": self.cell.disk_bytes_per_s,
+            "header_tokens": self.cell.header_tokens,
+            "new": self.cell.new,
             "serving": asdict(self.cell.serving),
             **self.figures.to_plain(),
             "name": self.cell.name,
@@ -59,6 +61,13 @@ def ratio(one: Measured, other: Measured) -> float:
     """How many times as many requests a second: the median over repeats that ran one after the other."""
     return statistics.median(
         mine.requests_per_s / its.requests_per_s for mine, its in zip(one.repeats, other.repeats, strict=True)
+    )
+
+
+def sooner(one: Measured, other: Measured) -> float:
+    """How many times as soon the first token is there, at the median: that of repeats that ran one after the other."""
+    return statistics.median(
+        its.ttft_s.p50 / mine.ttft_s.p50 for mine, its in zip(one.repeats, other.repeats, strict=True)
     )
 
 
@@ -118,7 +127,13 @@ def _workload(cell: Cell, workload: TextAnalysis) -> TextAnalysis:
     if cell.takes_long:
         shorter = requests * workload.prefix_tokens // max(workload.prefix_tokens, cell.prefix_tokens)
         requests = min(shorter, max(_LEAST, shorter // _FEWER))
-    return replace(workload, prefix_tokens=cell.prefix_tokens, requests=max(1, requests))
+    return replace(
+        workload,
+        prefix_tokens=cell.prefix_tokens,
+        requests=max(1, requests),
+        header_tokens=cell.header_tokens,
+        new=cell.new,
+    )
 
 
 def _daemon(cell: Cell, workload: TextAnalysis, sizes: TierSizes, threads: int, directory: Path) -> DaemonProcess:

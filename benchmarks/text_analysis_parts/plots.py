@@ -10,6 +10,7 @@ from benchmarks.text_analysis_parts.measuring import Measured
 _TITLES = {
     "goals": "against no cache and everything on GPU",
     "policies": "policies of the queue",
+    "header": "a header before all, half of them new",
     "tiers": "tiers, with and without prefetch",
     "eviction": "eviction",
     "latency": "one request after the other",
@@ -29,7 +30,7 @@ def draw(axes: Sequence[Any], measured: Sequence[Measured]) -> None:
     for panel, runs in zip(axes, panels(measured), strict=True):
         suite, length = runs[0].suite, runs[0].cell.prefix_tokens
         names = [run.cell.name.replace(", ", ",\n") for run in runs]
-        latency = runs[0].cell.one_by_one
+        latency = runs[0].cell.one_by_one or suite == "header"
         values = [run.figures.ttft_s.p50 * 1e3 if latency else run.figures.requests_per_s for run in runs]
         bars = panel.barh(names, values, color="#4477aa")
         panel.invert_yaxis()

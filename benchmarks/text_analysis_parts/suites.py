@@ -9,7 +9,7 @@ from typing import get_args
 from prefixd.settings import CacheSettings, SchedulerSettings
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, Serving, serving_of
 
-SUITES = ("goals", "policies", "tiers", "eviction", "latency")
+SUITES = ("goals", "policies", "header", "tiers", "eviction", "latency")
 TIER_SETS = (("gpu",), ("gpu", "cpu"), ("gpu", "cpu", "disk"))
 POLICIES: tuple[str, ...] = get_args(SchedulerSettings.model_fields["policy"].annotation)
 EVICTIONS: tuple[str, ...] = get_args(CacheSettings.model_fields["eviction"].annotation)
@@ -17,6 +17,8 @@ EVICTIONS: tuple[str, ...] = get_args(CacheSettings.model_fields["eviction"].ann
 NO_CACHE, FPF = serving_of("no-cache"), serving_of("fpf")
 FCFS_ALONE = Serving(name="fcfs, no prefetch", policy="fcfs", look_ahead=0)
 EVERYTHING = Serving(name="everything on gpu", everything=True)
+FCFS, RELAXED_FPF = serving_of("fcfs"), serving_of("relaxed-fpf")
+_NEW = 0.5  # of the requests in the suite `header`
 _SIDE_BY_SIDE = 5
 _LONG_S = 0.25
 """A slow disk reads a prefix in less, or fewer requests are sent."""
@@ -31,12 +33,16 @@ class Cell:
         prefix_tokens: length of a prefix.
         one_by_one: each request when the one before it was answered.
         disk_bytes_per_s: of all reads and writes of the disk together; None: what the device has.
+        header_tokens: that all prefixes begin with.
+        new: share of the requests whose prefixes nobody else has.
     """
 
     serving: Serving
     prefix_tokens: int
     one_by_one: bool = False
     disk_bytes_per_s: int | None = None
+    header_tokens: int = 0
+    new: float = 0.0
 
     @property
     def name(self) -> str:
@@ -52,8 +58,9 @@ class Cell:
         return slow or self.one_by_one or not self.serving.caching
 
 
-def groups(suite: str, prefix_tokens: Sequence[int], slow_disk: int) -> list[list[Cell]]:
-    """The cells of a suite, by group; `goals` for every prefix length, the others for the first."""
+def groups(suite: str, prefix_tokens: Sequence[int], slow_disk: int, header_tokens: int) -> list[list[Cell]]:
+    """The cells of a suite, by group; `goals` for every prefix length, the others for the first. The suite `header` has
+    a header of so many tokens."""
     first = prefix_tokens[0]
     if suite == "goals":
         return [
@@ -66,6 +73,9 @@ def groups(suite: str, prefix_tokens: Sequence[int], slow_disk: int) -> list[lis
         ]
     if suite == "policies":
         return _in_groups([Cell(serving, first) for serving in (NO_CACHE, *map(serving_of, POLICIES))])
+    if suite == "header":
+        ways = (FCFS, FPF, RELAXED_FPF)
+        return [[Cell(serving, first, header_tokens=header_tokens, new=_NEW) for serving in ways]]
     if suite == "eviction":
         return _in_groups([Cell(Serving(name=each, eviction=each), first) for each in EVICTIONS])
     if suite == "latency":

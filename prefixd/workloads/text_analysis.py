@@ -26,6 +26,9 @@ class TextAnalysis:
     Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again. `outstanding` is how
     many requests are sent before the first of them has been answered: what the daemon's queue can choose from.
     `repeats` is how often the requests are sent to one daemon, each time with other choices and bodies.
+
+    `header_tokens` of each prefix, from the first on, are the same in all of them. Of the requests the share `new` have
+    prefixes that were not asked for before and will not be again; with the header, if there is one.
     """
 
     prefixes: int
@@ -36,19 +39,37 @@ class TextAnalysis:
     outstanding: int = 64
     repeats: int = 1
     seed: int = 0
+    header_tokens: int = 0
+    new: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes below 1."""
+        """Raises ValueError for sizes below 1, a header that leaves nothing of a prefix, and shares beyond 0 to 1."""
         sizes = ("prefixes", "requests", "prefix_tokens", "body_tokens", "output_tokens", "outstanding", "repeats")
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not 0 <= self.header_tokens < self.prefix_tokens:
+            raise ValueError(
+                f"header_tokens = {self.header_tokens}: must be 0 or more, and less than the prefix_tokens, "
+                f"{self.prefix_tokens}"
+            )
+        if not 0.0 <= self.new <= 1.0:
+            raise ValueError(f"new = {self.new}: must be a share, from 0 to 1")
 
     def prompts(self, repeat: int = 0) -> list[list[int]]:
         """`requests` prompts as token ids, each a randomly chosen prefix and a body of its own."""
         source = random.Random(f"requests {self.seed}" + (f" {repeat}" if repeat else ""))
         prefixes = self._prefixes()
-        return [source.choice(prefixes) + _tokens(source, self.body_tokens) for _ in range(self.requests)]
+        prompts = [source.choice(prefixes) + _tokens(source, self.body_tokens) for _ in range(self.requests)]
+        of_new = random.Random(f"new {self.seed} {repeat}")
+        for number in of_new.sample(range(self.requests), self.new_requests):
+            prompts[number] = self._prefix(of_new) + prompts[number][self.prefix_tokens :]
+        return prompts
+
+    @property
+    def new_requests(self) -> int:
+        """How many requests of a repeat have prefixes of their own."""
+        return round(self.new * self.requests)
 
     def warm_up_prompts(self) -> list[list[int]]:
         """One prompt a prefix, with bodies that no other prompt has."""
@@ -57,7 +78,12 @@ class TextAnalysis:
 
     def _prefixes(self) -> list[list[int]]:
         source = random.Random(f"prefixes {self.seed}")
-        return [_tokens(source, self.prefix_tokens) for _ in range(self.prefixes)]
+        return [self._prefix(source) for _ in range(self.prefixes)]
+
+    def _prefix(self, source: random.Random) -> list[int]:
+        """The header and tokens behind it."""
+        header = _tokens(random.Random(f"header {self.seed}"), self.header_tokens)
+        return header + _tokens(source, self.prefix_tokens)[self.header_tokens :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +91,8 @@ class TierSizes:
     """Room in each tier, in prefixes.
 
     Bodies and outputs are cached like everything else: in the CPU and disk tiers a prefix has its share of them beside
-    it, in the GPU tier the `running` requests have theirs.
+    it, in the GPU tier the `running` requests have theirs. The disk tier also has room for the prompts with new
+    prefixes.
     """
 
     gpu_prefixes: int
@@ -82,10 +109,11 @@ class TierSizes:
         # The share of a prefix in the requests, and its own in the warm-up.
         requests = -(-workload.requests * workload.repeats // workload.prefixes) + 1
         kept = (longest // BLOCK_TOKENS - prefix_blocks) * requests * BLOCK_BYTES
+        new = workload.new_requests * workload.repeats * (longest // BLOCK_TOKENS) * BLOCK_BYTES
         return {
             "gpu.bytes": self.gpu_prefixes * prefix + self.running * beside,
             "cpu.bytes": self.cpu_prefixes * (prefix + kept),
-            "disk.bytes": self.disk_prefixes * (prefix + kept),
+            "disk.bytes": self.disk_prefixes * (prefix + kept) + new,
             "worker.block_tokens": BLOCK_TOKENS,
             "worker.max_running": self.running,
         }

@@ -42,6 +42,15 @@ def test_conversations_follow_their_seed_and_have_the_statistics() -> None:
     assert distinct_tokens(conversations) == everything
 
 
+def test_a_header_begins_every_system_prompt() -> None:
+    statistics = Statistics(system_tokens=40, users_per_system=5, header_tokens=16)
+    systems = {each.system for each in generate(50, statistics, scale=0.5, time_scale=0.1, seed=3)}
+    assert len(systems) == 10 and {len(system) for system in systems} == {20}
+    assert len({system[:8] for system in systems}) == 1 < len({system[:9] for system in systems})
+    longer = Statistics(system_tokens=40, header_tokens=4000)
+    assert {len(each.system) for each in generate(9, longer, scale=0.5, time_scale=0.1, seed=3)} == {20}
+
+
 def test_turns_beyond_the_context_are_cut_and_a_first_turn_beyond_it_leaves_the_conversation_out() -> None:
     turn = Turn((1, 2), 3)
     conversations = [Conversation((9,), (turn, turn, turn)), Conversation((9,) * 7, (turn,))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,38 @@ def test_prompts_are_a_shared_prefix_and_a_body_of_their_own() -> None:
     assert not {tuple(prompt) for prompt in warm_up} & {tuple(prompt) for prompt in prompts}
 
 
+def test_a_header_is_the_beginning_of_every_prefix() -> None:
+    plain, headed = (TextAnalysis(prefixes=4, requests=32, prefix_tokens=64, header_tokens=n) for n in (0, 16))
+    prompts = headed.prompts() + headed.warm_up_prompts()
+    assert len({tuple(prompt[:16]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[:64]) for prompt in prompts}) == 4
+    assert [prompt[16:] for prompt in prompts] == [p[16:] for p in plain.prompts() + plain.warm_up_prompts()]
+
+
+@pytest.mark.parametrize("header_tokens", [0, 16])
+def test_new_prompts_have_the_header_and_prefixes_that_nobody_else_has(header_tokens: int) -> None:
+    workload = TextAnalysis(
+        prefixes=4, requests=32, prefix_tokens=64, body_tokens=16, repeats=2, header_tokens=header_tokens, new=0.25
+    )
+    known = {tuple(prompt[:64]) for prompt in workload.warm_up_prompts()}
+    rounds = [workload.prompts(repeat) for repeat in range(2)]
+    assert rounds == [workload.prompts(repeat) for repeat in range(2)]
+    new = [tuple(prompt[:64]) for prompts in rounds for prompt in prompts if tuple(prompt[:64]) not in known]
+    assert len(new) == len(set(new)) == 16 == 2 * workload.new_requests
+    assert {prefix[:header_tokens] for prefix in new} == {prefix[:header_tokens] for prefix in known}
+    assert {len(prompt) for prompts in rounds for prompt in prompts} == {80}
+    tiers = TierSizes(gpu_prefixes=1, cpu_prefixes=1, disk_prefixes=4)
+    without = tiers.overrides(replace(workload, new=0.0))
+    assert tiers.overrides(workload)["disk.bytes"] - without["disk.bytes"] == 16 * 5 * BLOCK_BYTES
+
+
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="prefixes = 0"):
         TextAnalysis(prefixes=0, requests=1)
+    with pytest.raises(ValueError, match="header_tokens = 64: must be 0 or more, and less than the prefix_tokens, 64"):
+        TextAnalysis(prefixes=1, requests=1, prefix_tokens=64, header_tokens=64)
+    with pytest.raises(ValueError, match=r"new = 1\.5: must be a share"):
+        TextAnalysis(prefixes=1, requests=1, new=1.5)
 
 
 def test_tiers_are_sized_in_prefixes_with_room_for_what_runs() -> None:

@@ -96,6 +96,7 @@ class ForgetsPins(SlabStore):
         self._index.pin([key for commit in batch for key, value in commit.changes if value is not None], False)
 
 
+@pytest.mark.slow
 def test_pins_that_are_lost_are_found_out() -> None:
     _, findings = power_loss.run_cases(range(150), ForgetsPins, shrink_first=0)
     assert findings and "pins" in findings[0].problem

@@ -76,6 +76,7 @@ def test_a_namespace_that_nobody_uses_makes_room(sidecar: Remote, refused: Calla
     assert not sidecar.stats().troubles
 
 
+@pytest.mark.slow
 def test_figures_are_told_however_long_namespaces_are(launch: Callable[..., Remote]) -> None:
     """The longest names and as many parts as may be, in many namespaces."""
     sidecar = launch(SIDECAR)

@@ -197,6 +197,7 @@ async def test_before_linux_6_5_a_process_without_a_number_here_is_watched_by_wh
         watch.close()
 
 
+@pytest.mark.slow
 def test_a_descriptor_is_a_living_processs_of_that_number() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     pidfd = os.pidfd_open(process.pid)

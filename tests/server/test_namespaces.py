@@ -96,6 +96,7 @@ def test_figures_are_told_however_long_namespaces_are(launch: Callable[..., Remo
         assert {each.tenant for each in stats.namespaces} == {"default"}
 
 
+@pytest.mark.slow
 def test_no_client_fills_what_the_daemons_own_worker_reads(
     model_daemon: Remote, prompt: Callable[..., list[int]]
 ) -> None:

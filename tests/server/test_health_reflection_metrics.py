@@ -158,6 +158,7 @@ def test_a_prompt_is_counted_once_by_scheduler_and_ranks_and_a_miss_counts(remot
         assert counted() == (asked + 8, hit), "a lease of nothing is a miss"
 
 
+@pytest.mark.slow
 def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote) -> None:
     before = scrape(model_daemon)
     for _ in range(2):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +149,7 @@ class MixedLoad:
         """Those that the daemon acknowledged as forgotten."""
         self.pinned: dict[Prompt, None] = {}
         """Those that the daemon acknowledged as pinned across restarts and that it has not asked to unpin."""
+        self._pinning: set[Prompt] = set()
         self._client = AsyncClient(
             address,
             name=f"load {plan.owner}",
@@ -332,17 +333,26 @@ class MixedLoad:
 
     async def _pin(self, rng: random.Random) -> None:
         """Pins a durable prompt of its own; lets the oldest go when there are enough."""
-        if len(self.pinned) >= _PINNED:
-            prompt = next(iter(self.pinned))
+        if len(self.pinned) >= _PINNED and (free := [each for each in self.pinned if each not in self._pinning]):
+            prompt = free[0]
             del self.pinned[prompt]  # before the call: whether it is pinned is unknown when the call breaks off
-            with suppress(NotFoundError):
+            with self._alone_with(prompt), suppress(NotFoundError):
                 await self._client.unpin(await self._last_key(prompt))
-        if not self.durable:
+        if not (free := [each for each in self.durable if each not in self._pinning]):
             return
-        prompt = rng.choice(list(self.durable))
-        with suppress(NotFoundError):  # evicted for room
+        prompt = rng.choice(free)
+        with self._alone_with(prompt), suppress(NotFoundError):  # evicted for room
             if (await self._client.pin(await self._last_key(prompt))).durable and prompt in self.durable:
                 self.pinned[prompt] = None
+
+    @contextmanager
+    def _alone_with(self, prompt: Prompt) -> Iterator[None]:
+        """Other tasks neither pin nor unpin it meanwhile: nobody could say which of two calls came last."""
+        self._pinning.add(prompt)
+        try:
+            yield
+        finally:
+            self._pinning.discard(prompt)
 
     async def _retain(self, rng: random.Random) -> None:
         """Asks for another priority of a prompt for a while."""

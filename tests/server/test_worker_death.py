@@ -158,7 +158,7 @@ def test_a_worker_that_was_given_up_is_seen_by_everyone_who_asks(
     assert not serving("prefixd.v1.Inference")
     assert serving("") and serving("prefixd.v1.PrefixCache") and serving("prefixd.v1.Admin"), "the cache goes on"
     resize = admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=1 << 20)
-    with refused("FAILED_PRECONDITION", "there is no gpu tier: the worker was given up: gpu.bytes = 1"):
+    with refused("FAILED_PRECONDITION", "there is no gpu tier: the worker was given up: gpu.bytes = 4096"):
         list(remote.admin.ResizeTier(resize))
     with pytest.raises(grpc.RpcError) as caught:
         remote.generate([1, 2, 3])

@@ -109,11 +109,17 @@ class ImageDecoder:
         """
         await self._places.acquire()
         place = self._store.place()
-        freed = [self._places.release, place.leave]
+        submitted, written = False, None
+
+        def free(_: object = None) -> None:
+            self._places.release()
+            place.leave()
+
         try:
             try:
                 process = await self._started()
-                await asyncio.get_running_loop().run_in_executor(self._threads, place.write, data)
+                written = asyncio.get_running_loop().run_in_executor(self._threads, place.write, data)
+                await asyncio.shield(written)
             except ConfigError as error:
                 raise UnavailableError(f"images[{number}] cannot be decoded: {error}") from error
             except OSError as error:
@@ -123,9 +129,11 @@ class ImageDecoder:
                 ) from error
             job = Job(next(self._ids), number, place.offset, len(data))
             answered = process.submit(job)
-            freed.clear()
+            submitted = True
         finally:
-            for free in freed:
+            if written is not None and not written.done():
+                written.add_done_callback(free)  # the thread still writes there: what is freed now, it would fill again
+            elif not submitted:
                 free()
         return await self._answer(process, job, place, answered)
 

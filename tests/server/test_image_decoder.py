@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount
 from prefixd.server import image_decoder
 from prefixd.server.image_decoder import AT_ONCE, ImageDecoder
-from prefixd.server.pixel_store import PixelStore
+from prefixd.server.pixel_store import PixelPlace, PixelStore
 
 from .decode_stand_in import PID
 
@@ -104,6 +105,31 @@ async def test_who_goes_away_takes_the_process_along(decoder: ImageDecoder) -> N
         await until(lambda pid=pid: gone(pid))
     await until(lambda: not decoder._store.nbytes)
     (await decoder.decode(b"a file", 0)).place.leave()
+
+
+async def test_who_goes_away_while_the_file_is_written_leaves_its_memory(
+    decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread goes on writing: the place is free, and its turn another's, once it has ended."""
+    begun, go_on, write = threading.Event(), threading.Event(), PixelPlace.write
+
+    def slowly(place: PixelPlace, data: bytes) -> None:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        write(place, data)
+
+    monkeypatch.setattr(PixelPlace, "write", slowly)
+    task = asyncio.create_task(decoder.decode(b"a file", 0))
+    try:
+        await until(begun.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert decoder._places._value == AT_ONCE - 1
+    finally:
+        go_on.set()
+    await until(lambda: decoder._places._value == AT_ONCE)
+    assert decoder._store.nbytes == 0
 
 
 async def test_ending_does_not_wait_for_an_image(decoder: ImageDecoder) -> None:

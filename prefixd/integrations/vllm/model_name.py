@@ -70,7 +70,7 @@ class Adapters:
         """
         key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
         folder = Path(lora.lora_path).expanduser()
-        files = state_of_folder(folder) if folder.is_dir() else None
+        files = _files_of(folder)
         known = self._known.get(key)
         if known is not None and known[0] == files:
             return known[1]
@@ -83,16 +83,28 @@ class Adapters:
             )
             self._known[key] = files, own
             return own
-        if files is None:
+        why = "it is no folder here"
+        if files is not None:
+            try:
+                own, why = f"lora={lora.lora_name}@{fingerprint_of_folder(folder, default_data_dir())}", ""
+            except OSError as error:
+                why = f"{error.filename}: {error.strerror}"
+        if why:
             log.warning(
-                "prefixd: the LoRA adapter %s at %s is no folder here, so what it is cannot be told: its prefixes "
-                "are this engine's alone, until it is started again; give vLLM the adapter's folder",
-                *(lora.lora_name, lora.lora_path),
+                "prefixd: what the LoRA adapter %s at %s is cannot be told (%s): its prefixes are this engine's "
+                "alone, until it is started again; give vLLM the adapter's folder, with files that it may read",
+                *(lora.lora_name, lora.lora_path, why),
             )
-        else:
-            own = f"lora={lora.lora_name}@{fingerprint_of_folder(folder, default_data_dir())}"
         self._known[key] = files, own
         return own
+
+
+def _files_of(folder: Path) -> Any:
+    """What tells that files below a folder are the same; None where there is none, or one cannot be looked at."""
+    try:
+        return state_of_folder(folder) if folder.is_dir() else None
+    except OSError:
+        return None
 
 
 def packing(vllm_config: Any, kv_caches: Mapping[str, Any], versions: str) -> str:

@@ -322,6 +322,20 @@ def test_an_adapter_whose_files_cannot_be_seen_is_this_engines_alone() -> None:
     assert adapters.name(adapter) == adapters.name(adapter) != Adapters().name(adapter)
 
 
+@pytest.mark.parametrize("fails", ["state_of_folder", "fingerprint_of_folder"])
+def test_an_adapter_that_is_written_at_the_moment_does_not_end_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A file goes between the listing and the look at it."""
+
+    def gone(*_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "adapter_model.safetensors.tmp")
+
+    monkeypatch.setattr(f"prefixd.integrations.vllm.model_name.{fails}", gone)
+    adapters, adapter = Adapters(), an_adapter(tmp_path)
+    assert adapters.name(adapter) == adapters.name(adapter) != Adapters().name(adapter)
+
+
 class Layer:
     """As vLLM's: what writes keys and values into pages (blocks, heads, tokens, 2 * size)."""
 

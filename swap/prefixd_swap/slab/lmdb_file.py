@@ -39,6 +39,7 @@ _BRANCH, _LEAF = 1, 2
 _BIG_DATA, _SUB_TREE = 1, 2
 _NO_ROOT = (1 << 64) - 1
 _MAX_PAGE = 1 << 48
+_MAX_FILE_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Meta:
 
     page_bytes: int
     roots: tuple[int, ...]
-    """Root pages of the tree of free pages and of the main tree, of those that are not empty."""
+    """Root pages of the tree of free pages and of the main tree, of those that are not empty. Of a damaged meta page at
+    most 2^48, where no file has a page."""
     last_page: int
     transaction: int
 
@@ -241,7 +243,9 @@ def _metas(fd: int, pread: Pread, head: bytes, page_bytes: int) -> Iterator[Meta
     for content in (head, _read(fd, pread, page_bytes, _META.size)):
         if _page_bytes(content) == page_bytes:
             *_, free, main, last_page, transaction = _META.unpack(content)
-            roots = tuple(root for root in (_TREE.unpack(tree)[-1] for tree in (free, main)) if root != _NO_ROOT)
+            roots = tuple(
+                min(root, _MAX_PAGE) for root in (_TREE.unpack(tree)[-1] for tree in (free, main)) if root != _NO_ROOT
+            )
             yield Meta(page_bytes, roots, last_page, transaction)
 
 
@@ -255,7 +259,9 @@ def _page_bytes(content: bytes) -> int:
 
 
 def _read(fd: int, pread: Pread, offset: int, nbytes: int) -> bytes:
-    """Bytes of the file, fewer at its end."""
+    """Bytes of the file, fewer at its end; none from where no file can be, as a damaged page may have it."""
+    if offset + nbytes > _MAX_FILE_BYTES:
+        return b""
     buffer = memoryview(bytearray(nbytes))
     done = 0
     while done < nbytes and (got := pread(fd, buffer[done:], offset + done)):

@@ -193,3 +193,22 @@ def test_the_newer_meta_counts(tmp_path: Path) -> None:
         index.apply([(bytes([number]) * 24, bytes(3000))])
         index.close()
         last_page(path)
+
+
+@pytest.mark.parametrize("root", [1 << 40, 1 << 55, 1 << 63, (1 << 64) - 2])
+def test_a_root_where_no_file_has_a_page_is_damage(tmp_path: Path, root: int) -> None:
+    path = tmp_path / "index"
+    SlabIndex(path, FileOps()).close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    for meta in (0, PAGE):
+        at = meta + 16 + 24 + 2 * 48 - 8  # page header, magic to map size, both trees, of which the root is last
+        content[at : at + 8] = root.to_bytes(8, "little")
+    (path / "data.mdb").write_bytes(content)
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    try:
+        assert first_missing(fd, pread, 3 * PAGE) is not None
+    finally:
+        os.close(fd)
+    index = SlabIndex(path, FileOps())
+    assert index.damage
+    index.close()

@@ -79,9 +79,14 @@ class NamespaceRoom:
 
     def fits(self, tenant: Tenant, nbytes: int) -> bool:
         """Whether a tenant may have one more namespace, of `nbytes` bytes, beside what is kept for others."""
+        return not self._has_all(tenant) and self._has_memory(tenant, nbytes)
+
+    def _has_all(self, tenant: Tenant) -> bool:
+        """Whether a tenant has as many namespaces as its quota allows."""
         most = tenant.quota.namespaces
-        if most is not None and self._registry.count(tenant.name) >= most:
-            return False
+        return most is not None and self._registry.count(tenant.name) >= most
+
+    def _has_memory(self, tenant: Tenant, nbytes: int) -> bool:
         each = min(_KEPT_BYTES, self.limit_bytes // (2 * self._tenants.calling))
         others = (other for other in self._tenants if other is not tenant and other.name != COMMON)
         kept = sum(max(0, each - self._registry.bytes_of(other.name)) for other in others)
@@ -116,16 +121,30 @@ class NamespaceRoom:
 
     async def make(self, tenant: Tenant, nbytes: int) -> None:
         """Forgets until a tenant may have one more namespace of `nbytes` bytes, or all that are left are in use."""
-        if self.fits(tenant, nbytes):
-            return
+        if not self.fits(tenant, nbytes):
+            await self._forget_until(
+                lambda: self.fits(tenant, nbytes),
+                lambda: [tenant] if self._has_all(tenant) else self._victims(tenant, nbytes),
+            )
+
+    async def trim(self) -> None:
+        """Forgets until those that came back from disk keep within the memory, which may have been lowered.
+
+        No quota counts: nobody asks for one more.
+        """
+        tenant = self._tenants.default
+        if not self._has_memory(tenant, 0):
+            await self._forget_until(lambda: self._has_memory(tenant, 0), lambda: self._victims(tenant, 0))
+
+    async def _forget_until(self, enough: Callable[[], bool], victims: Callable[[], list[Tenant]]) -> None:
         async with self._making:
-            for victim in self._victims(tenant, nbytes):
+            for victim in victims():
                 if self._clock() < self._vain_until_s.get(victim, 0.0):
                     continue
                 order = self._registry.oldest(victim.name)
                 step, found = max(1, len(order) // _FORGOTTEN_AT_ONCE), 0
                 for start in range(0, len(order), step):
-                    if self.fits(tenant, nbytes):
+                    if enough():
                         return
                     found += await self._forget(order[start : start + step])
                 if not found:
@@ -138,9 +157,7 @@ class NamespaceRoom:
 
     def _victims(self, tenant: Tenant, nbytes: int) -> list[Tenant]:
         """Whose namespaces go, in order."""
-        use, most = self._registry.bytes_of, tenant.quota.namespaces
-        if most is not None and self._registry.count(tenant.name) >= most:
-            return [tenant]
+        use = self._registry.bytes_of
         owners = self._tenants.calling + bool(use(COMMON))
         share, own = self.limit_bytes // owners, use(tenant.name) + nbytes
         over = [other for other in self._tenants if other is not tenant and use(other.name) > max(share, own)]

@@ -217,7 +217,7 @@ class Daemon:
             events = KVEvents(cache, settings.events)
             stack.push_async_callback(events.stop)
             self._watch(events.start())
-        trimming = asyncio.create_task(cache.namespace_room.make(tenants.default, 0), name="namespaces")
+        trimming = asyncio.create_task(cache.namespace_room.trim(), name="namespaces")
         stack.callback(trimming.cancel)
         self._watch(trimming)
         expiry = asyncio.create_task(self._expire(), name="expiry")

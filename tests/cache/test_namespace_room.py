@@ -86,11 +86,24 @@ async def test_a_restart_keeps_within_the_bound(make_rig: Callable[..., Rig]) ->
     await rig.restart()
     rig.cache.namespace_room.limit_bytes = room_for(8)  # it was lowered
     assert rig.cache.namespaces.counted > 30, "they come back"
-    await rig.cache.namespace_room.make(rig.cache.tenants.default, 0)
+    await rig.cache.namespace_room.trim()
     assert rig.cache.namespaces.nbytes <= room_for(8) and rig.cache.namespaces.counted > 2
     await rig.cache.mover.quiesce()
     assert rig.store is not None and len(rig.store.namespaces()) <= 9
     await rig.check_disk()
+
+
+async def test_a_restart_with_as_many_as_a_quota_allows_forgets_none(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=64, disk=256, tenants=Tenants({"default": Quota(namespaces=5)}))
+    one = session(rig)
+    for number in range(8):
+        namespace = await rig.cache.open_namespace(one, salted(number))
+        await rig.put([1], namespace=namespace, durable=True)
+    del namespace
+    assert rig.cache.namespaces.count("default") == 5
+    await rig.restart()
+    await rig.cache.namespace_room.trim()
+    assert (rig.cache.namespaces.count("default"), rig.cache.namespace_room.forgotten) == (5, 0)
 
 
 async def test_what_is_held_pinned_or_reserved_is_kept_and_the_limit_is_a_trouble(make_rig: Callable[..., Rig]) -> None:

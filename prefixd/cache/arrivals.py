@@ -56,7 +56,7 @@ class Arrivals:
             del self._noted[next(iter(self._noted))]
         starts = np.flatnonzero(np.diff(tiers, prepend=np.int8(-1)))
         lengths = np.diff(starts, append=len(tiers))
-        self._noted[key] = _Arrival(now_s, len(tiers), tiers[starts[:_RUNS]].copy(), lengths[:_RUNS])
+        self._noted[key] = _Arrival(now_s, len(tiers), tiers[starts[:_RUNS]], lengths[:_RUNS].copy())  # no views
 
     def take(self, namespace: Namespace, chain: BlockChain, now_s: float) -> npt.NDArray[np.int8]:
         """[blocks]: where the first blocks of a prompt lay at the hint for it, or for the longest beginning of it; none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -126,3 +127,15 @@ def test_many_runs_are_cut(make_rig: Callable[..., Rig]) -> None:
     chain = hashed(rig, list(range(200)))
     arrivals.note(rig.namespace, chain, np.array([CPU, DISK] * 100, np.int8), 0.0)
     assert arrivals.take(rig.namespace, chain, 0.0).tolist() == [CPU, DISK] * 32
+
+
+def test_a_prompt_of_many_runs_takes_no_more_memory(make_rig: Callable[..., Rig]) -> None:
+    rig, arrivals = make_rig(cpu=8), Arrivals()
+    chain, tiers = hashed(rig, list(range(50_000))), np.array([CPU, DISK] * 25_000, np.int8)
+    chain.key(len(chain) - 1)  # hashes them all
+    tracemalloc.start()
+    try:
+        arrivals.note(rig.namespace, chain, tiers, 0.0)
+        assert tracemalloc.get_traced_memory()[0] < 16_384, "64 runs, and not the lengths of all 50,000"
+    finally:
+        tracemalloc.stop()

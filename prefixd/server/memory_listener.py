@@ -235,7 +235,7 @@ async def _read_line(visitor: socket.socket, descriptors: list[int]) -> str | No
     line = b""
     while not line.endswith(b"\n"):
         data = await _receive(visitor, descriptors)
-        if not data or len(line) + len(data) > _LINE_LIMIT:
+        if not data or len(line) + len(data) > _LINE_LIMIT or len(descriptors) > 1:  # a client sends its own alone
             return None
         line += data
     return line[:-1].decode(errors="replace")

@@ -166,6 +166,16 @@ async def test_visits_leave_no_descriptors(door: MemoryListener) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_a_visitor_parks_no_descriptors_at_the_door(door: MemoryListener) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as visitor, open(os.devnull, "rb") as sent:
+        visitor.setblocking(False)
+        await loop.sock_connect(visitor, str(door.path))
+        for _ in range(2):
+            socket.send_fds(visitor, [b"a"], [sent.fileno()])
+        assert "error" in json.loads(await asyncio.wait_for(loop.sock_recv(visitor, 4096), 2.0))
+
+
 def test_an_arena_smaller_than_announced_is_refused() -> None:
     fd = os.memfd_create("small")
     os.ftruncate(fd, 4096)

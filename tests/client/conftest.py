@@ -73,7 +73,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         for ended in self.sessions.values():
             ended.set()
 
-    async def _enter(self, method: str, context: Any) -> None:
+    async def _enter(self, method: str, context: Any, session_id: str = "") -> None:
+        """The beginning of a call; one in a session that is not open ends here, as in the daemon."""
         self.entered.append(method)
         if method in self.hang:
             await asyncio.Event().wait()
@@ -87,6 +88,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
             await abort(context, self.aborts[method])
         if method in self.failures:
             await context.abort(*self.failures[method])
+        if session_id and session_id not in self.sessions:
+            await abort(context, SessionEndedError(f"session {session_id} is not open"))
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> AsyncIterator[pb.SessionEvent]:
         await self._enter("OpenSession", context)
@@ -109,15 +112,13 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
     async def RegisterNamespace(
         self, request: pb.RegisterNamespaceRequest, context: Any
     ) -> pb.RegisterNamespaceResponse:
-        await self._enter("RegisterNamespace", context)
+        await self._enter("RegisterNamespace", context, request.session_id)
         self._spec = request.namespace
         self.registered.append(request.namespace.name)
         return pb.RegisterNamespaceResponse(namespace_id=b"12345678")
 
     async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchResponse:
-        await self._enter("Match", context)
-        if request.session_id and request.session_id not in self.sessions:
-            await abort(context, SessionEndedError(f"{request.session_id} is not open"))
+        await self._enter("Match", context, request.session_id)
         return pb.MatchResponse(blocks=1, runs=[pb.TierRun(tier=self.tier, blocks=1)])
 
     def _blocks(self, token_ids: bytes) -> tuple[int, list[int]]:
@@ -126,28 +127,28 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         return blocks, [sum(sizes[:index]) for index in range(len(sizes))]
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireResponse:
-        await self._enter("Acquire", context)
+        await self._enter("Acquire", context, request.session_id)
         blocks, offsets = self._blocks(request.token_ids)
         return pb.AcquireResponse(lease_id="lease", blocks=blocks, offsets=offsets, ttl_s=self.ttl_s)
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveResponse:
-        await self._enter("Reserve", context)
+        await self._enter("Reserve", context, request.session_id)
         if self.nothing_to_reserve:
             return pb.ReserveResponse()
         blocks, offsets = self._blocks(request.token_ids)
         return pb.ReserveResponse(reservation_id="reservation", blocks=blocks, offsets=offsets, ttl_s=self.ttl_s)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
-        await self._enter("Commit", context)
+        await self._enter("Commit", context, request.session_id)
         return pb.CommitResponse(committed=request.blocks)
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        await self._enter("Release", context)
+        await self._enter("Release", context, request.session_id)
         self.released.append(request.lease_id)
         return pb.ReleaseResponse()
 
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:
-        await self._enter("Renew", context)
+        await self._enter("Renew", context, request.session_id)
         return pb.RenewResponse(ttl_s=request.ttl_s or 60.0)
 
     async def Persist(self, request: pb.PersistRequest, context: Any) -> pb.PersistResponse:

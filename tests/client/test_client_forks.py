@@ -63,7 +63,9 @@ def test_an_engine_says_so_at_its_start(forked: None) -> None:
         Link("unix:/nowhere", "test", 1.0, LOG)
 
 
-def test_a_fork_without_grpc_changes_nothing() -> None:
+def test_a_fork_without_grpc_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Clients of other tests may have left gRPC's poller in this process.
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
     fork = forks._Fork()
     fork.before()
     fork.in_child()

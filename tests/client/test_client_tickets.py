@@ -74,9 +74,15 @@ class Guarded:
         await self.door.close()
         await self.stand_in.stop()
 
-    async def replace(self) -> None:
-        """Another daemon at the same address, which knows nothing of this one's sessions and tickets."""
+    async def replace(self, connection: Connection) -> None:
+        """Another daemon at the same address, which knows nothing of this one's sessions and tickets.
+
+        It starts when the client of `connection` has heard of the first one's end: a call that is made before that is
+        one to the first, and may fail.
+        """
         await self.stop()
+        while connection._channel.get_state() is grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(0.001)
         self.lose_key()
         await self.start()
 
@@ -169,13 +175,13 @@ async def test_a_replaced_daemon_is_used_at_once(guarded: Guarded, made: str) ->
     if made == "sync":
         client = Client(stand_in.address)
         cache = await asyncio.to_thread(client.register, SPEC)
-        await guarded.replace()
+        await guarded.replace(client._client.connection)
         assert (await asyncio.to_thread(cache.match, TOKENS)).blocks == 1
         await asyncio.to_thread(client.close)
     else:
         async with AsyncClient(stand_in.address) as other:
             registered = await other.register(SPEC)
-            await guarded.replace()
+            await guarded.replace(other.connection)
             assert (await registered.match(TOKENS)).blocks == 1
     assert stand_in.registered == [SPEC.name] * 2 and guarded.issued == 2
 
@@ -234,7 +240,7 @@ def test_no_step_of_a_clock_and_no_other_daemon_is_seen_by_a_caller(steps: list[
                         guarded.boot, guarded.now_s = os.urandom(8), 10.0
                         guarded.lose_key()
                     case "replace":
-                        await guarded.replace()
+                        await guarded.replace(client.connection)
                     case "renew":
                         async with await cache.acquire(TOKENS) as lease:
                             guarded.now_s = max(0.0, guarded.now_s - 2 * 86400)

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import msgspec
@@ -16,13 +17,14 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.placement import Placement
 from prefixd.errors import PrefixdError
-from prefixd_swap import RecordGroup, Records, StorageError, UseHistory
+from prefixd_swap import BlockRecord, RecordGroup, Records, StorageError, UseHistory
 from prefixd_swap.tiers import StoreTier
 
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16  # blocks entered at a time, so that what is copied on the way stays small
 _REMOVED_AT_ONCE = 4096
+_TOKEN_BYTES = 4
 _NO_ROW = -1
 _NO_PARENT = np.iinfo(np.int64).min  # no row and no namespace's root
 
@@ -57,11 +59,33 @@ def known_namespaces(
         if spec is None:
             continue
         try:
-            decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec)
+            decoded = _decoded(spec)
             known[identity] = registry.find(decoded) or registry.register(decoded, identity)
         except (msgspec.DecodeError, PrefixdError) as error:
             log.error("namespace %s on disk is of no use, its blocks are dropped: %s", identity.hex(), error)
     return known
+
+
+def is_usable(spec: bytes, record: BlockRecord) -> bool:
+    """Whether a block on disk can be one of the namespace with this spec."""
+    try:
+        namespace = _decoded(spec)
+    except (msgspec.DecodeError, PrefixdError):
+        return False
+    wanted = [part.nbytes for part in namespace.parts]
+    return (
+        len(record.tokens) == namespace.block_tokens * _TOKEN_BYTES
+        and len(record.parts) == len(wanted)
+        and all(part is None or part.nbytes == nbytes for part, nbytes in zip(record.parts, wanted, strict=True))
+    )
+
+
+@lru_cache(maxsize=64)
+def _decoded(spec: bytes) -> NamespaceSpec:
+    """Raises msgspec.DecodeError, or InvalidArgumentError, where it is of no use."""
+    decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec)
+    decoded.check()
+    return decoded
 
 
 def restore(
@@ -87,7 +111,6 @@ def restore(
     entry = _Entry(records, homes, tries, level, placement.uses)
     entry.take_in(placement.clock())
     for reason, blocks in entry.refused.items():
-        placement.lost[f"on disk, but {reason}"] += blocks
         log.warning("%d blocks on disk are dropped: %s", blocks, reason)
     placement.epoch += 1
     refused = np.flatnonzero(~entry.sound)[::-1].tolist()
@@ -96,9 +119,14 @@ def restore(
 
 
 def remove_refused(store: StoreTier, restored: Restored) -> None:
-    """Frees the slots of what was refused. On an error they stay taken until the next start tries again."""
+    """Frees the slots of what was refused, which is set aside first: it is a trouble until `prefixd recover`.
+
+    On an error they stay taken until the next start tries again.
+    """
     ids = restored.refused_ids
     try:
+        if ids:
+            store.set_copy_aside(", ".join(f"{blocks} {why}" for why, blocks in restored.refused.items()), len(ids))
         for start in range(0, len(ids), _REMOVED_AT_ONCE):
             store.discard(ids[start : start + _REMOVED_AT_ONCE])
     except StorageError as error:

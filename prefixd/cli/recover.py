@@ -88,6 +88,7 @@ def recover_command(
 
 
 def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
+    from prefixd.cache.restore import is_usable
     from prefixd.cli.progress import blocks_bar
     from prefixd_swap import DirectoryInUseError, ShrinkError, SlabStore, StorageError, SwapError, discard, salvage
 
@@ -107,7 +108,7 @@ def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
     try:
         for each in store.set_aside():
             with blocks_bar(f"reading the blocks of {each.path.name}") as step:
-                result = salvage(each, store, step)
+                result = salvage(each, store, step, is_usable)
             if not dry_run:
                 store.adopt(result.rows, result.namespaces, result.pins)
                 discard(each)

@@ -64,7 +64,7 @@ class SetAsideCheck:
         reasons = ", ".join(f"{each.path.name} ({each.reason or 'reason not known'})" for each in found)
         self._troubles.begin(
             PART,
-            f"{counted:,} blocks{unknown} are lost, because their index was set aside: {reasons.replace('; ', ', ')}; "
-            "stop the daemon soon and run `prefixd recover`, which brings back what was not overwritten since; or run "
-            "`prefixd recover --discard`",
+            f"{counted:,} blocks{unknown} are lost with an index that was damaged or gone: "
+            f"{reasons.replace('; ', ', ')}; stop the daemon soon and run `prefixd recover`, which brings back what can be "
+            "read and was not overwritten since; or run `prefixd recover --discard`",
         )

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,7 @@ from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.lmdb_file import first_missing
 from prefixd_swap.slab.mapped_file import MappedFile
-from prefixd_swap.slab.set_aside import set_aside
+from prefixd_swap.slab.set_aside import set_aside, set_copy_aside
 
 _DATABASES = 3
 MAP_BYTES = 16 << 20
@@ -62,8 +62,8 @@ class SlabIndex:
     def __init__(self, path: Path, ops: FileOps) -> None:
         """Open the environment in the folder `path`, or make it there.
 
-        An environment that is damaged is set aside (`set_aside.py`) and an empty one takes its place: that costs the
-        blocks that it named, unless somebody brings them back, and they can be computed again.
+        An environment that is damaged is set aside (`set_aside.py`) and an empty one takes its place, into which
+        `bring_back` enters what can be read.
 
         Raises:
             FormatError: it is another LMDB's.
@@ -74,6 +74,8 @@ class SlabIndex:
         self._lock = threading.Lock()
         self.damage = ""
         """What was wrong with the environment that was found; empty when it was good or absent."""
+        self.aside: Path | None = None
+        """The folder to which the last one that was damaged has been moved."""
         self.broken = False
         """A commit failed so that LMDB does not know what is on disk; only reopening tells."""
         try:
@@ -173,13 +175,18 @@ class SlabIndex:
             except lmdb.Error as error:
                 raise self._translated("reading", error) from error
 
-    def put_namespace(self, namespace: bytes, spec: bytes) -> None:
-        """Store what a namespace stands for, durably.
+    def put_namespaces(self, specs: Mapping[bytes, bytes]) -> None:
+        """Store what namespaces stand for, durably, in one transaction.
 
         Raises:
             StorageError: as `apply`.
         """
-        self._write(lambda txn: txn.put(namespace, spec, db=self._namespaces))
+
+        def change(txn: lmdb.Transaction[bytes]) -> None:
+            for namespace, spec in specs.items():
+                txn.put(namespace, spec, db=self._namespaces)
+
+        self._write(change, len(specs))
 
     def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
         """Forget what namespaces stood for, durably; unknown ones are ignored.
@@ -237,6 +244,20 @@ class SlabIndex:
                     return list(cursor.iternext(values=False))
             except lmdb.Error as error:
                 raise self._translated("reading", error) from error
+
+    def set_copy_aside(self, reason: str, blocks: int) -> None:
+        """Keep a copy of the environment as it is now beside it, from which `blocks` blocks will be removed as lost.
+
+        Raises:
+            StorageError: it cannot be made; nothing of it stays.
+        """
+        with self._lock:
+            try:
+                set_copy_aside(self._path, self._ops, reason, blocks, lambda to: self._env.copy(str(to)))
+            except lmdb.Error as error:
+                raise self._translated("copying", error) from error
+            except OSError as error:
+                raise storage_error(f"copying the index in {self._path}", error) from error
 
     def probe(self) -> None:
         """Commit a change that changes nothing.
@@ -313,7 +334,7 @@ class SlabIndex:
 
     def _replace(self, damage: str) -> None:
         self.damage = damage
-        set_aside(self._path, self._ops, damage)
+        self.aside = set_aside(self._path, self._ops, damage)
         _create(self._path, self._ops)
         self._open()
 
@@ -338,6 +359,8 @@ class SlabIndex:
             raise OSError(error.errno, f"{error.strerror} at byte {offset}") from error
         finally:
             os.close(fd)
+        if not offset:
+            raise lmdb.CorruptedError("data.mdb is empty")  # LMDB would make a new one of it
 
     def _open(self) -> None:
         env = lmdb.open(os.fsencode(self._path), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False)

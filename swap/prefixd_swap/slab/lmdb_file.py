@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,11 +36,11 @@ _META = struct.Struct("<16xIIQQ48s48sQQ")
 _TREE = struct.Struct("<IHHQQQQQ")
 _PAGE_HEADER = 16
 _NODE_HEADER = 8
-_BRANCH, _LEAF = 1, 2
+_RUN_HEADER = struct.Struct("<QxxHI")
+_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
 _BIG_DATA, _SUB_TREE = 1, 2
 _NO_ROOT = (1 << 64) - 1
 _MAX_PAGE = 1 << 48
-_MAX_FILE_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def nodes(pages: npt.NDArray[np.uint8], kind: int) -> tuple[Int64s, Int64s]:
     """
     page_bytes = pages.shape[1]
     header = pages[:, :_PAGE_HEADER].copy().view("<u2").astype(np.int64)  # number in 0..3, pad, flags, lower, upper
-    flags, lower = header[:, 5] & (_BRANCH | _LEAF | 4), header[:, 6]
+    flags, lower = header[:, 5] & (_BRANCH | _LEAF | _OVERFLOW), header[:, 6]
     counts = np.where((flags == kind) & (lower >= _PAGE_HEADER) & (lower <= page_bytes), (lower - _PAGE_HEADER) // 2, 0)
     page = np.repeat(np.arange(len(pages)), counts)
     ordinal = np.arange(len(page)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -184,11 +185,23 @@ def tree_rows(fd: int, pread: Pread, page_bytes: int, root: int) -> Iterator[tup
             nbytes = low | high << 16
             data = content[start : start + nbytes]
             if flags & _BIG_DATA:
-                first = int.from_bytes(content[start : start + 8], "little")
-                nbytes = nbytes if first < _MAX_PAGE else 0
-                data = _read(fd, pread, first * page_bytes + _PAGE_HEADER, nbytes)
+                data = _read_run(fd, pread, page_bytes, int.from_bytes(content[start : start + 8], "little"), nbytes)
             if start <= page_bytes and len(data) == nbytes:
                 yield content[start - key_bytes : start], data, flags
+
+
+def tree_entries(fd: int, pread: Pread, page_bytes: int, tree: Tree | None) -> Iterator[tuple[bytes, bytes]]:
+    """Key and data of every entry of a named tree that can be read and is in order; none where there is no such tree.
+
+    Raises:
+        OSError: the device refuses.
+    """
+    if tree is None or tree.root is None:
+        return
+    in_order = _in_order([key for key, _, _ in tree_rows(fd, pread, page_bytes, tree.root)])
+    for place, (key, data, flags) in enumerate(tree_rows(fd, pread, page_bytes, tree.root)):
+        if place in in_order and not flags & ~_BIG_DATA:
+            yield key, data
 
 
 def read_trees(fd: int, pread: Pread) -> tuple[int, dict[bytes, Tree]]:
@@ -206,6 +219,27 @@ def read_trees(fd: int, pread: Pread) -> tuple[int, dict[bytes, Tree]]:
             *_, entries, root = _TREE.unpack(data)
             trees[key] = Tree(entries, root if root < _MAX_PAGE else None)
     return meta.page_bytes, trees
+
+
+def _in_order(keys: Sequence[bytes]) -> set[int]:
+    """Places of the longest ascending sequence among `keys`: a key beside it is damaged, or of a page that is.
+
+    As a file gives them: `[a, b, z, c]` -> `{0, 1, 3}`.
+    """
+    ends: list[int] = []  # of the sequences of each length, the place of the least last key
+    least: list[bytes] = []
+    before: list[int] = []
+    for place, key in enumerate(keys):
+        at = bisect_left(least, key)
+        before.append(ends[at - 1] if at else -1)
+        ends[at : at + 1] = [place]
+        least[at : at + 1] = [key]
+    found = set[int]()
+    place = ends[-1] if ends else -1
+    while place >= 0:
+        found.add(place)
+        place = before[place]
+    return found
 
 
 def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:
@@ -258,9 +292,21 @@ def _page_bytes(content: bytes) -> int:
     return size if (magic, version) == (_MAGIC, _VERSION) and 256 <= size <= 65_536 and size % 2 == 0 else 0
 
 
+def _read_run(fd: int, pread: Pread, page_bytes: int, first: int, nbytes: int) -> bytes:
+    """Data of an overflow run; none where the page `first` does not begin a run that has so much."""
+    header = _read(fd, pread, first * page_bytes, _PAGE_HEADER)
+    if len(header) < _PAGE_HEADER:
+        return b""
+    number, flags, pages = _RUN_HEADER.unpack(header)
+    if number != first or not flags & _OVERFLOW or pages * page_bytes < _PAGE_HEADER + nbytes:
+        return b""
+    return _read(fd, pread, first * page_bytes + _PAGE_HEADER, nbytes)
+
+
 def _read(fd: int, pread: Pread, offset: int, nbytes: int) -> bytes:
-    """Bytes of the file, fewer at its end; none from where no file can be, as a damaged page may have it."""
-    if offset + nbytes > _MAX_FILE_BYTES:
+    """Bytes of the file, fewer at its end, and never more memory than it has bytes: a damaged page may say anything."""
+    nbytes = min(nbytes, os.fstat(fd).st_size - offset)
+    if nbytes <= 0:
         return b""
     buffer = memoryview(bytearray(nbytes))
     done = 0

@@ -27,11 +27,13 @@ class Recovery:
     empty_nodes: int = 0
     """Dropped: nothing of the block is on disk, nor of a block that continues it."""
     index_damage: str = ""
-    """Why the index was set aside, all its blocks with it; empty when it was good."""
+    """Why the index was set aside; empty when it was good."""
 
     @property
     def lost(self) -> dict[str, int]:
-        """Blocks that are lost, by reason."""
+        """Blocks that are lost, by reason; those of an index that was set aside are counted there."""
+        if self.index_damage:
+            return {}
         reasons = {
             "on disk, but the bytes are gone, another block's, or not known": self.lost_slots,
             "on disk, but the parent is gone": self.lost_parents,

@@ -16,13 +16,14 @@ import numpy as np
 from prefixd_swap.errors import RecordDamagedError, StorageError
 from prefixd_swap.slab.block_record import KEY_BYTES, NAMESPACE_BYTES, BlockRecord, decode_record, index_key
 from prefixd_swap.slab.file_ops import FileOps
-from prefixd_swap.slab.lmdb_file import Tree, read_trees, tree_rows
+from prefixd_swap.slab.lmdb_file import read_trees, tree_entries
 from prefixd_swap.slab.set_aside import SetAside
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import PAGE_BYTES
 from prefixd_swap.spans import Span
 
 UNREADABLE = "whose records cannot be read"
+UNUSABLE = "which this version cannot use, by what is known of their namespaces"
 OVERWRITTEN = "whose bytes are gone or another block's"
 NO_PARENT = "whose parents are not there"
 
@@ -45,29 +46,34 @@ class Salvaged:
     """Keys in the index of those that were pinned."""
 
 
-def salvage(found: SetAside, store: SlabStore, step: Callable[[int, int], None] = lambda done, total: None) -> Salvaged:
+def salvage(
+    found: SetAside,
+    store: SlabStore,
+    step: Callable[[int, int], None] = lambda done, total: None,
+    usable: Callable[[bytes, BlockRecord], bool] = lambda spec, record: True,
+) -> Salvaged:
     """What can be brought back of an index that was set aside; `SlabStore.adopt` does it. Reads every byte of it.
 
     Args:
         found: the index.
         store: of the same directory; nobody else uses it.
         step: called before each block with how many are done, and of how many.
+        usable: whether a block can be one of a namespace, by what that stands for.
 
     Raises:
         OSError: the device refuses to read the index.
         StorageError: the index in use cannot be read.
     """
     known = {index_key(record.namespace, record.key): record for record in store.records()}
-    fd = os.open(found.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(found.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Salvaged(lost=Counter({UNREADABLE: found.blocks} if found.blocks else {}))
     try:
         page_bytes, trees = read_trees(fd, FileOps().pread)
 
         def rows(name: bytes) -> Iterator[tuple[bytes, bytes]]:
-            root = trees.get(name, Tree(0, None)).root
-            if root is not None:
-                for key, value, flags in tree_rows(fd, FileOps().pread, page_bytes, root):
-                    if flags in (0, 1):
-                        yield key, value
+            return tree_entries(fd, FileOps().pread, page_bytes, trees.get(name))
 
         result = Salvaged()
         records: dict[bytes, tuple[BlockRecord, bytes]] = {}
@@ -95,6 +101,8 @@ def salvage(found: SetAside, store: SlabStore, step: Callable[[int, int], None] 
         step(at, len(in_order))
         if record.namespace not in specs:
             result.lost[UNREADABLE] += 1
+        elif not usable(specs[record.namespace], record):
+            result.lost[UNUSABLE] += 1
         elif record.parent and index_key(record.namespace, record.parent) not in kept:
             result.lost[NO_PARENT] += 1
         elif key in clashing or not _is_whole(record, store):

@@ -2,7 +2,7 @@
 
 ```
 index/                 in use
-index.damaged/         set aside first: data.mdb, and lost.json with the reason and the number of blocks
+index.damaged/         set aside first: data.mdb, unless it was gone; lost.json: the reason, how many blocks are lost
 index.damaged.2/ ...   set aside later; the last of four is replaced by the next
 ```
 """
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,33 +34,59 @@ class SetAside:
     reason: str
     """Why; empty where nobody wrote it down."""
     blocks: int | None
-    """How many blocks it named; None where that cannot be read."""
+    """How many blocks are lost with it; None where that is not known."""
 
 
-def set_aside(index: Path, ops: FileOps, reason: str) -> None:
-    """Move the index's folder away, with a note why.
+def set_aside(index: Path, ops: FileOps, reason: str) -> Path:
+    """Move the index's folder away, with a note that all its blocks are lost; its new name.
 
     Raises:
         OSError: it cannot be moved.
     """
     blocks = _count_blocks(index, ops)
-    log.error(
-        "the index in %s is set aside, its %s blocks are lost: %s; stop the daemon and run `prefixd recover` to bring "
-        "back what can be read",
-        index,
-        "unknown number of" if blocks is None else f"{blocks:,}",
-        reason,
-    )
+    note_loss(index, ops, reason, blocks)
+    aside = _free_name(index)
+    ops.rename(index, aside)
+    log.error("the index in %s is set aside as %s, with %s blocks: %s", index, aside.name, _number(blocks), reason)
+    return aside
+
+
+def set_copy_aside(
+    index: Path, ops: FileOps, reason: str, blocks: int | None, copy: Callable[[Path], None] = lambda folder: None
+) -> None:
+    """Make a folder beside the index, with a note of blocks that are lost; `copy` puts into it what there is of them.
+
+    Raises:
+        OSError: it cannot be made; and what `copy` raises. Nothing of it stays.
+    """
+    aside = _free_name(index)
     try:
-        _write_note(index / NOTE, ops, json.dumps({"reason": reason, "blocks": blocks}).encode())
+        ops.mkdir(aside)
+        copy(aside)
+        note_loss(aside, ops, reason, blocks)
+        ops.sync_directory(aside)
+        ops.sync_directory(aside.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    log.error("%s blocks on disk are lost: %s; see `prefixd recover`", _number(blocks), reason)
+
+
+def note_loss(folder: Path, ops: FileOps, reason: str, blocks: int | None) -> None:
+    """Write down how many blocks are lost and why. Where it cannot be written, there is a line of log."""
+    try:
+        _write_note(folder / NOTE, ops, json.dumps({"reason": reason, "blocks": blocks}).encode())
     except OSError as error:
         log.warning("why it was set aside cannot be written down: %s", error)
-    names = _names(index)
-    aside = next((name for name in names if not name.exists()), names[-1])
-    if aside.exists():
-        log.error("%s, which was set aside before, is deleted: %d are kept", aside, MOST)
-        shutil.rmtree(aside)
-    ops.rename(index, aside)
+
+
+def note_rest(aside: Path, ops: FileOps, reason: str, kept: int) -> None:
+    """Correct the note of an index of which `kept` blocks are back."""
+    blocks = _count_blocks(aside, ops)
+    if kept and blocks is not None:
+        lost = max(0, blocks - kept)
+        note_loss(aside, ops, reason, lost)
+        log.warning("%d blocks of %s are back at once, %d are lost", kept, aside, lost)
 
 
 def list_set_aside(index: Path) -> list[SetAside]:
@@ -92,6 +119,19 @@ def discard(found: SetAside) -> None:
         OSError: it cannot be removed.
     """
     shutil.rmtree(found.path)
+
+
+def _number(blocks: int | None) -> str:
+    return "an unknown number of" if blocks is None else f"{blocks:,}"
+
+
+def _free_name(index: Path) -> Path:
+    names = _names(index)
+    aside = next((name for name in names if not name.exists()), names[-1])
+    if aside.exists():
+        log.error("%s, which was set aside before, is deleted: %d are kept", aside, MOST)
+        shutil.rmtree(aside)
+    return aside
 
 
 def _names(index: Path) -> list[Path]:

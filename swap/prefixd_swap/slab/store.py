@@ -35,9 +35,10 @@ from prefixd_swap.slab.block_record import (
     record_slots,
     without_parts,
 )
+from prefixd_swap.slab.bring_back import bring_back
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.file import MAX_NUMBER, SlabFile
-from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
 from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
@@ -45,7 +46,7 @@ from prefixd_swap.slab.io import DiskIo
 from prefixd_swap.slab.reader import SlabReader, verify
 from prefixd_swap.slab.records import Bools, IndexTable, Int64s, Records
 from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover, slabs_named
-from prefixd_swap.slab.set_aside import SetAside, list_set_aside
+from prefixd_swap.slab.set_aside import SetAside, list_set_aside, note_rest, set_copy_aside
 from prefixd_swap.slab.writer import SlabWriter
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
@@ -96,7 +97,7 @@ class SlabStore:
     ) -> Self:
         """Open or create the store in `path` and drop what a crash or a lost file has made useless.
 
-        A damaged index is set aside and an empty one started, see `recovery`.
+        A damaged index is set aside, and what can be read of it is entered into another one, see `recovery`.
 
         Args:
             path: a directory that is empty, absent or a store's.
@@ -119,20 +120,25 @@ class SlabStore:
         with ExitStack() as undo:
             directory = DataDirectory(path, ops)
             undo.callback(directory.close)
+            _note_absent(directory, ops)
             index = SlabIndex(directory.index, ops)
             undo.callback(index.close)
             io = directory.usable_io(io)
-            table = _read_index(index)
+            table = _read_index(index, ops)
             # What an index that was set aside names may be brought back, and any slab may hold it.
             holding = range(MAX_NUMBER + 1) if list_set_aside(directory.index) else slabs_named(table)
             slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=holding, shrink=shrink)
             recovery, recovered, dropped = recover(table, slabs, index.damage)
+            if dropped and None in index.apply([(key, None) for key in dropped]):
+                index.replace("it does not find what it has")
+                table = _bring_back(index, ops)
+                slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
+                recovery, recovered, dropped = recover(table, slabs, index.damage)
+                index.apply([(key, None) for key in dropped])
             if dropped:
                 log.warning("%s: blocks are dropped: %s", path, recovery.losses())
-                if None in index.apply([(key, None) for key in dropped]):
-                    index.replace("it does not find what it has")
-                    slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
-                    recovery, recovered, _ = recover(IndexTable(()), slabs, index.damage)
+            if index.aside is not None:
+                note_rest(index.aside, ops, index.damage, recovery.kept)
             undo.pop_all()
         return cls(directory, index, slabs, recovery, recovered, io_threads)
 
@@ -438,8 +444,7 @@ class SlabStore:
         """
         with self._operation():
             known = self._index.namespaces()
-            for namespace in namespaces.keys() - known.keys():
-                self._index.put_namespace(namespace, namespaces[namespace])
+            self._index.put_namespaces({each: spec for each, spec in namespaces.items() if each not in known})
             for start in range(0, len(rows), _ADOPTED_AT_ONCE):
                 self._index.apply(rows[start : start + _ADOPTED_AT_ONCE])
             self._index.pin(pins, True)
@@ -452,6 +457,14 @@ class SlabStore:
             StorageError: the directory cannot be read.
         """
         return list_set_aside(self._directory.index)
+
+    def set_copy_aside(self, reason: str, blocks: int) -> None:
+        """Keep a copy of the index beside it before `blocks` of its blocks are removed that nobody can use.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        self._index.set_copy_aside(reason, blocks)
 
     def load(self) -> Records:
         """Every block as of now, in columns: a million of them in about a second.
@@ -487,7 +500,7 @@ class SlabStore:
             StorageError: I/O failed.
         """
         with self._operation():
-            self._index.put_namespace(namespace, spec)
+            self._index.put_namespaces({namespace: spec})
 
     def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
         """Forget durably what namespaces stood for; unknown ones are ignored.
@@ -657,12 +670,36 @@ def _freed(change: Change, old: bytes) -> set[int]:
     return named if new is None else named.difference(slot for slot, _ in record_slots(new))
 
 
-def _read_index(index: SlabIndex) -> IndexTable:
+def _note_absent(directory: DataDirectory, ops: FileOps) -> None:
+    """Reports blocks as lost where the index is gone and the slabs are not; what they hold, nobody can say."""
     try:
-        table = IndexTable(index.chunks())
-        if table.in_order:
-            return table
-        raise IndexDamagedError("its keys are out of order")
+        if (directory.index / "data.mdb").exists():
+            return
+        slabs = [path for path in directory.slabs.glob("*.slab") if path.stat().st_size]
+        if slabs and not list_set_aside(directory.index):  # else it was being replaced
+            reason = f"the index is gone, and {len(slabs)} slab files are there"
+            set_copy_aside(directory.index, ops, reason, None)
+    except OSError as error:
+        raise storage_error(f"looking for the index in {directory.index}", error) from error
+
+
+def _read_index(index: SlabIndex, ops: FileOps) -> IndexTable:
+    try:
+        if index.aside is None:
+            table = IndexTable(index.chunks())
+            if table.in_order:
+                return table
+            raise IndexDamagedError("its keys are out of order")
     except IndexDamagedError as error:
         index.replace(str(error))
-        return IndexTable(())
+    return _bring_back(index, ops)
+
+
+def _bring_back(index: SlabIndex, ops: FileOps) -> IndexTable:
+    """What can be read of the index that was set aside just now, in the new one."""
+    assert index.aside is not None, "it was replaced"
+    try:
+        bring_back(index, index.aside, ops)
+    except StorageError as error:
+        log.error("what can be read of %s is not back, try `prefixd recover`: %s", index.aside, error)
+    return IndexTable(index.chunks())

@@ -94,6 +94,10 @@ class DiskTier(StoreTier):
         """What every namespace stands for, by its id."""
         return self.store.namespaces()
 
+    def set_copy_aside(self, reason: str, blocks: int) -> None:
+        """Keeps a copy of the index, and blocks the caller meanwhile."""
+        self.store.set_copy_aside(reason, blocks)
+
     def discard(self, names: Sequence[Identity]) -> None:
         """Removes blocks, and blocks the caller meanwhile."""
         self.store.remove(names)

@@ -231,6 +231,9 @@ class SimulatedStoreTier(StoreTier):
         """What every namespace stands for, by its id."""
         return dict(self._namespaces)
 
+    def set_copy_aside(self, reason: str, blocks: int) -> None:
+        """Nothing is kept of what is simulated."""
+
     def discard(self, names: Sequence[Identity]) -> None:
         """Removes blocks."""
         self.faults.check("remove", self.name)

@@ -268,6 +268,14 @@ class StoreTier(Tier):
         """What every namespace stands for, by its id. Blocks the caller: for the start."""
 
     @abstractmethod
+    def set_copy_aside(self, reason: str, blocks: int) -> None:
+        """Keeps a copy of the index before `discard` removes blocks that cannot be used. Blocks the caller.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+
+    @abstractmethod
     def discard(self, names: Sequence[Identity]) -> None:
         """Removes blocks. Blocks the caller: for the start.
 

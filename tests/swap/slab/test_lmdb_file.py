@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.index import SlabIndex
-from prefixd_swap.slab.lmdb_file import first_missing, newest_meta
+from prefixd_swap.slab.lmdb_file import first_missing, newest_meta, read_trees, tree_entries
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 READ_ALL = """
@@ -80,7 +80,7 @@ def store_and_remove(index: SlabIndex, rng: random.Random, transactions: int) ->
             pins = pins.union(chosen) if pinned else pins.difference(chosen)
         pins &= blocks.keys()
         if rng.random() < 0.2:
-            index.put_namespace(rng.randbytes(8), rng.randbytes(rng.choice([100, 10_000])))
+            index.put_namespaces({rng.randbytes(8): rng.randbytes(rng.choice([100, 10_000]))})
     return blocks, pins
 
 
@@ -193,6 +193,37 @@ def test_the_newer_meta_counts(tmp_path: Path) -> None:
         index.apply([(bytes([number]) * 24, bytes(3000))])
         index.close()
         last_page(path)
+
+
+@pytest.mark.parametrize("claimed", [10_001, 1 << 20, (1 << 32) - 1])
+def test_a_node_that_claims_more_than_its_run_has_is_left_out(tmp_path: Path, claimed: int) -> None:
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    index.apply([(b"a" * 24, bytes(10_000)), (b"b" * 24, bytes(100)), (b"c" * 24, bytes(10_000))])
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    at = content.rindex(b"a" * 24) - 8  # the node's header, its data's size first
+    assert int.from_bytes(content[at : at + 2], "little") == 10_000
+    if claimed == 10_001:
+        run = int.from_bytes(content[at + 32 : at + 40], "little")
+        content[run * PAGE + 12 : run * PAGE + 16] = (1).to_bytes(4, "little")  # how many pages it has
+    else:
+        content[at : at + 4] = claimed.to_bytes(4, "little")
+    (path / "data.mdb").write_bytes(content)
+    asked = []
+
+    def reading(fd: int, buffer: memoryview, offset: int) -> int:
+        asked.append(len(buffer))
+        return pread(fd, buffer, offset)
+
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    try:
+        page_bytes, trees = read_trees(fd, reading)
+        rows = dict(tree_entries(fd, reading, page_bytes, trees[b"blocks"]))
+    finally:
+        os.close(fd)
+    assert rows == {b"b" * 24: bytes(100), b"c" * 24: bytes(10_000)}
+    assert max(asked) <= len(content), "no more memory than the file has bytes"
 
 
 @pytest.mark.parametrize("root", [1 << 40, 1 << 55, 1 << 63, (1 << 64) - 2])

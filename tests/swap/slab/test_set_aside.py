@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
+import re
+import shutil
 from pathlib import Path
 
 import lmdb
@@ -13,6 +16,7 @@ import pytest
 
 from prefixd_swap import NewBlock, SetAside, ShrinkError, SlabStore, Span, StorageError, discard, salvage
 from prefixd_swap.slab.block_record import DiskPart, encode_record, index_key
+from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.salvage import NO_PARENT, OVERWRITTEN, UNREADABLE
 from prefixd_swap.slab.set_aside import MOST, NOTE
 
@@ -99,7 +103,7 @@ def test_an_index_that_was_whole_comes_back_whole(path: Path) -> None:
 
 
 @pytest.mark.parametrize("pages", range(2, 14))
-def test_what_can_be_read_of_a_file_that_was_cut_off_comes_back(path: Path, pages: int) -> None:
+def test_what_can_be_read_of_a_file_that_was_cut_off_is_back_at_once(path: Path, pages: int) -> None:
     filled(path)
     data = path / "index" / "data.mdb"
     whole = data.read_bytes()
@@ -111,13 +115,98 @@ def test_what_can_be_read_of_a_file_that_was_cut_off_comes_back(path: Path, page
     note = json.loads((only(store).path / NOTE).read_text())
     assert note == {"reason": only(store).reason, "blocks": only(store).blocks}
     counted = only(store).blocks
-    blocks, lost = bring_back(store)
     found = contents(store)
-    assert len(found) == blocks and all(found[number] == content(number) for number in found)
-    assert counted is None or blocks + sum(lost.values()) == 40
-    assert set(lost) <= {UNREADABLE, NO_PARENT}
+    assert all(found[number] == content(number) for number in found)
     assert all(number % CHAIN == 0 or number - 1 in found for number in found)
+    assert counted == 40 - len(found) or (counted is None and not found)
+    assert store.recovery.lost == {}, "counted once, with what was set aside"
+    blocks, lost = bring_back(store)
+    assert blocks == 0 and set(lost) <= {UNREADABLE, NO_PARENT} and sum(lost.values()) == (counted or 0)
+    assert contents(store) == found
     store.close()
+
+
+@pytest.mark.parametrize("damaged", [3, 12, 39])
+def test_a_key_out_of_order_costs_its_block_and_what_continues_it(path: Path, damaged: int) -> None:
+    filled(path)
+    data = path / "index" / "data.mdb"
+    whole = data.read_bytes()
+    wrong = NS + b"\x7f" + key(damaged)[1:] if damaged < 39 else NS + key(0)[:-1] + b"\x01"
+    data.write_bytes(whole.replace(NS + key(damaged), wrong))
+    store = SlabStore.open(path, CAPACITY)
+    end = damaged - damaged % CHAIN + CHAIN
+    lost = set(range(damaged, end))
+    assert "out of order" in store.recovery.index_damage
+    found = contents(store)
+    assert {number: each for number, each in found.items() if number < 40} == {
+        number: content(number) for number in range(40) if number not in lost
+    }
+    store.check_integrity()
+    assert only(store).blocks == 40 - len(found)
+    bring_back(store)
+    assert contents(store) == found
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert contents(store) == found and not store.recovery.lost
+    store.close()
+
+
+def test_a_page_that_the_device_cannot_read_costs_what_is_in_it(path: Path) -> None:
+    filled(path)
+    with lmdb.open(str(path / "index"), max_dbs=3, lock=False) as env, env.begin() as txn:
+        pages = env.info()["last_pgno"] + 1
+        assert txn.stat(env.open_db(b"blocks", txn))["leaf_pages"] > 2
+
+    class Bad(FileOps):
+        page = 0
+
+        def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+            if offset <= self.page * PAGE < offset + len(buffer) and os.readlink(f"/proc/self/fd/{fd}").endswith(
+                "data.mdb"
+            ):
+                raise OSError(errno.EIO, "Input/output error")
+            return super().pread(fd, buffer, offset)
+
+    kept = []
+    for Bad.page in range(2, pages):
+        copy = path.with_name(f"page{Bad.page}")
+        shutil.copytree(path, copy)
+        store = SlabStore.open(copy, CAPACITY, ops=Bad())
+        assert "cannot be read: Input/output error" in store.recovery.index_damage
+        found = contents(store)
+        assert all(each == content(number) for number, each in found.items())
+        kept.append(len(found))
+        store.close()
+    assert min(kept) < 40 and max(kept) == 40 and sum(20 < each < 40 for each in kept) > 1
+
+
+@pytest.mark.parametrize("gone", ["folder", "file", "content"])
+def test_an_index_that_is_gone_beside_slabs_is_set_aside(path: Path, gone: str) -> None:
+    filled(path)
+    if gone == "folder":
+        shutil.rmtree(path / "index")
+    elif gone == "file":
+        (path / "index" / "data.mdb").unlink()
+    else:
+        (path / "index" / "data.mdb").write_bytes(b"")
+    for _ in range(2):
+        store = SlabStore.open(path, CAPACITY)
+        assert only(store).blocks is None and not contents(store)
+        assert re.fullmatch("data.mdb is empty|the index is gone, and \\d+ slab files are there", only(store).reason)
+        store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert bring_back(store) == (0, {}) and store.set_aside() == []
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.set_aside() == []
+    store.close()
+
+
+def test_a_new_directory_has_lost_nothing(path: Path) -> None:
+    for _ in range(2):
+        store = SlabStore.open(path, CAPACITY)
+        assert store.set_aside() == []
+        store.close()
 
 
 @pytest.mark.parametrize("seed", range(4))

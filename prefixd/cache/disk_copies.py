@@ -43,7 +43,7 @@ from prefixd_swap import (
     TransferDroppedError,
 )
 from prefixd_swap.tiers import Loads, MemoryTier, StoreTier
-from prefixd_swap.transfers import PIECE_BYTES, PIECE_ITEMS, Urgency, piece_items
+from prefixd_swap.transfers import PIECE_BYTES, Urgency, piece_items
 
 _PINNED_AT_ONCE = 1 << 13
 
@@ -146,7 +146,7 @@ class DiskCopies:
     ) -> int:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         piece_bytes = max(piece_bytes, self._store.least_piece_bytes)
-        written, step = 0, write_batch(trie, piece_bytes)
+        written, step = 0, write_batch(trie, len(rows), piece_bytes)
         for start in range(0, len(rows), step):
             async with self._lock.hold(movement):
                 if not (start or ahead):  # somebody waits for it: try now, whenever the next probe is due
@@ -175,11 +175,10 @@ class DiskCopies:
 
     async def _record_ancestors(self, trie: Trie, rows: Rows, movement: Movement) -> None:
         """Stores records without bytes of the blocks before `rows` that have none: the records of `rows` need them."""
-        store, step = self._store, write_batch(trie)
-        family = await find_ancestry(trie, rows)
+        store, family = self._store, await find_ancestry(trie, rows)
         bare = family[(trie.any_part[family] & np.uint8(1 << store.level)) == 0]
         bare = bare[~np.isin(bare, rows)]
-        bare = bare[np.argsort(trie.depth[bare], kind="stable")]
+        bare, step = bare[np.argsort(trie.depth[bare], kind="stable")], write_batch(trie, len(bare))
         for start in range(0, len(bare), step):
             batch = bare[start : start + step]
             blocks = self.records.new_blocks(trie, batch, self._tiers.shared, np.zeros(len(batch), np.uint8))
@@ -479,6 +478,6 @@ def _raise_first(results: list[Any]) -> None:
             del error
 
 
-def write_batch(trie: Trie, piece_bytes: int = PIECE_BYTES) -> int:
-    """How many blocks are written at a time, while nobody else changes the store: as many as one piece takes."""
-    return piece_items(sum(trie.part_bytes), PIECE_ITEMS, most_bytes=piece_bytes)
+def write_batch(trie: Trie, blocks: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """How many of `blocks` are written at a time, while nobody else changes the store: as many as one piece takes."""
+    return piece_items(sum(trie.part_bytes), blocks, most_bytes=piece_bytes)

@@ -65,6 +65,6 @@ class SetAsideCheck:
         self._troubles.begin(
             PART,
             f"{counted:,} blocks{unknown} are lost with an index that was damaged or gone: "
-            f"{reasons.replace('; ', ', ')}; stop the daemon soon and run `prefixd recover`, which brings back what can "
-            "be read and was not overwritten since; or run `prefixd recover --discard`",
+            f"{reasons.replace('; ', ', ')}; stop the daemon soon and run `prefixd recover`, which brings back what "
+            "can be read and was not overwritten since; or run `prefixd recover --discard`",
         )

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 PIECE_BYTES = 4 << 20
 """The most that one piece of several items moves: demand waits 4 ms for such a piece on a disk of 1 GB/s."""
 PIECE_ITEMS = 64
-"""The most items in one piece: an item costs a system call or a checksum beside its bytes."""
+"""The most items in one piece of PIECE_BYTES: an item costs a system call or a checksum beside its bytes."""
 
 
 class Urgency(IntEnum):
@@ -93,9 +93,10 @@ def piece_items(item_bytes: int, items: int, *, at_least: int = 1, most_bytes: i
         item_bytes: bytes of one item; an item that is larger than a piece should be is a piece of its own.
         items: how many there are.
         at_least: pieces to make if there are so many items, so that several slots of a device work on them.
-        most_bytes: bytes of a piece of several items.
+        most_bytes: bytes of a piece of several items; n times PIECE_BYTES may be of n times PIECE_ITEMS.
     """
-    return max(1, min(PIECE_ITEMS, most_bytes // max(1, item_bytes), -(-items // max(1, at_least))))
+    most_items = PIECE_ITEMS * max(1, most_bytes // PIECE_BYTES)
+    return max(1, min(most_items, most_bytes // max(1, item_bytes), -(-items // max(1, at_least))))
 
 
 def grouped(

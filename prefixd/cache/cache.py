@@ -341,6 +341,7 @@ class TieredCache:
         if self.tiers.remote is not None:
             trie.offer(self.tiers.remote.level, self.tiers.remote.gives)
         trie.observer = self._observer
+        trie.on_retained = self.retained.count
         self.tries.append(trie)
         return trie
 

@@ -16,7 +16,7 @@ from prefixd.cache.held_bytes import Holders
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.steps import Steps
-from prefixd.tenants import QUOTA_TIERS
+from prefixd.tenants import QUOTA_TIERS, Tenant
 from prefixd_swap.tiers import Account, MemoryTier, Tier
 
 
@@ -28,6 +28,7 @@ def audit_tenants(found: Findings, cache: TieredCache) -> Steps[None]:
             if isinstance(tier, MemoryTier):
                 yield from _audit_in_flight(found, cache, tier)
             yield from _audit_held(found, cache, tier)
+    yield from _audit_retained(found, cache)
 
 
 def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
@@ -132,6 +133,29 @@ def _audit_held(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
             )
 
     yield compare
+
+
+def _audit_retained(found: Findings, cache: TieredCache) -> Steps[None]:
+    there = [dict(trie.retained_bytes) for trie in cache.tries]
+    use, owner_of, counted = cache.mover.use, cache.mover.use.owner_of(), +cache.retained.of_tenant
+    total = cache.retained.nbytes
+
+    def compare() -> None:
+        nbytes: Counter[Tenant] = Counter()
+        for of_trie in there:
+            owners = owner_of(np.fromiter(of_trie, np.int32, len(of_trie))).tolist()
+            for owner, more in zip(owners, of_trie.values(), strict=True):
+                nbytes[use.tenants.at(owner)] += more
+        found.demand(
+            nbytes == counted and nbytes.total() == total,
+            f"{_by_name(counted)} bytes, {total} in all, are counted as retained by tenant, not {_by_name(nbytes)}",
+        )
+
+    yield compare
+
+
+def _by_name(nbytes: Counter[Tenant]) -> dict[str, int]:
+    return {tenant.name: count for tenant, count in nbytes.items()}
 
 
 @dataclass(frozen=True, slots=True)

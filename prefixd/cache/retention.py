@@ -125,14 +125,14 @@ class Wish:
         It takes some 0.1 us a block: `apply_all` for prompts of any length.
         """
         trie = self._trie
-        before = trie.retained_bytes.total()
+        before = self._retained.nbytes
         for wish in self._wishes:
             some = rows[_blocks(wish, trie.block_tokens, first_block, len(rows))]
             until_s = self._retained.clock() + wish.ttl_s if wish.ttl_s else math.inf
             trie.prioritize(some, wish.priority, until_s)
             if wish.priority:
                 self._retained.expires(trie, until_s)
-        self._give_back(max(trie.retained_bytes.total() - before, 0))
+        self._give_back(max(self._retained.nbytes - before, 0))
 
     async def apply_all(self, path: Rows) -> None:
         """`apply` to a prompt's blocks from its first on, which somebody holds, some thousand in one turn."""
@@ -175,6 +175,10 @@ class Retained:
         self.clock = clock
         self.claimed: Counter[Tenant] = Counter()
         """Bytes that wishes under way may yet raise."""
+        self.of_tenant: Counter[Tenant] = Counter()
+        """Bytes of the tenant's blocks with a priority above 0, each block once; see `sweep`."""
+        self.nbytes = 0
+        """Those of all tenants."""
         self._tiers = tiers
         self._tries = tries
         self._tenant_of = tenant_of
@@ -182,14 +186,10 @@ class Retained:
         self._over_s: dict[int, float] = {}
         """By a trie's ordinal, when the first priority in it is over, at the earliest."""
 
-    def nbytes(self, tenant: Tenant) -> int:
-        """Bytes of the tenant's blocks with a priority above 0, each block once; see `sweep`."""
-        return sum(
-            nbytes
-            for trie in self._tries
-            for namespace, nbytes in trie.retained_bytes.items()
-            if self._tenant_of(namespace) is tenant
-        )
+    def count(self, namespace: int, change: int) -> None:
+        """Told by each trie how its `retained_bytes` of a namespace change."""
+        self.of_tenant[self._tenant_of(namespace)] += change
+        self.nbytes += change
 
     def expires(self, trie: Trie, until_s: float) -> None:
         """A priority of one of the trie's blocks is over at this time."""
@@ -272,7 +272,7 @@ class Retained:
     def _refused(self, tenant: Tenant, wanted: int) -> str:
         """Why so many more bytes may not be raised; empty if they may."""
         if (quota := tenant.quota.retained_bytes) is not None:
-            have, most, whose = self.nbytes(tenant) + self.claimed[tenant], quota, ""
+            have, most, whose = self.of_tenant[tenant] + self.claimed[tenant], quota, ""
         else:
             share = int(DEFAULT_SHARE * sum(tier.capacity_bytes for tier in self._tiers.own))
             had = self._sharing()
@@ -288,10 +288,7 @@ class Retained:
 
     def _sharing(self) -> Counter[Tenant]:
         """What tenants without a quota have, and may yet raise."""
-        had: Counter[Tenant] = Counter()
-        for trie in self._tries:
-            for namespace, nbytes in trie.retained_bytes.items():
-                had[self._tenant_of(namespace)] += nbytes
+        had = self.of_tenant.copy()
         had.update(self.claimed)
         return Counter({tenant: count for tenant, count in had.items() if tenant.quota.retained_bytes is None})
 

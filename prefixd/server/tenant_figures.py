@@ -130,7 +130,7 @@ class TenantFigures:
             waiting_requests=requests.waiting,
             running_requests=requests.running,
             calls=self._calls(tenant),
-            retained_bytes=self._cache.retained.nbytes(tenant),
+            retained_bytes=self._cache.retained.of_tenant[tenant],
             refused=tenant.refused,
         )
 

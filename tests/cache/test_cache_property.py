@@ -280,7 +280,7 @@ class CacheMachine(RigMachine):
         with suppress(ExhaustedError):
             self.run(cache.retain(namespace, self.rig.chain(prompt, namespace), [Retention(0, end, priority, ttl)]))
         most = sum(tier.capacity_bytes for tier in cache.tiers.own) // 2
-        assert priority < 1 or cache.retained.nbytes(cache.tenants.default) <= most
+        assert priority < 1 or cache.retained.of_tenant[cache.tenants.default] <= most
 
     @rule(home=homes, prompt=prompts)
     def forget(self, home: str, prompt: list[int]) -> None:

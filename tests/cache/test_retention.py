@@ -41,7 +41,7 @@ def allow(rig: Rig, blocks: int | None) -> None:
 
 
 def retained_blocks(rig: Rig) -> float:
-    return rig.cache.retained.nbytes(rig.cache.tenants.default) / PART_BYTES
+    return rig.cache.retained.of_tenant[rig.cache.tenants.default] / PART_BYTES
 
 
 async def test_a_block_belongs_to_the_range_of_its_last_token_and_the_last_range_counts(
@@ -280,7 +280,7 @@ async def test_of_a_block_in_parts_the_bytes_that_are_there_count(make_rig: Call
     assert not isinstance(reservation, int)
     rig.fill(reservation)
     await rig.cache.commit(reservation, 1, retention=[KEEP])
-    assert rig.cache.retained.nbytes(tenant) == 2 * PART_BYTES
+    assert rig.cache.retained.of_tenant[tenant] == 2 * PART_BYTES
     await rig.cache.mover.wait_for_checksums()
 
 
@@ -299,6 +299,10 @@ async def test_wrong_counts_are_found(make_rig: Callable[..., Rig]) -> None:
     with pytest.raises(IntegrityError, match="bytes are retained by namespace"):
         check_integrity(rig.cache)
     trie.retained_bytes[rig.namespace.ordinal] -= 1
+    rig.cache.retained.of_tenant[rig.cache.tenants.default] += 1
+    with pytest.raises(IntegrityError, match="are counted as retained by tenant, not"):
+        check_integrity(rig.cache)
+    rig.cache.retained.of_tenant[rig.cache.tenants.default] -= 1
     trie.retained_groups[first] = 0
     with pytest.raises(IntegrityError, match=rf"miscount what: \[{first}\]|retained, and miscount what"):
         check_integrity(rig.cache)
@@ -307,3 +311,27 @@ async def test_wrong_counts_are_found(make_rig: Callable[..., Rig]) -> None:
     with pytest.raises(IntegrityError, match="a priority beyond 100"):
         check_integrity(rig.cache)
     trie.priority[first] = 50
+
+
+async def test_a_wish_costs_the_same_with_any_number_of_namespaces(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 25,000 namespaces that had retained blocks, each wish took 8 ms of the event loop."""
+    rig = make_rig(cpu=80)
+    for number in range(30):
+        home = rig.register(salt=number.to_bytes(2, "big"))
+        await rig.put([1], namespace=home)
+        assert await rig.cache.retain(home, rig.chain([1], home), [KEEP]) == 1
+    await rig.put([2])
+    asked: list[int] = []
+    really = rig.cache.retained._tenant_of
+
+    def tenant_of(ordinal: int) -> Tenant:
+        asked.append(ordinal)
+        return really(ordinal)
+
+    monkeypatch.setattr(rig.cache.retained, "_tenant_of", tenant_of)
+    await retain(rig, [2], KEEP)
+    assert len(asked) <= 4
+    assert rig.cache.retained.of_tenant[rig.cache.tenants.default] == 31 * PART_BYTES
+    check_integrity(rig.cache)

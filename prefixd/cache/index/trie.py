@@ -95,6 +95,8 @@ class Trie(TrieTable):
         """Blocks that have a priority, or had one until it was over and nobody has noticed yet."""
         self.retained_bytes: Counter[int] = Counter()
         """Likewise, of those with a priority above 0 the bytes that some tier has, each once, by namespace."""
+        self.on_retained: Callable[[int, int], None] = lambda namespace, change: None
+        """Called with a namespace's ordinal and the change of its `retained_bytes`."""
         self.observer: Observer | None = None
         self.refused: dict[int, int] = {}
         """Rows, with their generations, from which on no prompt goes on: their bytes are wrong (`RefusedBlocks`)."""
@@ -675,7 +677,9 @@ class Trie(TrieTable):
         self.retained_groups[rows] = groups
         namespaces = self.namespace[rows]
         for namespace in np.unique(namespaces[change != 0]).tolist():
-            self.retained_bytes[namespace] += int(change[namespaces == namespace].sum())
+            more = int(change[namespaces == namespace].sum())
+            self.on_retained(namespace, more)
+            self.retained_bytes[namespace] += more
             if not self.retained_bytes[namespace]:
                 del self.retained_bytes[namespace]
 

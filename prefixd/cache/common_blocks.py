@@ -32,7 +32,7 @@ import ctypes
 import hashlib
 import logging
 import secrets
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -83,6 +83,8 @@ class Computed:
         self._limit = max(limit_bytes // _ENTRY_BYTES, 1)
         self._digests: dict[bytes, dict[str, bytes]] = {}  # by key and group, each tenant's
         self._keys: dict[str, OrderedDict[bytes, None]] = {}  # by tenant, those that it computed longest ago first
+        self._tenants: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by how many keys each has
+        self._most = 0  # keys that a tenant has
         self._size = 0
 
     def __len__(self) -> int:
@@ -91,9 +93,12 @@ class Computed:
     def note(self, key: bytes, tenant: str, digest: bytes) -> int:
         """A tenant has computed it; returns how many have computed these bytes."""
         digests = self._digests.setdefault(key, {})
-        self._size += tenant not in digests
+        keys = self._keys.setdefault(tenant, OrderedDict())
+        if tenant not in digests:
+            keys[key] = None
+            self._size += 1
+            self._count(tenant, len(keys) - 1, len(keys))
         digests[tenant] = digest
-        self._keys.setdefault(tenant, OrderedDict())[key] = None
         for each in digests:
             self._keys[each].move_to_end(key)
         if self._size > self._limit:
@@ -101,12 +106,26 @@ class Computed:
         return _same(digests, digest)
 
     def _forget_one(self) -> None:
-        tenant = max(self._keys, key=lambda each: len(self._keys[each]))
-        key, _ = self._keys[tenant].popitem(last=False)
+        tenant = next(iter(self._tenants[self._most]))
+        keys = self._keys[tenant]
+        key, _ = keys.popitem(last=False)
+        self._count(tenant, len(keys) + 1, len(keys))
         del self._digests[key][tenant]
         if not self._digests[key]:
             del self._digests[key]
         self._size -= 1
+
+    def _count(self, tenant: str, before: int, after: int) -> None:
+        """A tenant has one key more, or less."""
+        self._tenants[before].pop(tenant, None)
+        if not self._tenants[before]:
+            del self._tenants[before]
+        if after:
+            self._tenants[after][tenant] = None
+        else:
+            del self._keys[tenant]
+        if after > self._most or (self._most == before and before not in self._tenants):
+            self._most = after
 
     def agreed(self, key: bytes, tenant: str) -> tuple[int, bytes]:
         """How many have computed the bytes that this tenant has computed, and their digest; 0 if it has not."""

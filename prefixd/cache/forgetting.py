@@ -17,6 +17,7 @@ from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.mover import Mover
+from prefixd.cache.scan import slices
 from prefixd.pacer import SLICE_ROWS, give_way
 from prefixd.steps import in_thread
 
@@ -36,10 +37,15 @@ class FoundBlocks:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def of(self, namespaces: Collection[int]) -> FoundBlocks:
+    async def of(self, namespaces: Collection[int]) -> FoundBlocks:
         """Those of some namespaces, by ordinal."""
-        mine = np.isin(self.trie.namespace[self.rows], list(namespaces))
-        return FoundBlocks(self.trie, self.rows[mine], self.generations[mine])
+        wanted, rows, generations = np.array(sorted(namespaces), np.int64), [self.rows[:0]], [self.generations[:0]]
+        for part in slices(len(self)):
+            mine = np.isin(self.trie.namespace[self.rows[part]], wanted)
+            rows.append(self.rows[part][mine])
+            generations.append(self.generations[part][mine])
+            await give_way()
+        return FoundBlocks(self.trie, np.concatenate(rows), np.concatenate(generations))
 
 
 async def find_subtree(trie: Trie, root: int) -> FoundBlocks:

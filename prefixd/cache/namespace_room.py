@@ -12,10 +12,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from prefixd.cache.forgetting import find_namespaces, forget
+import numpy as np
+
+from prefixd.cache.forgetting import FoundBlocks, find_namespaces, forget
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.scan import slices
 from prefixd.cache.sessions import LeaseTable
 from prefixd.cache.troubles import Troubles
 from prefixd.errors import ExhaustedError
@@ -141,12 +144,14 @@ class NamespaceRoom:
             for victim in victims():
                 if self._clock() < self._vain_until_s.get(victim, 0.0):
                     continue
-                order = self._registry.oldest(victim.name)
-                step, found = max(1, len(order) // _FORGOTTEN_AT_ONCE), 0
-                for start in range(0, len(order), step):
+                left, found = self._registry.count(victim.name), 0
+                step = max(1, left // _FORGOTTEN_AT_ONCE)
+                while left > 0:
                     if enough():
                         return
-                    found += await self._forget(order[start : start + step])
+                    # Anew each time, for others were used meanwhile. Those that stay are in use, and were put last.
+                    found += await self._forget(self._registry.oldest(victim.name, min(step, left)))
+                    left -= step
                 if not found:
                     self._vain_until_s[victim] = self._clock() + _VAIN_S
 
@@ -167,14 +172,13 @@ class NamespaceRoom:
         beyond = [other for other in self._tenants if other is not tenant and share < use(other.name) <= own]
         return [*over, *beyond, tenant]
 
-    async def _forget(self, ordinals: Sequence[int]) -> int:
-        """Forgets those of some namespaces that are not in use; how many."""
+    async def _forget(self, namespaces: Sequence[tuple[int, bytes]]) -> int:
+        """Forgets those of some namespaces, by ordinal and id, that are not in use; how many."""
         before, with_blocks = self.forgotten, defaultdict[int, dict[int, bytes]](dict)
-        for number, ordinal in enumerate(ordinals):
+        for number, (ordinal, identity) in enumerate(namespaces):
             if number % _IN_ONE_TURN == _IN_ONE_TURN - 1:
                 await give_way()
-            identity = self._close(ordinal)
-            if identity is None:
+            if not self._has(ordinal, identity) or not self._close(ordinal):
                 continue
             trie = self._trie_at(ordinal)
             if trie.blocks_of(ordinal):
@@ -185,16 +189,14 @@ class NamespaceRoom:
             await self._forget_blocks(self._trie_at(next(iter(of_trie))), of_trie)
         return self.forgotten - before
 
-    def _close(self, ordinal: int) -> bytes | None:
-        """Closes a namespace in all sessions, if nobody else uses it; its id then."""
-        namespace = self._registry.find_at(ordinal)
-        if namespace is None:
-            return None
+    def _close(self, ordinal: int) -> bool:
+        """Closes a namespace in all sessions, if nobody else uses it; whether that is so."""
+        namespace = self._registry.at(ordinal)
         identity = namespace.id
         having = [each for each in self._leases.sessions.values() if identity in each.namespaces]
         if not all(session.reopens for session in having):
             self._registry.touch(namespace)
-            return None
+            return False
         for session in having:
             del session.namespaces[identity]
         del namespace
@@ -203,15 +205,13 @@ class NamespaceRoom:
             for session in having:
                 session.namespaces[identity] = used
             self._registry.touch(used)
-            return None
-        return identity
+            return False
+        return True
 
     async def _forget_blocks(self, trie: Trie, identities: dict[int, bytes]) -> None:
         """Forgets namespaces of one trie with their blocks, but for those of which some are held or pinned."""
         found = await find_namespaces(trie, identities)
-        of = trie.namespace[found.rows]
-        same = trie.generation[found.rows] == found.generations
-        in_use = set(of[same & ((trie.keep[found.rows] > 0) | trie.pinned[found.rows])].tolist())
+        in_use = await self._in_use(found)
         for ordinal in in_use & identities.keys():
             self._registry.touch(self._registry.at(ordinal))
         going = [
@@ -220,13 +220,24 @@ class NamespaceRoom:
             if ordinal not in in_use and self._has(ordinal, identity) and not self._registry.is_used(ordinal)
         ]
         try:
-            async for _ in forget(self._mover, found.of(going)):
+            async for _ in forget(self._mover, await found.of(going)):
                 pass
         except StorageError as error:  # they are gone from memory, and come back at the next start
             log.warning("namespaces are forgotten, but their blocks are still on disk: %s", error)
         for ordinal in going:
             if self._has(ordinal, identities[ordinal]) and not trie.blocks_of(ordinal):
                 self._drop(ordinal)
+
+    async def _in_use(self, found: FoundBlocks) -> set[int]:
+        """The namespaces, by ordinal, of blocks that are held or pinned."""
+        trie, in_use = found.trie, set[int]()
+        for part in slices(len(found)):
+            rows = found.rows[part]
+            same = trie.generation[rows] == found.generations[part]
+            kept = rows[same & ((trie.keep[rows] > 0) | trie.pinned[rows])]
+            in_use.update(np.unique(trie.namespace[kept]).tolist())
+            await give_way()
+        return in_use
 
     def _has(self, ordinal: int, identity: bytes) -> bool:
         namespace = self._registry.find_at(ordinal)

@@ -291,9 +291,9 @@ class NamespaceRegistry:
             if each is not None and each.ordinal in (order := self._used.get(each.spec.tenant, {})):
                 order[each.ordinal] = order.pop(each.ordinal)
 
-    def oldest(self, tenant: str) -> list[int]:
-        """Ordinals of a tenant's, the least recently used first."""
-        return list(self._used.get(tenant, ()))
+    def oldest(self, tenant: str, most: int) -> list[tuple[int, bytes]]:
+        """Ordinal and id of a tenant's, the least recently used first."""
+        return [(ordinal, self.at(ordinal).id) for ordinal in islice(self._used.get(tenant, ()), most)]
 
     def bytes_of(self, tenant: str) -> int:
         """Memory that a tenant's take, about."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec
+from prefixd.cache.forgetting import find_namespaces
 from prefixd.cache.namespace_room import PART
 from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.errors import ExhaustedError, NamespaceClosedError
@@ -259,3 +260,61 @@ def test_a_namespace_takes_about_as_much_as_is_counted(parts: int, name: str) ->
     finally:
         tracemalloc.stop()
     assert taken < spec.nbytes < 4 * taken + 2048, taken
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+async def test_what_is_registered_or_used_meanwhile_is_not_forgotten(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, turn: int
+) -> None:
+    """A namespace of another tenant that gets the ordinal of one that has gone, and one that is used again."""
+    rig = make_rig(cpu=64, namespace_bytes=room_for(40))
+    room = rig.cache.namespace_room
+    for number in range(31):
+        await rig.put([1], namespace=rig.cache.register(salted(number)))
+    held = [rig.cache.register(salted(31))]
+    rig.cache.tenants.known("b")
+    turns, done = 0, list[bytes]()
+
+    async def give_way() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == turn:
+            ordinal = held.pop().ordinal
+            room._drop(ordinal)
+            new = rig.cache._give_trie(rig.cache.namespaces.register(salted(99, "b")))
+            assert new.ordinal == ordinal
+            done.extend([new.id, rig.cache.register(salted(20)).id])
+
+    monkeypatch.setattr("prefixd.cache.namespace_room.give_way", give_way)
+    monkeypatch.setattr("prefixd.cache.namespace_room._IN_ONE_TURN", 2)
+    room.limit_bytes = room_for(10)
+    await room.trim()
+    assert len(done) == 2 and all(identity in rig.cache.namespaces for identity in done)
+    assert rig.cache.namespaces.nbytes <= room_for(10)
+
+
+async def test_blocks_of_namespaces_are_looked_at_in_slices(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=256)
+    homes = [rig.cache.register(salted(number)) for number in range(4)]
+    for home in homes:
+        await rig.put(list(range(50)), namespace=home)
+    pinned = await rig.cache.match(homes[3], rig.chain([0], homes[3]))
+    rig.trie.pinned[pinned.rows] = True
+    monkeypatch.setattr("prefixd.cache.scan.SCANNED_AT_ONCE", 16)
+    found = await find_namespaces(rig.trie, [home.ordinal for home in homes])
+    turns = 0
+
+    async def give_way() -> None:
+        nonlocal turns
+        turns += 1
+
+    monkeypatch.setattr("prefixd.cache.namespace_room.give_way", give_way)
+    monkeypatch.setattr("prefixd.cache.forgetting.give_way", give_way)
+    assert await rig.cache.namespace_room._in_use(found) == {homes[3].ordinal} and turns >= 200 // 16
+    some = await found.of([homes[0].ordinal, homes[2].ordinal])
+    assert turns >= 2 * (200 // 16)
+    assert set(rig.trie.namespace[some.rows].tolist()) == {homes[0].ordinal, homes[2].ordinal} and len(some) == 100
+    assert (np.diff(rig.trie.depth[some.rows]) <= 0).all(), "children before parents"
+    rig.trie.pinned[pinned.rows] = False

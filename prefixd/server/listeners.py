@@ -89,7 +89,7 @@ class Listeners:
     def __init__(self, settings: Settings, tenants: Tenants, tickets: Tickets, audit: AuditLog) -> None:
         server = settings.server
         self.access = _socket_access(settings)
-        """Whether, once this is closed, connections are left that gRPC could not close."""
+        """Who may connect to the unix sockets, as of now."""
         self._settings = server
         logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None

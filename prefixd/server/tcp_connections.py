@@ -59,11 +59,12 @@ class TcpConnections:
         """Hosts that can open no connection."""
         self._seen: dict[int, None] = {}
         """Inodes of the connections' sockets, the oldest first."""
+        self._warned = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="prefixd-connections", daemon=True)
 
     def start(self) -> None:
-        """Looks twice a second, in a thread. Raises ConfigError: there is none."""
+        """Looks four times a second, in a thread. Raises ConfigError: there is none."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -102,8 +103,8 @@ class TcpConnections:
                 each.close()
 
     def _shut(self, doors: list[socket.socket], hosts: frozenset[str]) -> None:
-        """From now on these hosts can open no connection."""
-        if hosts == self._shut_out:
+        """From now on these hosts can open no connection; where that cannot be, the next look tries again."""
+        if hosts == self._shut_out or not doors:
             return
         program = drop_hosts(sorted(hosts))
         buffer = ctypes.create_string_buffer(program)
@@ -115,17 +116,29 @@ class TcpConnections:
                 else:
                     door.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         except OSError as error:
-            log.warning("hosts with too many connections can open others (%s)", error.strerror)
-        else:
-            for host in sorted(hosts - self._shut_out):
-                log.warning("%s has too many TCP connections, and can open no more until it has closed some", host)
+            self._warn(f"hosts with too many connections can open others ({error.strerror})")
+            return
+        for host in sorted(hosts - self._shut_out):
+            log.warning("%s has too many TCP connections, and can open no more until it has closed some", host)
         self._shut_out = hosts
+        self._warned = ""
+
+    def _warn(self, what: str) -> None:
+        """Logs what is wrong, once while it is."""
+        if what != self._warned:
+            log.warning("%s", what)
+        self._warned = what
 
     def _add(self, descriptor: int, found: dict[int, tuple[str, socket.socket]], doors: list[socket.socket]) -> None:
         """A copy of a descriptor, if it is the door or a connection to it: what it is of is not closed meanwhile."""
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return
-        connection = socket.socket(fileno=os.dup(descriptor))
+        copy = os.dup(descriptor)
+        try:
+            connection = socket.socket(fileno=copy)
+        except BaseException:  # the number has become another file's since it was looked at
+            os.close(copy)
+            raise
         try:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == self._port:
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -155,8 +168,12 @@ class TcpConnections:
 
     def _watch(self) -> None:
         while not self._ended.wait(_EVERY_S):
-            with suppress(OSError):  # no descriptor to look with: the limit of open files is told elsewhere
+            try:
                 self.look()
+            except OSError:  # no descriptor to look with: the limit of open files is told elsewhere
+                pass
+            except Exception as error:  # this thread is the only one that looks: it must go on
+                self._warn(f"connections to the TCP door cannot be looked at ({error!r}); please report it")
 
 
 def host_of(address: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -124,3 +127,55 @@ def test_connections_to_other_doors_do_not_count(door: Door) -> None:
 )
 def test_what_one_host_is(address: str, host: str) -> None:
     assert host_of(address) == host
+
+
+def test_a_descriptor_that_becomes_another_files_meanwhile_is_no_leak(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = TcpConnections(door.port, limit=1, of_host=1)
+    many, really = door.connect("127.0.0.2", 3), os.dup
+    no_socket = os.open("/dev/null", os.O_RDONLY)
+    monkeypatch.setattr("prefixd.server.tcp_connections.os.dup", lambda descriptor: really(no_socket))
+    before = len(os.listdir("/proc/self/fd"))
+    watch.look()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(no_socket)
+    assert open_ones(many) == [True] * 3
+
+
+def test_a_host_without_a_filter_is_not_said_to_be_shut_out(
+    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = TcpConnections(door.port, limit=8, of_host=2)
+    door.connect("127.0.0.2", 12)
+
+    def refuse(*args: object) -> int:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("prefixd.server.tcp_connections.socket.socket.setsockopt", refuse, raising=False)
+        watch.look()
+        watch.look()
+    assert watch._shut_out == frozenset() and caplog.text.count("can open others (Cannot allocate memory)") == 1
+    assert can_connect(door.port, "127.0.0.2")
+    watch.look()  # as there are still too many
+    assert watch._shut_out == {"127.0.0.2"} and not can_connect(door.port, "127.0.0.2")
+
+
+def test_the_thread_goes_on_whatever_a_look_ends_with(
+    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = threading.Semaphore(0)
+    watch = TcpConnections(door.port)
+
+    def look() -> None:
+        looked.release()
+        raise KeyError(7)
+
+    monkeypatch.setattr(watch, "look", look)
+    monkeypatch.setattr("prefixd.server.tcp_connections._EVERY_S", 0.001)
+    watch.start()
+    assert all(looked.acquire(timeout=10) for _ in range(3))
+    watch.stop()
+    watch._thread.join(10)
+    assert caplog.text.count("cannot be looked at (KeyError(7))") == 1

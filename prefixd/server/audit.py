@@ -18,6 +18,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _MOST_KNOWN = 4096
 _AGAIN_S = 3600.0
 """Who was let in is told again after so long."""
 _LONGEST_TEXT = 512
+_CLOSE_S = 5.0
 
 
 class AuditLog:
@@ -114,12 +116,20 @@ class AuditLog:
         self._reopen.set()
 
     def close(self) -> None:
-        """Writes what waits and closes the file."""
-        if self._thread is not None:
-            self._lines.put(None)
-            self._thread.join()
-            os.close(self._file)
-            self._thread = None
+        """Writes what waits and closes the file. Where the disk does not answer, lines are lost after some seconds."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        end_s = time.monotonic() + _CLOSE_S
+        with suppress(queue.Full):
+            self._lines.put(None, timeout=_CLOSE_S)
+        thread.join(max(0.0, end_s - time.monotonic()))
+        if thread.is_alive():
+            log.error(
+                "server.audit_log = %s does not take lines: %d and more are lost", self._path, self._lines.qsize()
+            )
+            return
+        os.close(self._file)
 
     def _write(self) -> None:
         failed = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,35 @@ def test_a_rotation_does_not_follow_what_was_put_there_meanwhile(
         "before",
         "after",
     ]
+
+
+def test_a_disk_that_does_not_answer_does_not_keep_the_daemon_from_ending(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging, writing, really = threading.Event(), threading.Event(), os.write
+
+    def write(file: int, data: bytes) -> int:
+        if b"evicted" in data:
+            writing.set()
+            hanging.wait(30)
+        return really(file, data)
+
+    monkeypatch.setattr("prefixd.server.audit.os.write", write)
+    monkeypatch.setattr("prefixd.server.audit._CLOSE_S", 0.05)
+    monkeypatch.setattr("prefixd.server.audit._MOST_WAITING", 2)
+    log = AuditLog(folder / "audit.log")
+    thread = log._thread
+    assert thread is not None
+    log.tell("evicted", None)
+    assert writing.wait(30)
+    for _ in range(5):
+        log.tell("evicted", None)
+    closing = threading.Thread(target=log.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    ended = not closing.is_alive()
+    hanging.set()
+    assert ended and "does not take lines: 2 and more are lost" in caplog.text
+    log._lines.put(None)
+    thread.join(30)
+    os.close(log._file)

@@ -22,6 +22,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -37,6 +38,7 @@ _ANSWER_TIME_S = 5.0
 _BACKLOG = 64  # connections that the kernel keeps until they are accepted
 _VISITORS = 64
 _VISITORS_OF_A_USER = 16
+_CLOSING = 16
 _SHORTAGE_PAUSE_S = 0.05
 _WARN_S = 60.0
 _UCRED = struct.Struct("iII")  # pid, uid, gid
@@ -73,6 +75,8 @@ class MemoryListener:
         """By whom the visitors under way are, and their connections; the oldest first."""
         self._visits_of: Counter[int] = Counter()
         self._warn_s = 0.0
+        self._closing = 0
+        """Descriptors that visitors sent and that a thread closes. With as many as may be, no more are received."""
 
     async def start(self) -> None:
         """Begins to listen; a socket file left by a daemon that is gone is replaced.
@@ -155,8 +159,8 @@ class MemoryListener:
 
     async def _serve(self, visitor: socket.socket) -> None:
         with visitor, suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_ANSWER_TIME_S), _descriptors() as sent:
-                session_id = await _read_line(visitor, sent)
+            async with asyncio.timeout(_ANSWER_TIME_S), self._descriptors() as sent:
+                session_id = await _read_line(visitor, sent, int(self._closing < _CLOSING))
                 if session_id == TICKET and self._ticket is not None:
                     pid, uid = _peer(visitor)
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"ticket": self._ticket(uid, pid)}))
@@ -167,6 +171,38 @@ class MemoryListener:
                 else:
                     # One short line into an empty socket buffer: it cannot block.
                     socket.send_fds(visitor, [_line({"arena_bytes": self._nbytes})], [self._fd])
+
+    @asynccontextmanager
+    async def _descriptors(self) -> AsyncGenerator[list[int]]:
+        """A list of descriptors that a visitor sends, which are closed at the end."""
+        received: list[int] = []
+        try:
+            yield received
+        finally:
+            for descriptor in received:
+                self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        """Closes what a visitor sent. A file of a file system that does not answer takes for ever: not on the loop."""
+        if _is_pidfd(descriptor):
+            os.close(descriptor)
+            return
+        self._closing += 1
+        loop = asyncio.get_running_loop()
+
+        def closed() -> None:
+            self._closing -= 1
+
+        def close() -> None:
+            with suppress(OSError):
+                os.close(descriptor)
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(closed)
+
+        try:
+            threading.Thread(target=close, name="prefixd-close", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("a descriptor that a visitor sent stays open: no thread to close it (%s)", error)
 
     def _refuse(self, visitor: socket.socket, session_id: str | None, sent: int) -> str | None:
         pid, uid = _peer(visitor)
@@ -202,23 +238,20 @@ def _peer(visitor: socket.socket) -> tuple[int, int]:
     return int(pid), int(uid)
 
 
-@asynccontextmanager
-async def _descriptors() -> AsyncGenerator[list[int]]:
-    """A list of descriptors, which are closed at the end."""
-    received: list[int] = []
+def _is_pidfd(descriptor: int) -> bool:
+    """Whether a descriptor is a process's: `anon_inode:[pidfd]`, and since Linux 6.9 `pidfd:[4242]`."""
     try:
-        yield received
-    finally:
-        for descriptor in received:
-            os.close(descriptor)
+        return "pidfd" in os.readlink(f"/proc/self/fd/{descriptor}").partition("/")[0]
+    except OSError:
+        return False
 
 
-async def _receive(visitor: socket.socket, descriptors: list[int]) -> bytes:
-    """What comes next, as `sock_recv`; a descriptor that comes with it is added to `descriptors`."""
+async def _receive(visitor: socket.socket, descriptors: list[int], most: int) -> bytes:
+    """What comes next, as `sock_recv`; up to `most` descriptors that come with it are added to `descriptors`."""
     loop = asyncio.get_running_loop()
     while True:
         try:
-            data, received, _, _ = socket.recv_fds(visitor, _LINE_LIMIT, 1)
+            data, received, _, _ = socket.recv_fds(visitor, _LINE_LIMIT, most)
         except BlockingIOError:
             readable = loop.create_future()
             loop.add_reader(visitor, readable.set_result, None)
@@ -231,10 +264,10 @@ async def _receive(visitor: socket.socket, descriptors: list[int]) -> bytes:
         return data
 
 
-async def _read_line(visitor: socket.socket, descriptors: list[int]) -> str | None:
+async def _read_line(visitor: socket.socket, descriptors: list[int], most: int) -> str | None:
     line = b""
     while not line.endswith(b"\n"):
-        data = await _receive(visitor, descriptors)
+        data = await _receive(visitor, descriptors, most)
         if not data or len(line) + len(data) > _LINE_LIMIT or len(descriptors) > 1:  # a client sends its own alone
             return None
         line += data

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -194,3 +195,37 @@ def test_a_view_outlives_the_arena_it_came_from() -> None:
     view[:] = 7
     assert os.pread(fd, 4, 10) == b"\x07\x07\x07\x07"
     os.close(fd)
+
+
+async def test_a_descriptor_that_cannot_be_closed_keeps_nobody_waiting(
+    door: MemoryListener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one of a network file system whose server is gone; it is not a process's, as an honest client's is."""
+    hanging, really = threading.Event(), os.close
+    hung: list[str] = []
+
+    def close(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path / "hangs"):
+            hung.append(threading.current_thread().name)
+            hanging.wait(30)
+        really(descriptor)
+
+    def send() -> bytes:
+        with socket.socket(socket.AF_UNIX) as visitor, (tmp_path / "hangs").open("w") as file:
+            visitor.settimeout(30)
+            visitor.connect(str(door.path))
+            socket.send_fds(visitor, [b"dead\n"], [file.fileno()])
+            return visitor.recv(1000)
+
+    monkeypatch.setattr(memory_door, "_CLOSING", 3)
+    monkeypatch.setattr("prefixd.server.memory_listener.os.close", close)
+    try:
+        for _ in range(6):
+            assert b"no such session" in await asyncio.to_thread(send)
+        assert hung == ["prefixd-close"] * 3, "then none is received"
+        (await fetch(door, "alive")).close()
+    finally:
+        hanging.set()
+    async with asyncio.timeout(30):
+        while door._closing:
+            await asyncio.sleep(0.01)

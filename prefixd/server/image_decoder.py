@@ -120,6 +120,10 @@ class ImageDecoder:
                 process = await self._started()
                 written = asyncio.get_running_loop().run_in_executor(self._threads, place.write, data)
                 await asyncio.shield(written)
+            except asyncio.CancelledError:
+                if written is not None and written.cancelled():  # by the end of the threads, and not by the caller
+                    raise UnavailableError("the daemon is ending; send the request again when it is back") from None
+                raise
             except ConfigError as error:
                 raise UnavailableError(f"images[{number}] cannot be decoded: {error}") from error
             except OSError as error:
@@ -239,10 +243,11 @@ class _DecodeProcess:
 
     def submit(self, job: Job) -> asyncio.Future[Answer]:
         """Hands over a job; its answer comes in any case."""
-        answered = self._jobs[job.id] = asyncio.get_running_loop().create_future()
-        if self.ended:
-            self._give_up()
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self.ended:  # what works on other jobs may still run, until `_listen` has seen its end
+            answered.set_result(Killed(job.id, False, self._process.returncode or 0))
         else:
+            self._jobs[job.id] = answered
             self._writer.write(encode(job) + b"\n")
         return answered
 

@@ -7,10 +7,11 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache
-from prefixd.errors import ConfigError, UnavailableError
+from prefixd.errors import ConfigError, ExhaustedError, UnavailableError
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount
@@ -30,6 +31,7 @@ from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.server.wiring import make_dispatcher
 from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
+from prefixd.steps import in_thread
 from prefixd.worker.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap import FramePool, SwapError, started_threads
@@ -130,11 +132,18 @@ class ModelHost:
         self._images.shutdown(wait=False, cancel_futures=True)
 
     async def stop_loading(self) -> None:
-        """Ends whatever waits for the model."""
+        """Ends whatever waits for the model, and what decodes its images."""
+        self._decoder.close()
         if self._model is not None:
             self._model.cancel()
             await asyncio.gather(self._model, return_exceptions=True)
         await self._decoder.stop()
+        # Its thread may be writing a file into the pixels' memory: their descriptor's number would be another file's.
+        end = partial(self._images.shutdown, cancel_futures=True)
+        try:
+            await in_thread(end)
+        except ExhaustedError:
+            end()
         self._pixels.close()
 
     async def end_if_loading(self) -> None:

@@ -450,3 +450,24 @@ async def test_what_only_a_shared_store_has_is_not_announced(
     while events._turn():
         pass
     assert router.blocks == {(announcer.MEDIA["cpu"], hash_of(namespace, trie, rows[0]))}
+
+
+@pytest.mark.parametrize(
+    ("named", "name", "match"),
+    [
+        ("default/*", "default/any/thing [8]", True),
+        ("default/*", "acme/any", False),
+        ("acme/llama[8b]", "acme/llama[8b]", True),
+        ("acme/llama[8b]", "acme/llama8", False),
+        ("acme/[!a]?", "acme/[!a]x", True),
+        ("acme/[!a]?", "acme/bx", False),
+        ("acme/[*]", "acme/[a-z]", True),
+        ("acme/a]b", "acme/a]b", True),
+        ("(common)/m.1", "(common)/m.1", True),
+        ("(common)/m.1", "(common)/mx1", False),
+        ("acme/m", "acme/m2", False),
+    ],
+)
+def test_only_an_asterisk_and_a_question_mark_stand_for_others(named: str, name: str, match: bool) -> None:
+    assert (announcer.pattern_of_names(["x/y", named]).match(name) is not None) == match
+    assert announcer.pattern_of_names([]).match(name) is None

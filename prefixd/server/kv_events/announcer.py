@@ -22,7 +22,7 @@ import hashlib
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import translate
 from itertools import islice, pairwise
@@ -94,7 +94,7 @@ class KVEvents:
     ) -> None:
         self._cache = cache
         self._topic = settings.topic
-        self._named = re.compile("|".join(translate(pattern) for pattern in settings.namespaces) or "(?!)")
+        self._named = pattern_of_names(settings.namespaces)
         self._again_s = settings.again_s
         self._clock = clock
         # What a shared store has is as far away for every host: it is no reason to send a request to this one.
@@ -373,3 +373,8 @@ def _some(trie: Trie, wanted: Flags, most: int) -> Rows:
         if len(chosen) >= most:
             break
     return np.array(chosen[:most], np.int64)
+
+
+def pattern_of_names(names: Sequence[str]) -> re.Pattern[str]:
+    """Matches TENANT/NAME of namespaces that are named; only * and ? stand for any characters."""
+    return re.compile("|".join(translate(name.replace("[", "[[]")) for name in names) or "(?!)")

@@ -15,6 +15,7 @@ from prefixd.errors import ConfigError
 CACHE_NAME = "fingerprints.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _READ_BYTES = 8 << 20
+_MOST_FILES = 4096
 
 _DECIDES_KV = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py")
 _DECIDES_TEXT = frozenset(
@@ -37,7 +38,10 @@ def fingerprint(model_directory: Path, cache_directory: Path) -> str:
     content: weights, configurations (also of the image processor and of quantization), code.
 
     A file that was hashed before is not read again while path, size, times of change and inode are the same; that is
-    kept in `fingerprints.json` under `cache_directory`. Raises ConfigError if there is no config.json or no weights.
+    kept in `fingerprints.json` under `cache_directory`, of the last 4,096 files that were asked about.
+
+    Raises:
+        ConfigError: there is no config.json, or there are no weights.
     """
     config = model_directory / "config.json"
     weights = any(path.is_file() for pattern in _WEIGHTS for path in model_directory.glob(pattern))
@@ -96,8 +100,9 @@ class _Cache:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known = _load(path)
-        self._changed = False
+        self._saved = _load(path)
+        self._known = dict(self._saved)  # those that were asked about last, last
+        self._used = set[str]()
 
     def digest(self, path: Path) -> str:
         """The file's XXH3, read only if it is not known."""
@@ -105,17 +110,20 @@ class _Cache:
         # Who puts other bytes into a file can set its time of modification back, and not that of its inode's change.
         identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         name = str(path.resolve())
-        entry = self._known.get(name)
+        self._used.add(name)
+        entry = self._known.pop(name, None)
         if isinstance(entry, list) and entry[:-1] == identity and isinstance(entry[-1], str):
+            self._known[name] = entry
             return entry[-1]
         digest = _hash_file(path)
         self._known[name] = [*identity, digest]
-        self._changed = True
         return digest
 
     def save(self) -> None:
         """Replace the file at once. Where it cannot be written, the files are hashed again next time."""
-        if not self._changed:
+        for name in list(self._known)[: -max(_MOST_FILES, len(self._used))]:
+            del self._known[name]
+        if list(self._known.items()) == list(self._saved.items()):
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

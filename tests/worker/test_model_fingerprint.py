@@ -130,3 +130,26 @@ def test_that_of_a_model_with_a_draft_is_neither_ones_and_says_which_is_which(di
     assert {len(name) for name in names} == {32}
     assert len(names) == 4
     assert fingerprint_of_both(directory, draft, tmp_path) in names
+
+
+def test_files_that_were_asked_about_longest_ago_are_forgotten(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_fingerprint, "_MOST_FILES", 9, raising=False)
+    models = [copy(directory, tmp_path / str(number)) for number in range(4)]
+    for number in (0, 1, 2, 0, 3):
+        fingerprint(models[number], tmp_path)
+
+    def known() -> set[str]:
+        return {Path(name).parent.name for name in json.loads((tmp_path / CACHE_NAME).read_text())}
+
+    assert known() == {"2", "0", "3"}
+    monkeypatch.setattr(model_fingerprint, "_MOST_FILES", 2, raising=False)
+    fingerprint(models[1], tmp_path)
+    assert known() == {"1"}, "a model with more files than that is known all the same"
+
+
+def test_what_is_known_is_not_written_again(directory, tmp_path):
+    fingerprint(directory, tmp_path)
+    before = (tmp_path / CACHE_NAME).stat()
+    fingerprint(directory, tmp_path)
+    after = (tmp_path / CACHE_NAME).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)

@@ -326,7 +326,7 @@ def fill(path: Path, blocks: int, prompts: Prompts = Prompts()) -> None:
         for changes in _batches(blocks, 10_000, prompts):
             index.apply(changes)
             step()
-    index.put_namespace(_NAMESPACE, msgspec.msgpack.encode(SPEC))
+    index.put_namespaces({_NAMESPACE: msgspec.msgpack.encode(SPEC)})
     index.close()
 
 

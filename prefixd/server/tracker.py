@@ -18,12 +18,17 @@ refreshes look them up, first come, first served.
 Where the policy asks how long a request takes until it is ready, 16 requests in turn are estimated anew besides, fewer
 where these have more than 16,384 rows: what loading and computing take is learned as it goes.
 
+Where all prompts of a namespace begin with the same header, their weights are of what lies behind it. Known are the
+headers of the 64 namespaces that were asked for last. When one changes, the weights follow as all requests are read in
+turn.
+
 Weights only decide the order. A request is staged with exact rows: `verify` reads all of them at that moment.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,13 +38,14 @@ import numpy.typing as npt
 from prefixd.cache import NONE, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.request import Request
-from prefixd_scheduler import Distance, RequestQueue, weight_class
+from prefixd_scheduler import Distance, Header, RequestQueue, weight_class
 
 _KEYS = 512
 _REQUESTS = 64
 _ROWS = 16_384
 _LOOK_UP_ROWS = 256  # what a look-up costs besides its rows, in rows
 _ESTIMATES = 16
+_HEADERS = 64
 _MARKS = 4
 _QUARTERS = np.arange(1, _MARKS + 1)
 _GAINS = np.array([distance.weight - 1.0 for distance in Distance])  # a token's weight above that of one not cached
@@ -83,6 +89,7 @@ class PrefixTracker:
         self._waits = np.zeros(0, np.bool_)  # there is such a block
         self._changed: dict[int, None] = {}  # ids of requests that have to be looked up, first come, first served
         self._epoch = -1
+        self._headers: OrderedDict[int, Header] = OrderedDict()  # in blocks, by a namespace's root
         self._left = 0  # slots that have not been read since something changed
         self._next_key = 0
         self._next_slot = 0
@@ -102,6 +109,7 @@ class PrefixTracker:
         self._common[slot] = -1 if namespace.common is None else namespace.common.ordinal
         if request.seen_epoch < 0 and not len(request.found):
             self._look_up(request)
+            self._count_header(request)
         else:
             known = request.uncut(min(len(request.found), request.usable_blocks))
             request.found = request.found[:known]
@@ -227,9 +235,15 @@ class PrefixTracker:
         nearest = np.where(stale, NONE, nearest)
         far = np.maximum.reduceat(nearest, starts)
         changed = far != [request.farthest for request in some]
-        gains = np.add.reduceat(_GAINS[nearest], starts)
+        headers = [self._header_blocks(request) for request in some]
+        gains_of_rows = _GAINS[nearest]
+        for start, header in zip(starts, headers, strict=True):
+            if header:
+                gains_of_rows[start : start + header] = 0.0
+        gains = np.add.reduceat(gains_of_rows, starts)
         for at, request in enumerate(some):
-            if changed[at] or _weight(request, gains[at]) != request.queued.weight:
+            if changed[at] or _weight(request, gains[at], headers[at]) != request.queued.weight:
+                request.seen_epoch = -1  # a header may change without a block that moves
                 self._changed[request.id] = None
 
     def _look_up_changed(self) -> None:
@@ -290,7 +304,8 @@ class PrefixTracker:
         request.seen_epoch = self._cache.mover.epoch
         blocks = len(found)
         request.farthest = Distance(int(nearest.max()) if blocks else NONE)
-        self._tell_queue(request, _weight(request, _GAINS[nearest].sum()))
+        header = self._header_blocks(request)
+        self._tell_queue(request, _weight(request, _GAINS[nearest[header:]].sum(), header))
         slot = self._slots[request.id]
         self._marks[slot] = request.namespace.root
         if blocks:
@@ -319,6 +334,21 @@ class PrefixTracker:
         if now != (queued.weight, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
             self._queue.update(request.id, weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
 
+    def _count_header(self, request: Request) -> None:
+        """A prompt has come, or one of which nothing was cached is back in the queue."""
+        root = request.namespace.root
+        header = self._headers.pop(root, None) or Header()
+        self._headers[root] = header
+        if len(self._headers) > _HEADERS:
+            self._headers.popitem(last=False)
+        if header.add(_key_of(request.found), len(request.found)):
+            self._left = len(self._requests)
+
+    def _header_blocks(self, request: Request) -> int:
+        """Blocks that its prompt shares with all that come."""
+        header = self._headers.get(request.namespace.root)
+        return 0 if header is None else header.within(_key_of(request.found), len(request.found))
+
     def _new_slot(self) -> int:
         slot = len(self._requests)
         if slot == len(self._marks):
@@ -333,6 +363,13 @@ class PrefixTracker:
         return slot
 
 
-def _weight(request: Request, gained: float) -> float:
-    """The weight of all that the request needs, generated tokens too, given the gains of its cached blocks."""
-    return weight_class(1.0 + float(gained) * request.trie.block_tokens / request.chain.tokens)
+def _key_of(found: Rows) -> Callable[[int], int]:
+    """A row stands for its block and all before it."""
+    return lambda blocks: int(found[blocks - 1])
+
+
+def _weight(request: Request, gained: float, header: int) -> float:
+    """The weight of all that the request needs behind so many blocks, generated tokens too, given the gains of its
+    cached blocks there."""
+    block_tokens = request.trie.block_tokens
+    return weight_class(1.0 + float(gained) * block_tokens / (request.chain.tokens - header * block_tokens))

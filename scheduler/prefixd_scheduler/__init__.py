@@ -16,6 +16,7 @@ from prefixd_scheduler.errors import (
     UnknownPolicyError,
     UnknownRequestError,
 )
+from prefixd_scheduler.header import Header
 from prefixd_scheduler.load_plan import LoadPlan, Stretch, plan_load
 from prefixd_scheduler.look_ahead import LookAhead
 from prefixd_scheduler.policies import (
@@ -44,6 +45,7 @@ __all__ = [
     "EarliestDeadlineFirst",
     "FastestPrefixFirst",
     "Fcfs",
+    "Header",
     "IntegrityError",
     "InvalidValueError",
     "LoadPlan",

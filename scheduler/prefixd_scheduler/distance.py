@@ -45,14 +45,15 @@ def prompt_weight(cached: Iterable[tuple[Distance, int]], prompt_tokens: int) ->
 
     The paper has one N for a prefix, because a prefix is cached as a whole. A prompt whose prefix lies in one tier,
     with a question of less than an eighth of the prompt behind it, has that tier's weight, as in the paper: the mean
-    is more than w - (w - 1) / 8, which is at least 0.125 above the class below w. A prompt of which only
-    a header is cached weighs little more than one of which nothing is.
+    is more than w - (w - 1) / 8, which is at least 0.125 above the class below w. Where all prompts begin with the
+    same header (`Header`), only what lies behind it is passed: with the header, all weights would be nearly alike.
 
-    Example: of 4,096 tokens 512 on the GPU, the others not cached: (512 * 4 + 3584 * 1) / 4096 = 1.375 -> 1.5.
+    Example: of 4,096 tokens 512 on the GPU, the others not cached: (512 * 4 + 3584 * 1) / 4096 = 1.375 -> 1.5. If the
+    512 are the header: 1.0.
 
     Args:
-        cached: (tier, tokens) of the parts that are cached.
-        prompt_tokens: of the prompt, at least as many as are cached; 0 counts as not cached.
+        cached: (tier, tokens) of the parts behind the header that are cached.
+        prompt_tokens: of the prompt behind the header, at least as many as are cached; 0 counts as not cached.
     """
     gained = sum((distance.weight - 1.0) * tokens for distance, tokens in cached)
     return weight_class(1.0 + gained / prompt_tokens if prompt_tokens else 1.0)

@@ -138,8 +138,8 @@ class RelaxedFastestPrefixFirst(Policy):
     4).
 
     Age counts four times for a prompt on the GPU, three times on the CPU, twice on disk, 1.5 times in a shared store
-    and once if it is not cached; of a prompt in several places, their mean over its tokens (`prompt_weight`). Equal
-    products run in order of arrival.
+    and once if it is not cached; of a prompt in several places, their mean over its tokens (`prompt_weight`), without
+    a header that all prompts share (`Header`). Equal products run in order of arrival.
 
     **It does not starve.** Take a request r of age a. Weights are from 1 to 4: its product is at least a, and that of
     a request of age b at most 4b, so *whoever is younger than a/4 never passes r*, wherever the blocks are and however

@@ -10,11 +10,12 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
-from prefixd_scheduler import Policy, QueuedRequest, RequestQueue
+from prefixd_scheduler import Header, Policy, QueuedRequest, RequestQueue
 
 
 class WaitingRequest(Protocol):
@@ -90,7 +91,8 @@ class PrefixOrder(Generic[R]):
         may_move: whether the engine has not begun the request.
         local_tokens: (request, last answer) -> tokens of its prompt that the engine's own cache holds.
         seen: request -> what prefixd holds of its prompt; None while it has not answered.
-        prefix_key: (request, cached tokens > 0) -> something equal for requests with the same cached prefix.
+        prefix_key: (request, cached tokens > 0) -> something equal for requests with the same cached prefix; None where
+            so few tokens have no key.
         ready_s: (request, tokens that the engine holds, what prefixd holds) -> estimated seconds to its first token.
         arrival_s: request -> when it arrived, the same at all times.
         deadline_s: request -> when its first token is due, on the clock of `arrival_s`.
@@ -105,7 +107,7 @@ class PrefixOrder(Generic[R]):
         may_move: Callable[[R], bool],
         local_tokens: Callable[[R, int], int],
         seen: Callable[[R], SeenPrefix | None],
-        prefix_key: Callable[[R, int], Hashable],
+        prefix_key: Callable[[R, int], Hashable | None],
         ready_s: Callable[[R, int, SeenPrefix], float] = lambda request, local_tokens, seen: math.inf,
         arrival_s: Callable[[R], float] = lambda request: request.arrival_time,
         deadline_s: Callable[[R], float] = lambda request: math.inf,
@@ -123,6 +125,7 @@ class PrefixOrder(Generic[R]):
         self._by_priority = by_priority
         self._now_s = 0.0
         self._queue = RequestQueue(policy, sys.maxsize)
+        self._header = Header()  # in tokens
         self._known: dict[int, _Known[R]] = {}  # by the id in the queue
         self._ids: dict[str, int] = {}  # in the queue
         self._unanswered: OrderedDict[int, None] = OrderedDict()  # who was looked at longest ago is first
@@ -242,6 +245,7 @@ class PrefixOrder(Generic[R]):
 
     def _enter(self, request: R) -> None:
         known = self._taken.pop(request.request_id, None)
+        is_new = known is None
         if known is None:
             priority = request.priority if self._by_priority else 0
             number = next(self._ids_given)
@@ -253,6 +257,8 @@ class PrefixOrder(Generic[R]):
         self._known[number] = known
         self._queue.push(known.queued)
         self._look(known)
+        if is_new:
+            self._header.add(partial(self._key, request), known.queued.cached_tokens)
 
     def _leave(self, request: R) -> _Known[R] | None:
         """Takes out a request that is there; what is known of one that may move."""
@@ -267,6 +273,11 @@ class PrefixOrder(Generic[R]):
         self._answered.pop(number, None)
         return self._known.pop(number)
 
+    def _key(self, request: R, tokens: int) -> Hashable:
+        """Equal for requests whose first `tokens` tokens are equal, but for those of a block that is cut."""
+        key = self._prefix_key(request, tokens)
+        return ("alone", request.request_id) if key is None else key
+
     def _look(self, known: _Known[R]) -> None:
         request, queued = known.request, known.queued
         known.local_tokens = self._local_tokens(request, known.local_tokens)
@@ -279,9 +290,10 @@ class PrefixOrder(Generic[R]):
         line.move_to_end(queued.id)
         seen = known.seen or NOTHING_SEEN
         cached = min(max(known.local_tokens, seen.tokens), request.num_prompt_tokens)
+        header = self._header.within(partial(self._key, request), cached)
         self._queue.update(
             queued.id,
-            seen.weight(known.local_tokens, request.num_prompt_tokens),
+            seen.weight(known.local_tokens, request.num_prompt_tokens, header),
             cached,
             self._prefix_key(request, cached) if cached else None,
             ready_s=self._ready_s(request, known.local_tokens, seen) if self.policy.needs_estimate else math.inf,

@@ -46,15 +46,16 @@ class SeenPrefix:
                 farthest = max(farthest, tier)
         return farthest
 
-    def weight(self, local_tokens: int, prompt_tokens: int) -> float:
+    def weight(self, local_tokens: int, prompt_tokens: int, header_tokens: int = 0) -> float:
         """How near a prompt is, from 4 to 1 (`prefixd_scheduler.prompt_weight`), when the engine itself holds its first
-        `local_tokens` tokens: those count as on the GPU, prefixd's beyond them as in their tier."""
+        `local_tokens` tokens: those count as on the GPU, prefixd's beyond them as in their tier. The first
+        `header_tokens` do not count."""
         local_tokens = min(local_tokens, prompt_tokens)
-        parts, end = [(Distance.GPU, local_tokens)], 0
+        parts, end = [(Distance.GPU, max(0, local_tokens - header_tokens))], 0
         for tier, tokens in self.runs:
             end += tokens
-            parts.append((tier, max(0, min(tokens, end - local_tokens))))
-        return prompt_weight(parts, max(prompt_tokens, self.tokens))
+            parts.append((tier, max(0, min(tokens, end - max(local_tokens, header_tokens)))))
+        return prompt_weight(parts, max(prompt_tokens, self.tokens) - header_tokens)
 
     def before(self, distance: Distance, local_tokens: int) -> SeenPrefix:
         """The part that ends where the first block comes that is so far away, of those beyond `local_tokens`."""

@@ -32,7 +32,7 @@ class Request:
     asked: list[int] = field(default_factory=list)
 
 
-def order_of(policy: str, look_ahead: int, by_priority: bool = False) -> PrefixOrder[Request]:
+def order_of(policy: str, look_ahead: int, by_priority: bool = False, header_tokens: int = 0) -> PrefixOrder[Request]:
     def local_tokens(request: Request, last: int) -> int:
         request.asked.append(last)
         return request.local
@@ -43,7 +43,7 @@ def order_of(policy: str, look_ahead: int, by_priority: bool = False) -> PrefixO
         may_move=lambda request: not request.begun,
         local_tokens=local_tokens,
         seen=lambda request: request.seen,
-        prefix_key=lambda request, tokens: (request.key, tokens),
+        prefix_key=lambda request, tokens: (request.key if tokens > header_tokens else "", tokens),
         ready_s=lambda request, local, seen: float(request.num_prompt_tokens - max(local, seen.tokens)),
         deadline_s=lambda request: request.due,
         by_priority=by_priority,
@@ -114,6 +114,31 @@ def test_partial_prefixes_and_deadlines_count_where_the_policy_asks_for_them() -
     assert arranged(requests) == arranged(requests, "relaxed-fpf") == "bdac", "one block on the GPU is little of 8"
     assert arranged(requests, "shortest-ready") == arranged(requests, "lpm") == "bdac"
     assert arranged(requests, "deadline") == "cabd"
+
+
+def test_a_header_that_all_prompts_share_decides_nothing() -> None:
+    """Three quarters of each prompt; it counts as one after 32 prompts."""
+    requests = queue(a=6, b=on(Distance.DISK, 8))
+    for request in requests:
+        request.local, request.key, request.num_prompt_tokens = 6 * BLOCK, request.request_id, 8 * BLOCK + 1
+    assert arranged(requests) == "ab", "of one weight"
+    order = order_of("fpf", 256, header_tokens=6 * BLOCK)
+    for number in range(32):
+        other = Request(f"{number}", 800.0, local=(6 + number % 2) * BLOCK, key=f"{number}")
+        order.add(other)
+        order.remove(other)
+    for request in requests:
+        order.add(request)
+    order.refresh(NOW, 1)
+    assert names(order) == "ba"
+
+
+def test_prompts_that_share_less_than_a_block_have_no_header() -> None:
+    order = order_of("fpf", 256)
+    order._prefix_key = lambda request, tokens: (request.key, tokens // BLOCK) if tokens >= BLOCK else None
+    for number in range(40):
+        order.add(Request(f"{number}", 800.0, local=(1 + number % 2) * BLOCK, key=f"{number}"))
+    assert order._header._length == 0
 
 
 def test_begun_requests_stay_in_front() -> None:

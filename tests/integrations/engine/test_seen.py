@@ -42,8 +42,10 @@ def test_runs_say_what_the_blocks_said(tiers: list[Distance], block_tokens: int,
     assert seen.distance(local) is max(beyond, default=Distance.GPU)
 
 
-@given(TIERS, st.integers(1, 64), st.integers(0, 1500), st.integers(0, 1500))
-def test_the_weight_is_that_of_each_token(tiers: list[Distance], block_tokens: int, local: int, behind: int) -> None:
+@given(TIERS, st.integers(1, 64), st.integers(0, 1500), st.integers(0, 1500), st.integers(0, 100))
+def test_the_weight_is_that_of_each_token(
+    tiers: list[Distance], block_tokens: int, local: int, behind: int, header_percent: int
+) -> None:
     seen = SeenPrefix.of(tiers, block_tokens)
     prompt_tokens = max(1, seen.tokens + behind, local)
     of_tokens = [tier for tier in tiers for _ in range(block_tokens)]
@@ -51,6 +53,9 @@ def test_the_weight_is_that_of_each_token(tiers: list[Distance], block_tokens: i
     weight = seen.weight(local, prompt_tokens)
     assert weight == prompt_weight([(tier, 1) for tier in of_tokens], prompt_tokens)
     assert weight in WEIGHT_CLASSES
+    header = len(of_tokens) * header_percent // 100
+    of_document = [(tier, 1) for tier in of_tokens[header:]]
+    assert seen.weight(local, prompt_tokens, header) == prompt_weight(of_document, prompt_tokens - header)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,41 @@ async def test_a_quarter_that_moved_is_seen_at_once(make_bench: MakeBench) -> No
     assert on_disk(waiting) == 1
 
 
+async def test_a_header_that_all_prompts_share_decides_nothing(make_bench: MakeBench) -> None:
+    """Two blocks of a header, nine of a document. It is a header after 32 prompts, until one comes that lacks it."""
+    bench = await make_bench(8, cpu_slots=64)
+    queue = RequestQueue(create_policy("relaxed-fpf"), 100)
+    tracker = PrefixTracker(bench.cache, queue)
+    documents = [[*range(8), *range(100 * number, 100 * number + 36), 9] for number in range(1, 5)]
+    for document in documents[:2]:
+        await bench.cached(document)
+    waiting: list[Request] = []
+
+    def weights(*prompts: list[int]) -> list[float]:
+        """Of the first four, when so many more have come, and all were read."""
+        for prompt in prompts:
+            waiting.append(bench.request(prompt))
+            queue.push(waiting[-1].queued)
+            tracker.add(waiting[-1])
+        tracker.refresh()
+        tracker.refresh()
+        queue.check_integrity()
+        return [request.queued.weight for request in waiting[:4]]
+
+    with_header = [3.0, 3.0, 1.5, 1.5]
+    assert weights(*documents * 7, *documents[:3]) == with_header
+    assert weights(documents[3]) == [3.0, 3.0, 1.0, 1.0]
+    assert {request.queued.weight for request in waiting} == {3.0, 1.0}
+    assert weights([7] * 45) == with_header
+    assert {request.queued.weight for request in waiting[:-1]} == {3.0, 1.5}
+
+
+async def test_so_many_namespaces_have_headers(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd.server.tracker._HEADERS", 0)
+    _, tracker, _ = await watched(make_bench, 3, rows_a_refresh=1000)
+    assert not tracker._headers
+
+
 @pytest.mark.parametrize("tokens", [25, 41, 4 * 41 + 1])
 async def test_marks_are_the_ends_of_quarters(make_bench: MakeBench, tokens: int) -> None:
     bench = await make_bench(64, cpu_slots=64)

@@ -20,7 +20,7 @@ import lmdb
 
 from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
-from prefixd_swap.slab.lmdb_file import first_missing
+from prefixd_swap.slab.lmdb_file import damaged_page, first_missing
 from prefixd_swap.slab.mapped_file import MappedFile
 from prefixd_swap.slab.set_aside import set_aside, set_copy_aside
 
@@ -348,19 +348,23 @@ class SlabIndex:
             raise lmdb.CorruptedError(f"data.mdb cannot be read: {error.strerror}") from error
 
     def _read_file(self) -> None:
-        """Read the file once: LMDB does it through a mapping, where what the device cannot read is SIGBUS, no error."""
+        """Read the file once: LMDB does it through a mapping, where what the device cannot read is SIGBUS, no error.
+        It asserts what it expects of pages: one that is damaged could end the process."""
         buffer = memoryview(bytearray(READ_BYTES))
         fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
         try:
             offset = 0
             while got := self._ops.pread(fd, buffer, offset):
                 offset += got
+            damaged = damaged_page(fd, self._ops.pread, offset)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror} at byte {offset}") from error
         finally:
             os.close(fd)
         if not offset:
             raise lmdb.CorruptedError("data.mdb is empty")  # LMDB would make a new one of it
+        if damaged is not None:
+            raise lmdb.CorruptedError(f"page {damaged} of data.mdb is damaged")
 
     def _open(self) -> None:
         env = lmdb.open(os.fsencode(self._path), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False)

@@ -123,6 +123,50 @@ def first_missing(fd: int, pread: Pread, nbytes: int) -> int | None:
     return int(missing.min()) if len(missing) else None
 
 
+def damaged_page(fd: int, pread: Pread, nbytes: int) -> int | None:
+    """A page that the newest transaction can reach and that is not what it should be: LMDB would abort the process, or
+    read beyond it. None where all in the file's first `nbytes` bytes are sound, and where it has no meta page.
+
+    Raises:
+        OSError: the device refuses.
+    """
+    meta = newest_meta(fd, pread)
+    if meta is None:
+        return None
+    there = nbytes // meta.page_bytes
+    pieces = [
+        (_references(first, pages), *_kinds(first, pages))
+        for first, pages in read_pages(fd, pread, meta.page_bytes, there)
+    ]
+    holder = np.concatenate([each.holder for each, _, _ in pieces])
+    named = np.concatenate([each.first for each, _, _ in pieces])
+    runs = np.concatenate([each.pages for each, _, _ in pieces])
+    is_tree = np.concatenate([each.is_tree for each, _, _ in pieces])
+    kind = np.concatenate([each for _, each, _ in pieces])
+    run = np.concatenate([each for _, _, each in pieces])
+    reached = np.zeros(there, np.bool_)
+    roots = list(meta.roots)
+    while roots:
+        level = np.array([roots.pop()], np.int64)
+        while len(level := level[level < there]):  # one that is not there is `first_missing`'s
+            wrong = reached[level] | (kind[level] != kind[level[0]]) | (kind[level] == 0)
+            if wrong.any():
+                return int(level[wrong][0])
+            reached[level] = True
+            mine = np.isin(holder, level, kind="table") if len(holder) else np.zeros(0, np.bool_)
+            below = named[mine & is_tree]
+            if len(np.unique(below)) < len(below):
+                return int(level[0])
+            if kind[level[0]] == _LEAF:
+                big = mine & ~is_tree & (named < there)
+                if (short := run[named[big]] != runs[big]).any():
+                    return int(named[big][short][0])
+                roots += below.tolist()
+                break
+            level = below
+    return None
+
+
 def read_pages(fd: int, pread: Pread, page_bytes: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
     """The first `count` pages, some at a time: the number of the first of them, and uint8 [n, page bytes].
 
@@ -271,6 +315,27 @@ def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:
 
     holder, found, count, is_tree = (np.concatenate(both) for both in zip(branches, leaves, strict=True))
     return References(holder + first, found, count, is_tree)
+
+
+def _kinds(first: int, pages: npt.NDArray[np.uint8]) -> tuple[Int64s, Int64s]:
+    """What each page is: 1 a branch, 2 a leaf, 0 neither or one whose nodes cannot be; and of how many pages the
+    overflow run is that it begins, 0 where it begins none."""
+    page_bytes, words = pages.shape[1], pages.reshape(-1).view("<u2")
+    header = pages[:, :_PAGE_HEADER].copy()
+    own = header.view("<u8")[:, 0] == np.arange(first, first + len(pages), dtype=np.uint64)
+    fields = header.view("<u2").astype(np.int64)
+    flags, lower, upper = fields[:, 5] & (_BRANCH | _LEAF | _OVERFLOW), fields[:, 6], fields[:, 7]
+    kind = np.zeros(len(pages), np.int64)
+    for each in (_BRANCH, _LEAF):
+        page, offset = nodes(pages, each)
+        at = page * (page_bytes // 2) + offset // 2
+        size, node_flags, key_bytes = (words[at + place].astype(np.int64) for place in (0, 2, 3))
+        size += words[at + 1].astype(np.int64) << 16
+        data = np.where(node_flags & _BIG_DATA != 0, 8, size) if each == _LEAF else 0
+        inside = (offset >= upper[page]) & (offset + _NODE_HEADER + key_bytes + data <= page_bytes)
+        sound = np.bincount(page[inside], minlength=len(pages))
+        kind[own & (flags == each) & (lower > _PAGE_HEADER) & (sound == (lower - _PAGE_HEADER) // 2)] = each
+    return kind, np.where(own & (flags == _OVERFLOW), lower | upper << 16, 0)
 
 
 def _metas(fd: int, pread: Pread, head: bytes, page_bytes: int) -> Iterator[Meta]:

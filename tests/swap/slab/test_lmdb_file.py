@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,13 +10,15 @@ import tempfile
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixd_swap import SlabStore
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.index import SlabIndex
-from prefixd_swap.slab.lmdb_file import first_missing, newest_meta, read_trees, tree_entries
+from prefixd_swap.slab.lmdb_file import damaged_page, first_missing, newest_meta, nodes, read_trees, tree_entries
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 READ_ALL = """
@@ -242,4 +245,59 @@ def test_a_root_where_no_file_has_a_page_is_damage(tmp_path: Path, root: int) ->
         os.close(fd)
     index = SlabIndex(path, FileOps())
     assert index.damage
+    index.close()
+
+
+_OPEN = """
+import sys
+from pathlib import Path
+from prefixd_swap import SlabStore
+for name in sys.argv[1:]:
+    store = SlabStore.open(Path(name), 64 << 20)
+    store.load(), store.namespaces(), store.pins()
+    store.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_no_flipped_bit_of_a_page_ends_a_start(tmp_path: Path, seed: int) -> None:
+    """In a process of its own: LMDB asserts, which would end this one."""
+    rng = random.Random(seed)
+    whole = tmp_path / "whole"
+    SlabStore.open(whole, 64 << 20).close()
+    index = SlabIndex(whole / "index", FileOps())
+    store_and_remove(index, rng, 40)
+    index.close()
+    content, names = (whole / "index" / "data.mdb").read_bytes(), []
+    for number in range(60):
+        names.append(str(shutil.copytree(whole, tmp_path / str(number))))
+        page = rng.randrange(2, len(content) // PAGE)
+        at = page * PAGE + rng.randrange(rng.choice([18, 200, PAGE]))
+        changed = bytearray(content)
+        changed[at] ^= 1 << rng.randrange(8)
+        (tmp_path / str(number) / "index" / "data.mdb").write_bytes(changed)
+    done = subprocess.run([sys.executable, "-c", _OPEN, *names], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def test_a_leaf_among_branches_is_a_damaged_page(tmp_path: Path) -> None:
+    """LMDB's `assert(IS_LEAF(mp))` ended the daemon at each start."""
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    index.apply([(number.to_bytes(24, "big"), bytes(500)) for number in range(200)])
+    index.close()
+    content = bytearray((path / "data.mdb").read_bytes())
+    pages = np.frombuffer(content, np.uint8).reshape(-1, PAGE)
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    assert damaged_page(fd, pread, len(content)) is None
+    os.close(fd)
+    leaf = next(page for page in range(2, len(pages)) if len(nodes(pages[page : page + 1], 2)[0]) > 3)
+    content[leaf * PAGE + 10] = 1  # flags: a branch
+    (path / "data.mdb").write_bytes(content)
+    fd = os.open(path / "data.mdb", os.O_RDONLY)
+    assert damaged_page(fd, pread, len(content)) is not None
+    os.close(fd)
+    index = SlabIndex(path, FileOps())
+    assert "is damaged" in index.damage
     index.close()

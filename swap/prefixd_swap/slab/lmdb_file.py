@@ -324,7 +324,7 @@ def _kinds(first: int, pages: npt.NDArray[np.uint8]) -> tuple[Int64s, Int64s]:
     header = pages[:, :_PAGE_HEADER].copy()
     own = header.view("<u8")[:, 0] == np.arange(first, first + len(pages), dtype=np.uint64)
     fields = header.view("<u2").astype(np.int64)
-    flags, lower, upper = fields[:, 5] & (_BRANCH | _LEAF | _OVERFLOW), fields[:, 6], fields[:, 7]
+    flags, lower, upper = fields[:, 5], fields[:, 6], fields[:, 7]
     kind = np.zeros(len(pages), np.int64)
     for each in (_BRANCH, _LEAF):
         page, offset = nodes(pages, each)
@@ -332,7 +332,13 @@ def _kinds(first: int, pages: npt.NDArray[np.uint8]) -> tuple[Int64s, Int64s]:
         size, node_flags, key_bytes = (words[at + place].astype(np.int64) for place in (0, 2, 3))
         size += words[at + 1].astype(np.int64) << 16
         data = np.where(node_flags & _BIG_DATA != 0, 8, size) if each == _LEAF else 0
-        inside = (offset >= upper[page]) & (offset + _NODE_HEADER + key_bytes + data <= page_bytes)
+        start = offset + _NODE_HEADER + key_bytes
+        inside = (offset >= upper[page]) & (start + data <= page_bytes)
+        if each == _LEAF:
+            inside &= (node_flags == 0) | (node_flags == _BIG_DATA) | (node_flags == _SUB_TREE)
+            trees = np.flatnonzero(inside & (node_flags == _SUB_TREE))
+            of_tree = pages.reshape(-1)[(page * page_bytes + start)[trees][:, None] + [4, 5]]  # a tree's flags: none
+            inside[trees] &= (size[trees] == _TREE.size) & ~of_tree.any(axis=1)
         sound = np.bincount(page[inside], minlength=len(pages))
         kind[own & (flags == each) & (lower > _PAGE_HEADER) & (sound == (lower - _PAGE_HEADER) // 2)] = each
     return kind, np.where(own & (flags == _OVERFLOW), lower | upper << 16, 0)

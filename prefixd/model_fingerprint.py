@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -77,6 +77,25 @@ def state_of_folder(folder: Path) -> list[tuple[str, int, int, int, int]]:
             times = status.st_mtime_ns, status.st_ctime_ns
             states.append((str(path.relative_to(folder)), status.st_size, *times, status.st_ino))
     return states
+
+
+def last_change_ns(folder: Path) -> int:
+    """When what is read at a folder last became other: the latest time of change of the folder, of all below it, and of
+    the symbolic links that lead there. In nanoseconds of the wall clock, or of the file server's."""
+    latest = 0
+    for path in (folder.absolute(), *folder.absolute().rglob("*")):
+        if path.exists():  # which a link to nowhere, or to itself, does not
+            for state in (path.stat(), *(link.lstat() for link in _links(path))):
+                latest = max(latest, state.st_mtime_ns, state.st_ctime_ns)
+    return latest
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """The symbolic links between a path and its file, those that its folders are included."""
+    for place in (path, *path.parents):
+        if place.is_symlink():
+            yield place
+            yield from _links(place.parent / place.readlink())
 
 
 def fingerprint_of_files(files: Iterable[Path], folder: Path, cache_directory: Path) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 
-from prefixd.integrations.vllm.arguments import NAMED_OTHERWISE, TABLE, arguments_of
+from prefixd.integrations.vllm.arguments import ADAPTER_TABLE, NAMED_OTHERWISE, TABLE, arguments_of
 from prefixd.integrations.vllm.model_name import model_name
 from tests.vllm.schedulers import make_config
 
@@ -58,6 +59,10 @@ def test_every_argument_is() -> None:
     for argument in (field.name for field in dataclasses.fields(AsyncEngineArgs)):
         place = NAMED_OTHERWISE.get(argument)
         assert (place in TABLE) if place else (argument in known), f"{argument}: decide whether it changes KV"
+
+
+def test_every_field_of_an_adapter_is_in_its_table() -> None:
+    assert {*LoRARequest.__struct_fields__} == ADAPTER_TABLE.names
 
 
 def test_nothing_that_the_table_says_has_gone() -> None:

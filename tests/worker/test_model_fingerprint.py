@@ -10,7 +10,13 @@ import pytest
 
 from prefixd import model_fingerprint
 from prefixd.errors import ConfigError
-from prefixd.model_fingerprint import CACHE_NAME, fingerprint, fingerprint_of_both, fingerprint_of_folder
+from prefixd.model_fingerprint import (
+    CACHE_NAME,
+    fingerprint,
+    fingerprint_of_both,
+    fingerprint_of_folder,
+    last_change_ns,
+)
 
 
 @pytest.fixture
@@ -153,3 +159,9 @@ def test_what_is_known_is_not_written_again(directory, tmp_path):
     fingerprint(directory, tmp_path)
     after = (tmp_path / CACHE_NAME).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_links_that_lead_nowhere_are_no_change(directory):
+    (directory / "gone").symlink_to("nothing")
+    (directory / "round").symlink_to("round")
+    assert last_change_ns(directory) >= directory.stat().st_ctime_ns

@@ -182,6 +182,19 @@ TABLE = ArgumentTable(
     },
 )
 
+ADAPTER_TABLE = ArgumentTable(
+    in_name={"how the experts' weights are read from its files": "is_3d_lora_weight"},
+    files={},
+    covered={"the adapter, by content": "lora_path", "the request's namespace": "lora_name"},
+    harmless={
+        "tells adapters of one engine apart": "lora_int_id",
+        _SAYS: "base_model_name",
+        "has its files read again, whose changes are seen": "load_inplace",
+    },
+    refused={},
+)
+"""The fields of a `LoRARequest`."""
+
 NAMED_OTHERWISE = {
     "aggregate_engine_logging": "logging_config",
     "data_parallel_address": "parallel_config.data_parallel_master_ip",

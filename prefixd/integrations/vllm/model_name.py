@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,13 +16,22 @@ from uuid import uuid4
 import torch
 import xxhash
 
+from prefixd import clocks
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm.arguments import TABLE, arguments_of
+from prefixd.integrations.engine.arguments import Argument
+from prefixd.integrations.vllm.arguments import ADAPTER_TABLE, TABLE, arguments_of
 from prefixd.integrations.vllm.log import log
-from prefixd.model_fingerprint import fingerprint, fingerprint_of_files, fingerprint_of_folder, state_of_folder
+from prefixd.model_fingerprint import (
+    fingerprint,
+    fingerprint_of_files,
+    fingerprint_of_folder,
+    last_change_ns,
+    state_of_folder,
+)
 from prefixd.settings import default_data_dir
 
 _PROBED_TOKENS = 64
+_COARSEST_FILE_TIME_NS = 2_000_000_000  # FAT's; others have the kernel's tick, and a file server a clock of its own
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
@@ -54,10 +64,23 @@ def model_name(vllm_config: Any, vllm_version: str | None = None) -> str:
 
 
 class Adapters:
-    """Says what LoRA adapters are: their names, and digests of their files."""
+    """Says what LoRA adapters are: their names, digests of their files, and how vLLM reads those.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, str, str], tuple[Any, str]] = {}
+    Nothing tells a connector when vLLM loads an adapter (`add_lora`, or its first request), so a digest counts only for
+    files that are as they were before the engine could load any. Another adapter is this engine's alone.
+
+    Args:
+        wall_ns: the clock of the files' times.
+        elapsed_s: one that nobody sets.
+    """
+
+    def __init__(
+        self, wall_ns: Callable[[], int] = time.time_ns, elapsed_s: Callable[[], float] = clocks.elapsed_s
+    ) -> None:
+        self._known: dict[tuple[str, ...], tuple[Any, str]] = {}
+        self._wall_ns = wall_ns
+        self._elapsed_s = elapsed_s
+        self._start = wall_ns(), elapsed_s()
 
     def name(self, lora: Any) -> str:
         """The name of a request's adapter, as it is when vLLM first uses it.
@@ -68,7 +91,9 @@ class Adapters:
         Args:
             lora: vLLM's `LoRARequest`.
         """
-        key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+        read = ADAPTER_TABLE.facts(_fields(lora))
+        how = "".join(f"/{field}={value}" for field, value in sorted(read.items()))
+        key = (str(lora.lora_int_id), lora.lora_name, lora.lora_path, how)
         folder = Path(lora.lora_path).expanduser()
         files = _files_of(folder)
         known = self._known.get(key)
@@ -86,17 +111,36 @@ class Adapters:
         why = "it is no folder here"
         if files is not None:
             try:
-                own, why = f"lora={lora.lora_name}@{fingerprint_of_folder(folder, default_data_dir())}", ""
+                digest = fingerprint_of_folder(folder, default_data_dir())
+                if last_change_ns(folder) < self._loadable_ns():
+                    own, why = f"lora={lora.lora_name}@{digest}{how}", ""
+                else:
+                    why = "its files have changed since the engine's start, and it may have been loaded before that"
             except OSError as error:
                 why = f"{error.filename}: {error.strerror}"
         if why:
             log.warning(
                 "prefixd: what the LoRA adapter %s at %s is cannot be told (%s): its prefixes are this engine's "
-                "alone, until it is started again; give vLLM the adapter's folder, with files that it may read",
+                "alone, until it is started again; give vLLM the adapter's folder, with files that it may read and "
+                "that are there before the engine starts",
                 *(lora.lora_name, lora.lora_path, why),
             )
         self._known[key] = files, own
         return own
+
+    def _loadable_ns(self) -> int:
+        """Before when a file must have been written to be the one that vLLM loads, by the clock as it is set now."""
+        wall_ns, elapsed_s = self._start
+        set_back_ns = min(0, self._wall_ns() - wall_ns - int((self._elapsed_s() - elapsed_s) * 1e9))
+        return wall_ns + set_back_ns - _COARSEST_FILE_TIME_NS
+
+
+def _fields(lora: Any) -> Iterator[Argument]:
+    """The fields of a `LoRARequest`, which is a msgspec.Struct."""
+    fields = lora.__struct_fields__
+    defaults = dict(zip(reversed(fields), reversed(lora.__struct_defaults__), strict=False))
+    for name in fields:
+        yield Argument(name, getattr(lora, name), defaults.get(name))
 
 
 def _files_of(folder: Path) -> Any:

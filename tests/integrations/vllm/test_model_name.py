@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from prefixd.errors import ConfigError
 from prefixd.integrations.vllm.model_name import Adapters, model_name, packing
+from prefixd.model_fingerprint import fingerprint_of_folder
 
 
 class Hf:
@@ -277,8 +280,35 @@ def test_scales_that_every_engine_computes_for_itself_are_refused(tmp_path: Path
         named(a_model(tmp_path / "model"), setting("cache_config", CacheOfOld(calculate_kv_scales=True)))
 
 
-def an_adapter(path: object, number: int = 1, name: str = "a") -> SimpleNamespace:
-    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(path))
+class LoRARequest(msgspec.Struct):
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    base_model_name: str | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+    of_a_later_version: int = 4
+
+
+def an_adapter(path: object, number: int = 1, name: str = "a", **values: Any) -> LoRARequest:
+    return LoRARequest(name, number, str(path), **values)
+
+
+def later_engine() -> Adapters:
+    """Of an engine that starts once all files have been written."""
+    return Adapters(lambda: time.time_ns() + 10 * 10**9)
+
+
+def starting_now() -> Adapters:
+    """Of an engine that takes files for older than itself from this moment back, and not two seconds before."""
+    return Adapters(lambda: time.time_ns() + 2 * 10**9)
+
+
+def wait_until_files_are_later(folder: Path, than_ns: int) -> None:
+    """Files' times are the kernel's, which lag some milliseconds behind."""
+    probe, deadline = folder / "probe", time.monotonic() + 10
+    while probe.write_bytes(b"") or probe.stat().st_ctime_ns < than_ns:
+        assert time.monotonic() < deadline
 
 
 def test_an_adapter_is_its_files_wherever_the_path_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,13 +318,13 @@ def test_an_adapter_is_its_files_wherever_the_path_begins(tmp_path: Path, monkey
     weights.parent.mkdir()
     weights.write_bytes(b"some weights")
     paths = [tmp_path / "adapter", "~/adapter", "adapter"]
-    before = {Adapters().name(an_adapter(path)) for path in paths}
+    before = {later_engine().name(an_adapter(path)) for path in paths}
     assert len(before) == 1
     status = weights.stat()
     weights.write_bytes(b"more weights")
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert weights.stat().st_size == status.st_size
-    after = {Adapters().name(an_adapter(path)) for path in paths}
+    after = {later_engine().name(an_adapter(path)) for path in paths}
     assert len(after) == 1 and not before & after, "trained again, at the same path, of the same size"
 
 
@@ -305,16 +335,107 @@ def test_an_adapter_that_changes_while_it_is_used_is_this_engines_alone(
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(b"some weights")
-    adapters, adapter = Adapters(), an_adapter(weights.parent)
+    adapters, adapter = later_engine(), an_adapter(weights.parent)
     before = adapters.name(adapter)
     assert adapters.name(adapter) == before
     weights.write_bytes(b"more weights")
     during = adapters.name(adapter)
     assert adapters.name(adapter) == during
     anew = adapters.name(an_adapter(weights.parent, number=2))
-    assert anew == Adapters().name(adapter)
+    assert anew == later_engine().name(adapter)
     assert len({before, during, anew}) == 3
     assert [record.getMessage() for record in caplog.records if "have changed" in record.getMessage()]
+
+
+def trained(folder: Path, weights: bytes = b"some weights") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def rewritten(path: Path) -> None:
+    trained(path, b"more weights")
+
+
+def replaced_with_its_times(path: Path) -> None:
+    weights = path / "adapter_model.safetensors"
+    status = weights.stat()
+    trained(path, b"more weights")
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def renamed(path: Path) -> None:
+    path.rename(path.parent / "version 0")
+    (path.parent / "version 2").rename(path)
+
+
+def linked(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("version 2")
+
+
+def linked_further_away(path: Path) -> None:
+    (path.parent / "newest").unlink()
+    (path.parent / "newest").symlink_to("version 2")
+
+
+@pytest.mark.parametrize("change", [rewritten, replaced_with_its_times, renamed, linked, linked_further_away])
+def test_an_adapter_that_changes_between_its_load_and_its_first_request_is_this_engines_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Path], None]
+) -> None:
+    """vLLM has the weights that were there at `add_lora`. All versions are older than the engine, and so are their
+    files where only a link or a folder's name is changed."""
+    trained(tmp_path / "version 1")
+    trained(tmp_path / "version 2", b"more weights")
+    (tmp_path / "newest").symlink_to("version 1")
+    path = tmp_path / "adapter"
+    if change in (linked, linked_further_away):
+        path.symlink_to("newest")
+    else:
+        trained(path)
+    engine, replica, other = (starting_now() for _ in range(3))
+    assert "@" in other.name(an_adapter(path))
+    wait_until_files_are_later(tmp_path, time.time_ns())
+    change(path)
+    assert (path / "adapter_model.safetensors").read_bytes() == b"more weights"
+    names = [adapters.name(an_adapter(path)) for adapters in (engine, engine, replica)]
+    assert names[0] == names[1] != names[2] and all("#" in name for name in names)
+    assert "have changed since the engine's start" in caplog.text
+    assert "@" in later_engine().name(an_adapter(path)), "another start of the engine loads what is there now"
+
+
+def test_an_adapter_that_changes_while_its_digest_is_made_is_this_engines_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = trained(tmp_path / "adapter")
+    engine = starting_now()
+    wait_until_files_are_later(tmp_path, time.time_ns())
+
+    def digest(*arguments: Any) -> str:
+        rewritten(path)
+        return fingerprint_of_folder(*arguments)
+
+    monkeypatch.setattr("prefixd.integrations.vllm.model_name.fingerprint_of_folder", digest)
+    assert "#" in engine.name(an_adapter(path))
+
+
+def test_a_wall_clock_that_is_set_back_hides_no_change(tmp_path: Path) -> None:
+    """A file that is written after the start then has a time before it."""
+    path, ahead_ns, elapsed_s = trained(tmp_path / "adapter"), [3600 * 10**9], [100.0]
+    engine = Adapters(lambda: time.time_ns() + ahead_ns[0], lambda: elapsed_s[0])
+    assert "@" in Adapters(lambda: time.time_ns() + ahead_ns[0]).name(an_adapter(path))
+    ahead_ns[0], elapsed_s[0] = 0, 130.0
+    assert "#" in engine.name(an_adapter(path))
+
+
+def test_how_an_adapters_files_are_read_is_in_its_name(tmp_path: Path) -> None:
+    path = trained(tmp_path / "adapter")
+    changed: list[dict[str, Any]] = [{}, {"is_3d_lora_weight": True}, {"of_a_later_version": 5}]
+    assert len({later_engine().name(an_adapter(path, **values)) for values in changed}) == 3
+    engine = later_engine()
+    assert len({engine.name(an_adapter(path, **values)) for values in changed}) == 3
+    harmless = an_adapter(path, number=7, base_model_name="llama", load_inplace=True)
+    assert engine.name(harmless) == engine.name(an_adapter(path))
 
 
 def test_an_adapter_whose_files_cannot_be_seen_is_this_engines_alone() -> None:

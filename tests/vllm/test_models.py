@@ -80,6 +80,9 @@ def test_adapters_are_kept_apart(
     with make_engine(llama, daemon, loras=loras) as engine:
         first = [run(engine, requests) for requests in (plain, poet, clerk)]
         second = [run(engine, requests) for requests in (plain, poet, clerk)]
+        assert "environment variables" not in engine.log.read_text(), "vLLM sets one that prefixd does not know"
+    with make_engine(llama, daemon, loras=loras) as engine:
+        assert [run(engine, requests) for requests in (plain, poet, clerk)] == second, "another start finds all"
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second] == expected
     assert [hits for _, hits in first] == [0, 0, 0]
     assert [hits for _, hits in second] == [cacheable(plain)] * 3

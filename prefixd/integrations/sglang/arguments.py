@@ -13,7 +13,8 @@ TABLE = ArgumentTable(
             load_format model_loader_extra_config custom_weight_loader context_length model_impl model_config_parser
             json_model_override_args dtype quantization modelopt_quant quantize_and_serve rl_quant_profile
             kv_cache_dtype enable_tf32_matmul weight_version modelexpress_config enable_multimodal language_only
-            language_model_only encoder_only encoder_urls encoder_register_urls forward_hooks
+            enable_deterministic_inference language_model_only encoder_only encoder_urls encoder_register_urls
+            forward_hooks
             remote_instance_weight_loader_seed_instance_ip remote_instance_weight_loader_seed_instance_service_port
             debug_tensor_dump_input_file rl_on_policy_target enable_precise_embedding_interpolation is_embedding
             enable_mis disable_hybrid_swa_memory swa_prefix_tails enable_encoder_swa_bounded_replay
@@ -67,7 +68,7 @@ TABLE = ArgumentTable(
             bf16_gemm_backend disable_flashinfer_autotune flashinfer_autotune_skip_ops enable_lean_attention
             triton_attention_reduce_in_fp32 triton_attention_num_kv_splits triton_attention_split_tile_size
             flashinfer_mla_disable_ragged enable_fused_qk_norm_rope enable_amd_monokernel dsa_triton_union
-            enable_dsa_fused_indexer enable_nvidia_megakernel enable_deterministic_inference
+            enable_dsa_fused_indexer enable_nvidia_megakernel
             cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode
             cuda_graph_max_bs_prefill cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_prefill_max_context
             disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph disable_cuda_graph_padding

@@ -19,6 +19,7 @@ from prefixd.errors import ConfigError
 from prefixd.integrations.engine.arguments import content_of
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from prefixd.integrations.sglang.chains import BLOCK_TOKENS
+from prefixd.integrations.sglang.environment import environment_in_name
 from prefixd.integrations.sglang.log import log
 from prefixd.integrations.sglang.pool_pages import PoolPages
 from prefixd.model_fingerprint import fingerprint
@@ -67,9 +68,13 @@ def model_of(model_name: str | None, given: str | None, server_args: Any) -> str
 
 
 def arguments_in_name(server_args: Any) -> dict[str, Any]:
-    """What of SGLang's arguments goes into the name of every namespace; nothing outside a server. Reads the files of
-    adapters. Raises ConfigError for what is refused."""
-    return {} if server_args is None else TABLE.facts(arguments_of(server_args))
+    """What of SGLang's arguments and environment goes into the name of every namespace; nothing outside a server. Reads
+    the files of adapters. Raises ConfigError for what is refused."""
+    if server_args is None:
+        return {}
+    facts = TABLE.facts(arguments_of(server_args))
+    environment = environment_in_name()
+    return facts | {"environment": environment} if environment else facts
 
 
 def _commit(name: str, revision: str | None) -> str | None:

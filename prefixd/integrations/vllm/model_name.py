@@ -35,13 +35,14 @@ _COARSEST_FILE_TIME_NS = 2_000_000_000  # FAT's; others have the kernel's tick, 
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
-def model_name(vllm_config: Any, vllm_version: str | None = None) -> str:
+def model_name(vllm_config: Any, vllm_version: str | None = None, environment: Mapping[str, Any] | None = None) -> str:
     """What the model is, for people to read and for caches to tell apart: its name, and a digest of all that decides
     the values of its KV: weights, configuration, and the arguments in `TABLE` that are in the name.
 
     Args:
         vllm_config: vLLM's.
         vllm_version: its version, where another one is to have names of its own.
+        environment: see `environment_in_name`.
 
     Raises:
         ConfigError: an argument makes KV that no other engine could use.
@@ -54,6 +55,8 @@ def model_name(vllm_config: Any, vllm_version: str | None = None) -> str:
     if draft is not None and draft is not model:
         own = draft.model != model.model
         facts["draft"] = [own and _weights(draft.model, draft, load), _plain(draft.hf_config.to_diff_dict())]
+    if environment:
+        facts["environment"] = environment
     if vllm_version is not None:
         facts["vllm"] = vllm_version
     rope = json.dumps(_plain(model.hf_config.to_dict()))

@@ -28,6 +28,7 @@ from prefixd.integrations.engine.ready import time_to_ready
 from prefixd.integrations.engine.saving import EngineRequest, SaveQueue
 from prefixd.integrations.engine.seen import SeenPrefix
 from prefixd.integrations.engine.steps import StepTimes
+from prefixd.integrations.vllm.environment import environment_in_name
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.media_content import MediaContents, RequestMedia
@@ -133,7 +134,8 @@ class SchedulerHalf:
 
     def name_model(self, packings: list[str]) -> None:
         """Once the workers have said how their bytes lie."""
-        model = model_name(self._vllm_config, vllm.__version__ if self._options.strict_version else None)
+        version = vllm.__version__ if self._options.strict_version else None
+        model = model_name(self._vllm_config, version, environment_in_name())
         # Engines that cut prompts otherwise share nothing; under one name the daemon would refuse the second of them.
         self._model = f"{model}/{self._geometry.block_tokens}/{'-'.join(dict.fromkeys(packings))}"
 

@@ -157,7 +157,8 @@ async def _map_arena(opened: cache_pb2.SessionOpened, memory: MemoryMode, timeou
     if not opened.memory_socket or not opened.arena_bytes:
         if memory == "shared":
             raise MemoryUnavailable(
-                "the daemon shares memory on its unix socket only: connect there, or use memory='streamed'"
+                "the daemon shares memory on its unix socket only, and only if it has a CPU tier (cpu.bytes): connect "
+                "there, or use memory='streamed' in the SDK"
             )
         return None
     try:

@@ -75,6 +75,8 @@ class MemoryListener:
         """By whom the visitors under way are, and their connections; the oldest first."""
         self._visits_of: Counter[int] = Counter()
         self._warn_s = 0.0
+        self._told = set[int]()
+        """Users of whom the log says that they were refused."""
         self._closing = 0
         """Descriptors that visitors sent and that a thread closes. With as many as may be, no more are received."""
 
@@ -207,16 +209,19 @@ class MemoryListener:
     def _refuse(self, visitor: socket.socket, session_id: str | None, sent: int) -> str | None:
         pid, uid = _peer(visitor)
         if self._fd < 0:
-            return "this daemon has no CPU tier, hence no memory to share: use memory='streamed'"
+            return "this daemon has no CPU tier to share: set cpu.bytes, or use memory='streamed' in the SDK"
         if not self._may_map(uid):
-            log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
+            if uid not in self._told:  # an engine asks again every second
+                self._told.add(uid)
+                log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
             return (
-                f"user {uid} may not map the memory of user {os.geteuid()}: use memory='streamed', "
-                "or have an operator who trusts the user with all tenants' blocks set tenants.NAME.map_memory, or add "
-                "the user to server.allow_uids"
+                f"user {uid} may not map the memory of user {os.geteuid()}: have an operator who trusts the user with "
+                "all tenants' blocks set tenants.NAME.map_memory, or add the user to server.allow_uids; or use "
+                "memory='streamed' in the SDK"
             )
         if session_id is None or not self._is_session(session_id):
             return "no such session: it has ended, or was never opened"
+        self._told.discard(uid)
         return self._visit(session_id, uid, pid, visitor, sent)
 
     def _remove_leftover(self) -> None:

@@ -58,7 +58,8 @@ class ProcessWatch:
         except OSError as error:
             return (
                 f"process {pid} cannot be watched for its end ({error}): run client and daemon in one PID namespace or "
-                "on Linux 6.5 or later, upgrade a client that sends no descriptor of its own, or use memory='streamed'"
+                "on Linux 6.5 or later, upgrade a client that sends no descriptor of its own, or use memory='streamed' "
+                "in the SDK"
             )
         process = self._known(pid)
         session = self._cache.leases.sessions.get(session_id)
@@ -70,7 +71,7 @@ class ProcessWatch:
             os.close(pidfd)
             return (
                 f"user {uid} belongs to tenant {caller.tenant.name}, and the session to tenant {session.tenant.name}: "
-                "show a ticket of this user as the session is opened, or use memory='streamed'"
+                "show a ticket of this user as the session is opened, or use memory='streamed' in the SDK"
             )
         if process not in session.processes and len(session.processes) >= _PROCESSES:
             os.close(pidfd)

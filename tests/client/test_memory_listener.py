@@ -54,10 +54,14 @@ async def test_anyone_else_is_refused(door: MemoryListener, session_id: str) -> 
     (await fetch(door, "alive")).close()
 
 
-async def test_another_user_is_refused(door: MemoryListener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_user_is_refused_and_the_log_says_so_once(
+    door: MemoryListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(memory_door, "_peer", lambda visitor: (os.getpid(), os.geteuid() + 1))
-    with pytest.raises(MemoryUnavailable, match="may not map"):
-        await fetch(door, "alive")
+    for _ in range(3):  # as an engine's connector goes on to ask
+        with pytest.raises(MemoryUnavailable, match="may not map"):
+            await fetch(door, "alive")
+    assert len([record for record in caplog.records if "asked for the memory" in record.getMessage()]) == 1
 
 
 async def test_a_silent_visitor_keeps_nobody_out(door: MemoryListener) -> None:

@@ -140,11 +140,8 @@ class Link:
         try:
             async with asyncio.timeout(limit_s):
                 return await work()
-        except (ServerUnavailable, MemoryUnavailable) as error:
-            self._fall(str(error))
-            raise LinkDown(str(error)) from error
-        except Unauthenticated as error:  # with another ticket, too
-            self._fall(str(error))
+        except (ServerUnavailable, MemoryUnavailable, Unauthenticated) as error:  # the last with another ticket, too
+            self._fall(_why(error))
             raise LinkDown(str(error)) from error
         except ClientClosed as error:
             raise LinkDown(str(error)) from error
@@ -254,7 +251,9 @@ class Link:
             except Exception as error:
                 if not isinstance(error, ClientError | TimeoutError):
                     self.log.error("prefixd: looking for the daemon failed", exc_info=error)
-                self._say_down(str(error) or f"no answer from the daemon at {self.address} within {self.timeout_s:g} s")
+                self._say_down(
+                    _why(error) or f"no answer from the daemon at {self.address} within {self.timeout_s:g} s"
+                )
                 self._tried.set()
                 await _pause(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
@@ -278,6 +277,14 @@ class Link:
 
 
 _pause = asyncio.sleep
+
+
+def _why(error: Exception) -> str:
+    """Why nothing can be had of the daemon. A connector copies between the engine's pages and addresses in the daemon's
+    memory: streamed bytes would need memory, and a copy, of their own."""
+    if isinstance(error, MemoryUnavailable):
+        return f"it gives the engine none of its memory, which is the only way of a connector: {error}"
+    return str(error)
 
 
 async def _end(hold: AsyncLease | AsyncReservation) -> None:

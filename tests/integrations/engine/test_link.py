@@ -177,6 +177,30 @@ async def test_who_is_refused_is_not_up(short_folder: Path, make_link: MakeLink,
         os.close(guarded.stand_in.fd)
 
 
+async def test_who_gets_no_memory_is_not_up_and_reads_what_to_do(
+    short_folder: Path, make_link: MakeLink, said: Said
+) -> None:
+    """A connector does not stream. The engine runs on, and caches as soon as it may map the memory."""
+    stand_in = StandIn(short_folder)
+    stand_in._door._may_map = lambda uid: False
+    await stand_in.start()
+    try:
+        link = make_link(stand_in.address)
+        assert not await asyncio.to_thread(link.wait_first)
+        assert isinstance(await _refused(link), LinkDown)
+        (line,) = said()
+        assert line.startswith("prefixd is away: it gives the engine none of its memory, which is the only way of")
+        assert "may not map the memory" in line and "add the user to server.allow_uids" in line and "\n" not in line
+        stand_in._door._may_map = lambda uid: True
+        await asyncio.to_thread(wait_until, lambda: link.up)
+        assert await asyncio.to_thread(link.start(match(link)).result, DEADLINE_S) == 1
+        assert said()[1:] == [f"prefixd is back at {link.address}."]
+        await asyncio.to_thread(link.close)
+    finally:
+        await stand_in.stop()
+        os.close(stand_in.fd)
+
+
 @pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.PERMISSION_DENIED])
 async def test_who_gets_no_session_is_not_up(
     short_folder: Path, make_link: MakeLink, said: Said, code: grpc.StatusCode

@@ -59,6 +59,7 @@ moments = {moments}
 for moment in moments:
     if ":" in moment:
         arm(moment)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 sys.addaudithook(lambda event, args: send(args[0]) if event == "import" else None)
 sys.argv = ["prefixd", *{command}]
 from prefixd import signals

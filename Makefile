@@ -27,7 +27,7 @@ SGLANG_TESTS ?= tests/sglang
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run test test-slow test-all test-remote test-vllm test-sglang check format proto gpu-check clean
+.PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-vllm test-sglang check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,7 +39,7 @@ help:
 	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
 	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
 	@echo "make check         style, types, import rules, generated code"
-	@echo "make install       set up .venv (the others do it when needed)"
+	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang: the engines')"
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
@@ -64,6 +64,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 install: $(INSTALLED)
+
+install-vllm: $(VLLM_INSTALLED)
+
+install-sglang: $(SGLANG_INSTALLED)
 
 run: $(INSTALLED)
 	$(BIN)/prefixd demo

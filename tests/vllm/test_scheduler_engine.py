@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult
 from prefixd.workloads.daemon_process import DaemonProcess
-from prefixd_scheduler import POLICIES
 from tests.vllm.served import Expected, NewRequests, StartEngine, always, make_prompt, tokens_of
 
 pytestmark = pytest.mark.timeout(1600)  # up to seven engines, one after the other
@@ -24,6 +23,8 @@ PREFIX = 1536
 TAIL = 40
 GAIN = 1.3
 ROUNDS = ("vllm", "ours", "ours", "vllm")
+POLICIES = ("fcfs", "relaxed-fpf", "lpm", "shortest-ready")
+"""Those whose orders differ where all requests come at once and none has a deadline."""
 
 # A prompt takes several steps. There is room for all: what is compared is the order, not what it does to vLLM's cache.
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}

@@ -278,6 +278,10 @@ class EngineProcess:
         did; False while requests hold blocks."""
         return bool(self._command("reset", connector=connector)["done"])
 
+    def load_adapter(self, name: str) -> bool:
+        """Has vLLM load one of `loras` before a request wants it. Whether it did."""
+        return bool(self._command("load_adapter", adapter=name)["done"])
+
     def stop(self) -> int | None:
         """Shuts the engine down in order; its exit status, or None when it did not run. Raises EngineFailed, after
         SIGKILL, when that takes longer than `stop_timeout_s`."""

@@ -156,6 +156,9 @@ class EngineLoop:
     def _do_reset(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"done": bool(self._engine.reset_prefix_cache(reset_connector=order["connector"]))}
 
+    def _do_load_adapter(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"done": bool(self._engine.add_lora(self._loras[order["adapter"]]))}
+
     def _release_idle_waiters(self) -> None:
         for number in self._idle_waiters:
             self._say({"number": number})

@@ -88,6 +88,27 @@ def test_adapters_are_kept_apart(
     assert [hits for _, hits in second] == [cacheable(plain)] * 3
 
 
+def test_an_adapter_that_is_replaced_after_vllm_has_loaded_it_is_not_taken_for_the_new_one(
+    llama: Path, daemon: DaemonProcess, make_engine: StartEngine, tmp_path: Path, new_requests: NewRequests
+) -> None:
+    """Trained again at the same path between `add_lora` and the first request: vLLM has the old weights."""
+    loras = {"poet": save_lora(tmp_path / "poet", 1)}
+    requests = [replace(request, lora="poet") for request in new_requests(*LENGTHS)]
+    with make_engine(llama, daemon, loras=loras) as engine:
+        assert engine.load_adapter("poet")
+        save_lora(tmp_path / "poet", 2)
+        old, _ = run(engine, requests)
+        again, hits = run(engine, requests)
+        said = engine.log.read_text()
+    assert again == old and hits == cacheable(requests), "the engine finds its own"
+    with make_engine(llama, None, loras=loras, enable_prefix_caching=False) as alone:
+        expected = tokens_of(alone.generate(requests))
+    assert all(mine != other for mine, other in zip(old, expected, strict=True)), "the weights do nothing"
+    with make_engine(llama, daemon, loras=loras) as engine:
+        assert run(engine, requests) == (expected, 0)
+    assert "have changed since the engine's start" in said
+
+
 def test_a_model_that_vllm_computes_from_the_start_only(
     daemon: DaemonProcess, make_engine: StartEngine, tmp_path: Path, new_requests: NewRequests
 ) -> None:

@@ -145,6 +145,7 @@ def damaged_page(fd: int, pread: Pread, nbytes: int) -> int | None:
     kind = np.concatenate([each for _, each, _ in pieces])
     run = np.concatenate([each for _, _, each in pieces])
     reached = np.zeros(there, np.bool_)
+    begin, length = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # of the overflow runs
     roots = list(meta.roots)
     while roots:
         level = np.array([roots.pop()], np.int64)
@@ -159,12 +160,19 @@ def damaged_page(fd: int, pread: Pread, nbytes: int) -> int | None:
                 return int(level[0])
             if kind[level[0]] == _LEAF:
                 big = mine & ~is_tree & (named < there)
-                if (short := run[named[big]] != runs[big]).any():
+                if (short := run[named[big]] < runs[big]).any():  # longer, where shorter data took its place
                     return int(named[big][short][0])
+                begin.append(named[big])
+                length.append(run[named[big]])
                 roots += below.tolist()
                 break
             level = below
-    return None
+    pages = np.flatnonzero(reached)
+    starts = np.concatenate([pages, *begin])
+    ends = starts + np.concatenate([np.ones(len(pages), np.int64), *length])
+    order = np.argsort(starts, kind="stable")
+    meets = np.flatnonzero(ends[order] > np.append(starts[order][1:], meta.last_page + 1))
+    return int(starts[order][meets[0]]) if len(meets) else None
 
 
 def read_pages(fd: int, pread: Pread, page_bytes: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:

@@ -282,6 +282,27 @@ def test_no_flipped_bit_of_a_page_ends_a_start(tmp_path: Path, seed: int) -> Non
     assert done.returncode == 0, done.stderr[-1000:]
 
 
+@pytest.mark.parametrize("longer", [0, 1, 1 << 20])
+def test_a_run_may_be_longer_than_its_data_but_not_reach_into_others(tmp_path: Path, longer: int) -> None:
+    """LMDB keeps the run where shorter data takes the place of longer in the same transaction."""
+    path = tmp_path / "index"
+    index = SlabIndex(path, FileOps())
+    key = b"a" * 24
+    index.apply([(b"b" * 24, bytes(500)), (key, bytes(20_000)), (key, b"\x01" * 9000)])
+    index.close()
+    data = path / "data.mdb"
+    content = bytearray(data.read_bytes())
+    at = content.rindex(key) - 8
+    run = int.from_bytes(content[at + 32 : at + 40], "little") * PAGE + 12  # of how many pages it is
+    assert int.from_bytes(content[run : run + 4], "little") * PAGE > 20_000
+    content[run : run + 4] = (int.from_bytes(content[run : run + 4], "little") + longer).to_bytes(4, "little")
+    data.write_bytes(content)
+    index = SlabIndex(path, FileOps())
+    assert bool(index.damage) == bool(longer), index.damage
+    assert longer or index.get(key) == b"\x01" * 9000
+    index.close()
+
+
 def test_a_leaf_among_branches_is_a_damaged_page(tmp_path: Path) -> None:
     """LMDB's `assert(IS_LEAF(mp))` ended the daemon at each start."""
     path = tmp_path / "index"

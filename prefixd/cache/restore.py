@@ -23,7 +23,6 @@ from prefixd_swap.tiers import StoreTier
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16  # blocks entered at a time, so that what is copied on the way stays small
-_REMOVED_AT_ONCE = 4096
 _TOKEN_BYTES = 4
 _NO_ROW = -1
 _NO_PARENT = np.iinfo(np.int64).min  # no row and no namespace's root
@@ -126,9 +125,7 @@ def remove_refused(store: StoreTier, restored: Restored) -> None:
     ids = restored.refused_ids
     try:
         if ids:
-            store.set_copy_aside(", ".join(f"{blocks} {why}" for why, blocks in restored.refused.items()), len(ids))
-        for start in range(0, len(ids), _REMOVED_AT_ONCE):
-            store.discard(ids[start : start + _REMOVED_AT_ONCE])
+            store.discard(ids, ", ".join(f"{blocks} {why}" for why, blocks in restored.refused.items()))
     except StorageError as error:
         log.error("blocks on disk that are of no use could not be removed, the next start tries again: %s", error)
 

@@ -83,7 +83,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Blocks are entered all at once, and as if there were many of them."""
     if request.param == "in small chunks":
         monkeypatch.setattr("prefixd.cache.restore._CHUNK", 3)
-        monkeypatch.setattr("prefixd.cache.restore._REMOVED_AT_ONCE", 2)
+        monkeypatch.setattr("prefixd_swap.slab.store._REMOVED_AT_ONCE", 2)
 
 
 def write(rig: Rig, key: bytes, *, parent: bytes = b"", depth: int = 0, **other: Any) -> None:
@@ -234,22 +234,33 @@ async def test_a_namespace_that_cannot_be_read_costs_its_blocks_alone(make_rig: 
     assert rig.restored == 3, "registered again, it is whole again"
 
 
+@pytest.mark.parametrize("removed", [0, 1])
 async def test_what_cannot_be_removed_now_is_removed_at_the_next_start(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, removed: int
 ) -> None:
+    """And each block is lost once: starts that failed left a copy each, which replaced older ones, and counted all."""
     rig = make_rig(cpu=4, disk=16)
     await rig.put([1, 2], durable=True)
-    write(rig, K[0], namespace=b"whatever")
+    for key in K[:3]:
+        write(rig, key, namespace=b"whatever")
+    remove, left = SlabStore.remove, removed
 
-    def fail(self: SlabStore, ids: object) -> None:
-        raise StorageError("read-only file system")
+    def fail(self: SlabStore, ids: Any) -> None:
+        nonlocal left
+        if not left:
+            raise StorageError("read-only file system")
+        left -= 1
+        remove(self, ids)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlabStore, "remove", fail)
-        await rig.restart()
-    assert rig.restored == 2
+        patch.setattr("prefixd_swap.slab.store._REMOVED_AT_ONCE", 1)
+        for _ in range(2):
+            await rig.restart()
+    assert rig.restored == 2 and rig.store is not None
     assert "the next start tries again: read-only file system" in caplog.text
-    await refuses(rig, "of an unknown namespace", 1, restored=2)
+    assert [each.blocks for each in rig.store.set_aside()] == [removed] * bool(removed)
+    await refuses(rig, "of an unknown namespace", 3 - removed, restored=2)
 
 
 async def test_a_cache_without_a_disk_restores_nothing(make_rig: MakeRig) -> None:

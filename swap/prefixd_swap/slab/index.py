@@ -22,7 +22,7 @@ from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.lmdb_file import damaged_page, first_missing
 from prefixd_swap.slab.mapped_file import MappedFile
-from prefixd_swap.slab.set_aside import set_aside, set_copy_aside
+from prefixd_swap.slab.set_aside import note_loss, set_aside, set_copy_aside
 
 _DATABASES = 3
 MAP_BYTES = 16 << 20
@@ -245,19 +245,27 @@ class SlabIndex:
             except lmdb.Error as error:
                 raise self._translated("reading", error) from error
 
-    def set_copy_aside(self, reason: str, blocks: int) -> None:
+    def set_copy_aside(self, reason: str, blocks: int) -> Path:
         """Keep a copy of the environment as it is now beside it, from which `blocks` blocks will be removed as lost.
+        Returns the copy's folder.
 
         Raises:
             StorageError: it cannot be made; nothing of it stays.
         """
         with self._lock:
             try:
-                set_copy_aside(self._path, self._ops, reason, blocks, lambda to: self._env.copy(str(to)))
+                return set_copy_aside(self._path, self._ops, reason, blocks, lambda to: self._env.copy(str(to)))
             except lmdb.Error as error:
                 raise self._translated("copying", error) from error
             except OSError as error:
                 raise storage_error(f"copying the index in {self._path}", error) from error
+
+    def correct_copy(self, aside: Path, reason: str, blocks: int) -> None:
+        """Only `blocks` blocks have been removed since `set_copy_aside`: note it, or remove the copy where none was."""
+        if blocks:
+            note_loss(aside, self._ops, reason, blocks)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def probe(self) -> None:
         """Commit a change that changes nothing.

@@ -53,8 +53,9 @@ def set_aside(index: Path, ops: FileOps, reason: str) -> Path:
 
 def set_copy_aside(
     index: Path, ops: FileOps, reason: str, blocks: int | None, copy: Callable[[Path], None] = lambda folder: None
-) -> None:
+) -> Path:
     """Make a folder beside the index, with a note of blocks that are lost; `copy` puts into it what there is of them.
+    Returns the folder.
 
     Raises:
         OSError: it cannot be made; and what `copy` raises. Nothing of it stays.
@@ -70,6 +71,7 @@ def set_copy_aside(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     log.error("%s blocks on disk are lost: %s; see `prefixd recover`", _number(blocks), reason)
+    return aside
 
 
 def note_loss(folder: Path, ops: FileOps, reason: str, blocks: int | None) -> None:

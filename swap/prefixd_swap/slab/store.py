@@ -53,6 +53,7 @@ from prefixd_swap.spans import Span
 
 log = logging.getLogger(__name__)
 _ADOPTED_AT_ONCE = 4096
+_REMOVED_AT_ONCE = 4096
 _CHECKS = 8  # a block that was found bad so often while others were freed is bad
 
 
@@ -458,13 +459,21 @@ class SlabStore:
         """
         return list_set_aside(self._directory.index)
 
-    def set_copy_aside(self, reason: str, blocks: int) -> None:
-        """Keep a copy of the index beside it before `blocks` of its blocks are removed that nobody can use.
+    def remove_unusable(self, ids: Sequence[tuple[bytes, bytes]], reason: str) -> None:
+        """As `remove`, of blocks that nobody can use; a copy of the index before it is set aside, for `reason`.
 
         Raises:
-            StorageError: it cannot be made.
+            StorageError: the copy cannot be made, or I/O failed. Some blocks may be removed; the copy's note counts
+                those, and without any there is no copy.
         """
-        self._index.set_copy_aside(reason, blocks)
+        aside, removed = self._index.set_copy_aside(reason, len(ids)), 0
+        try:
+            while some := ids[removed : removed + _REMOVED_AT_ONCE]:
+                self.remove(some)
+                removed += len(some)
+        except StorageError:
+            self._index.correct_copy(aside, reason, removed)
+            raise
 
     def load(self) -> Records:
         """Every block as of now, in columns: a million of them in about a second.

@@ -94,13 +94,9 @@ class DiskTier(StoreTier):
         """What every namespace stands for, by its id."""
         return self.store.namespaces()
 
-    def set_copy_aside(self, reason: str, blocks: int) -> None:
-        """Keeps a copy of the index, and blocks the caller meanwhile."""
-        self.store.set_copy_aside(reason, blocks)
-
-    def discard(self, names: Sequence[Identity]) -> None:
-        """Removes blocks, and blocks the caller meanwhile."""
-        self.store.remove(names)
+    def discard(self, names: Sequence[Identity], reason: str) -> None:
+        """Removes blocks that cannot be used, and blocks the caller meanwhile."""
+        self.store.remove_unusable(names, reason)
 
     def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
         """Forgets what namespaces stood for, and blocks the caller meanwhile."""

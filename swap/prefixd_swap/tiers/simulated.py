@@ -231,11 +231,8 @@ class SimulatedStoreTier(StoreTier):
         """What every namespace stands for, by its id."""
         return dict(self._namespaces)
 
-    def set_copy_aside(self, reason: str, blocks: int) -> None:
-        """Nothing is kept of what is simulated."""
-
-    def discard(self, names: Sequence[Identity]) -> None:
-        """Removes blocks."""
+    def discard(self, names: Sequence[Identity], reason: str) -> None:
+        """Removes blocks; nothing is kept of what is simulated."""
         self.faults.check("remove", self.name)
         for name in names:
             self._forget(index_key(*name))

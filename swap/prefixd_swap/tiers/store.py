@@ -268,19 +268,12 @@ class StoreTier(Tier):
         """What every namespace stands for, by its id. Blocks the caller: for the start."""
 
     @abstractmethod
-    def set_copy_aside(self, reason: str, blocks: int) -> None:
-        """Keeps a copy of the index before `discard` removes blocks that cannot be used. Blocks the caller.
+    def discard(self, names: Sequence[Identity], reason: str) -> None:
+        """Removes blocks that cannot be used, for `reason`; a copy of the index before it is set aside. Blocks the
+        caller: for the start.
 
         Raises:
-            StorageError: it cannot be made.
-        """
-
-    @abstractmethod
-    def discard(self, names: Sequence[Identity]) -> None:
-        """Removes blocks. Blocks the caller: for the start.
-
-        Raises:
-            StorageError: I/O failed; some or all of the blocks are still there.
+            StorageError: the copy cannot be made, or I/O failed; some or all of the blocks are still there.
         """
 
     @abstractmethod

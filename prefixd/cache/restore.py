@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec, namespace_digest
 from prefixd.cache.placement import Placement
-from prefixd.errors import PrefixdError
+from prefixd.errors import InvalidArgumentError, PrefixdError
 from prefixd_swap import BlockRecord, RecordGroup, Records, StorageError, UseHistory
 from prefixd_swap.tiers import StoreTier
 
@@ -45,7 +45,8 @@ class Restored:
 def known_namespaces(
     stored: Mapping[bytes, bytes], wanted: Iterable[bytes], registry: NamespaceRegistry
 ) -> dict[bytes, Namespace]:
-    """Registers namespaces, by id, with the ids that they have on disk. One that cannot be read is left out.
+    """Registers namespaces, by id, with the ids that they have on disk. One that cannot be read, or is not what its
+    id stands for, is left out.
 
     Args:
         stored: what each stands for.
@@ -58,7 +59,7 @@ def known_namespaces(
         if spec is None:
             continue
         try:
-            decoded = _decoded(spec)
+            decoded = _decoded(identity, spec)
             known[identity] = registry.find(decoded) or registry.register(decoded, identity)
         except (msgspec.DecodeError, PrefixdError) as error:
             log.error("namespace %s on disk is of no use, its blocks are dropped: %s", identity.hex(), error)
@@ -68,7 +69,7 @@ def known_namespaces(
 def is_usable(spec: bytes, record: BlockRecord) -> bool:
     """Whether a block on disk can be one of the namespace with this spec."""
     try:
-        namespace = _decoded(spec)
+        namespace = _decoded(record.namespace, spec)
     except (msgspec.DecodeError, PrefixdError):
         return False
     wanted = [part.nbytes for part in namespace.parts]
@@ -80,10 +81,17 @@ def is_usable(spec: bytes, record: BlockRecord) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _decoded(spec: bytes) -> NamespaceSpec:
-    """Raises msgspec.DecodeError, or InvalidArgumentError, where it is of no use."""
+def _decoded(identity: bytes, spec: bytes) -> NamespaceSpec:
+    """Raises msgspec.DecodeError, or InvalidArgumentError, where it is of no use.
+
+    That is also where it is not what its id stands for, whose clients would be refused. An earlier version's, which had
+    fewer fields, may have another id.
+    """
     decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec)
     decoded.check()
+    earlier = msgspec.msgpack.decode(spec, type=dict[str, msgspec.Raw]).keys() < set(NamespaceSpec.__struct_fields__)
+    if namespace_digest(decoded) != identity and not earlier:
+        raise InvalidArgumentError(f"its id is not that of {decoded.name!r}")
     return decoded
 
 

@@ -234,6 +234,25 @@ async def test_a_namespace_that_cannot_be_read_costs_its_blocks_alone(make_rig: 
     assert rig.restored == 3, "registered again, it is whole again"
 
 
+@pytest.mark.parametrize("wrong", [(b"other", b"othes"), (b"salt", b"salu")], ids=["value", "field"])
+async def test_a_namespace_whose_spec_is_damaged_refuses_nobody(make_rig: MakeRig, wrong: tuple[bytes, bytes]) -> None:
+    """Its id is the digest of what it stands for. With one letter changed, its client was refused, by a collision."""
+    rig = make_rig(cpu=4, disk=16)
+    await rig.put([1, 2], durable=True)
+    other = rig.register("other", salt=b"x")
+    await rig.put([3], namespace=other, durable=True)
+    assert rig.store is not None
+    spec = msgspec.msgpack.encode(other.spec)
+    assert spec.count(wrong[0]) == 1
+    rig.store.put_namespace(other.id, spec.replace(*wrong))
+    await refuses(rig, "of an unknown namespace", 1, restored=2)
+    again = rig.register("other", salt=b"x")
+    assert again.id == other.id and await rig.get([3], namespace=again) == 0
+    await rig.put([3], namespace=again, durable=True)
+    await rig.restart()
+    assert rig.restored == 3
+
+
 @pytest.mark.parametrize("removed", [0, 1])
 async def test_what_cannot_be_removed_now_is_removed_at_the_next_start(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, removed: int

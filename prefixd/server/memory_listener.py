@@ -39,6 +39,7 @@ _BACKLOG = 64  # connections that the kernel keeps until they are accepted
 _VISITORS = 64
 _VISITORS_OF_A_USER = 16
 _CLOSING = 16
+_CLOSING_OF_A_USER = 4
 _SHORTAGE_PAUSE_S = 0.05
 _WARN_S = 60.0
 _UCRED = struct.Struct("iII")  # pid, uid, gid
@@ -77,8 +78,11 @@ class MemoryListener:
         self._warn_s = 0.0
         self._told = set[int]()
         """Users of whom the log says that they were refused."""
-        self._closing = 0
-        """Descriptors that visitors sent and that a thread closes. With as many as may be, no more are received."""
+        self._closing: Counter[int] = Counter()
+        """Descriptors that visitors sent and that are not closed yet, by user. With as many as may be, no more are
+        received."""
+        self._unclosed: list[tuple[int, int]] = []
+        """Those of them, with their users, for which there was no thread."""
 
     async def start(self) -> None:
         """Begins to listen; a socket file left by a daemon that is gone is replaced.
@@ -161,10 +165,11 @@ class MemoryListener:
 
     async def _serve(self, visitor: socket.socket) -> None:
         with visitor, suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_ANSWER_TIME_S), self._descriptors() as sent:
-                session_id = await _read_line(visitor, sent, int(self._closing < _CLOSING))
+            pid, uid = _peer(visitor)
+            self._close_unclosed()
+            async with asyncio.timeout(_ANSWER_TIME_S), self._descriptors(uid) as sent:
+                session_id = await _read_line(visitor, sent, int(self._receives_from(uid)))
                 if session_id == TICKET and self._ticket is not None:
-                    pid, uid = _peer(visitor)
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"ticket": self._ticket(uid, pid)}))
                     return
                 refusal = self._refuse(visitor, session_id, sent[0] if sent else -1)
@@ -174,37 +179,44 @@ class MemoryListener:
                     # One short line into an empty socket buffer: it cannot block.
                     socket.send_fds(visitor, [_line({"arena_bytes": self._nbytes})], [self._fd])
 
+    def _receives_from(self, uid: int) -> bool:
+        return self._closing.total() < _CLOSING and self._closing[uid] < _CLOSING_OF_A_USER
+
     @asynccontextmanager
-    async def _descriptors(self) -> AsyncGenerator[list[int]]:
+    async def _descriptors(self, uid: int) -> AsyncGenerator[list[int]]:
         """A list of descriptors that a visitor sends, which are closed at the end."""
         received: list[int] = []
         try:
             yield received
         finally:
             for descriptor in received:
-                self._close(descriptor)
+                if _is_pidfd(descriptor):
+                    os.close(descriptor)
+                else:  # of a file system that does not answer one takes for ever: not on the loop
+                    self._closing[uid] += 1
+                    self._unclosed.append((uid, descriptor))
+            self._close_unclosed()
 
-    def _close(self, descriptor: int) -> None:
-        """Closes what a visitor sent. A file of a file system that does not answer takes for ever: not on the loop."""
-        if _is_pidfd(descriptor):
-            os.close(descriptor)
-            return
-        self._closing += 1
+    def _close_unclosed(self) -> None:
+        """Closes them in threads. What there is no thread for waits for the next visitor."""
         loop = asyncio.get_running_loop()
 
-        def closed() -> None:
-            self._closing -= 1
+        def closed(uid: int) -> None:
+            self._closing[uid] -= 1
+            self._closing += Counter()  # without those who have none
 
-        def close() -> None:
+        def close(uid: int, descriptor: int) -> None:
             with suppress(OSError):
                 os.close(descriptor)
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(closed)
+                loop.call_soon_threadsafe(closed, uid)
 
-        try:
-            threading.Thread(target=close, name="prefixd-close", daemon=True).start()
-        except RuntimeError as error:
-            log.warning("a descriptor that a visitor sent stays open: no thread to close it (%s)", error)
+        while self._unclosed:
+            try:
+                threading.Thread(target=close, args=self._unclosed[-1], name="prefixd-close", daemon=True).start()
+            except RuntimeError:  # the limit of threads is told elsewhere
+                return
+            self._unclosed.pop()
 
     def _refuse(self, visitor: socket.socket, session_id: str | None, sent: int) -> str | None:
         pid, uid = _peer(visitor)

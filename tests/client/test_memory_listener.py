@@ -201,8 +201,9 @@ def test_a_view_outlives_the_arena_it_came_from() -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize(("mine", "in_all"), [(3, 16), (16, 3)])
 async def test_a_descriptor_that_cannot_be_closed_keeps_nobody_waiting(
-    door: MemoryListener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    door: MemoryListener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mine: int, in_all: int
 ) -> None:
     """As one of a network file system whose server is gone; it is not a process's, as an honest client's is."""
     hanging, really = threading.Event(), os.close
@@ -214,22 +215,52 @@ async def test_a_descriptor_that_cannot_be_closed_keeps_nobody_waiting(
             hanging.wait(30)
         really(descriptor)
 
-    def send() -> bytes:
-        with socket.socket(socket.AF_UNIX) as visitor, (tmp_path / "hangs").open("w") as file:
-            visitor.settimeout(30)
-            visitor.connect(str(door.path))
-            socket.send_fds(visitor, [b"dead\n"], [file.fileno()])
-            return visitor.recv(1000)
-
-    monkeypatch.setattr(memory_door, "_CLOSING", 3)
+    monkeypatch.setattr(memory_door, "_CLOSING", in_all)
+    monkeypatch.setattr(memory_door, "_CLOSING_OF_A_USER", mine)
     monkeypatch.setattr("prefixd.server.memory_listener.os.close", close)
     try:
         for _ in range(6):
-            assert b"no such session" in await asyncio.to_thread(send)
+            assert b"no such session" in await asyncio.to_thread(send, door, tmp_path / "hangs")
         assert hung == ["prefixd-close"] * 3, "then none is received"
         (await fetch(door, "alive")).close()
+        assert door._receives_from(os.geteuid() + 1) == (in_all > 3), "others have a part of their own"
     finally:
         hanging.set()
     async with asyncio.timeout(30):
         while door._closing:
             await asyncio.sleep(0.01)
+
+
+async def test_a_descriptor_without_a_thread_to_close_it_is_closed_later(
+    door: MemoryListener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    file, sending = tmp_path / "sent", asyncio.to_thread(send, door, tmp_path / "sent")
+    with monkeypatch.context() as short:
+        task = asyncio.create_task(sending)
+        while not door._visits:  # its own thread runs
+            await asyncio.sleep(0)
+        short.setattr("threading.Thread.start", no_thread)
+        await asyncio.wait_for(task, 30)
+        assert [uid for uid, _ in door._unclosed] == [os.geteuid()] and open_here(file)
+    (await fetch(door, "alive")).close()
+    async with asyncio.timeout(30):
+        while door._closing or open_here(file):
+            await asyncio.sleep(0.01)
+
+
+def send(door: MemoryListener, path: Path) -> bytes:
+    """The answer to a visitor that sends a file's descriptor."""
+    with socket.socket(socket.AF_UNIX) as visitor, path.open("w") as file:
+        visitor.settimeout(30)
+        visitor.connect(str(door.path))
+        socket.send_fds(visitor, [b"dead\n"], [file.fileno()])
+        return visitor.recv(1000)
+
+
+def open_here(path: Path) -> bool:
+    """Whether a descriptor of this process is of the file."""
+    links = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return any(link.is_symlink() and os.readlink(link) == str(path) for link in links)

@@ -16,7 +16,16 @@ from typing import Any
 import torch
 
 from benchmarks.common import harness
-from benchmarks.gpu_parts import attach, attention, decode, first_token, memory_held, swap, virtual_memory
+from benchmarks.gpu_parts import (
+    attach,
+    attention,
+    daemon_copies,
+    decode,
+    first_token,
+    memory_held,
+    swap,
+    virtual_memory,
+)
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model
 from benchmarks.gpu_parts.part import Budget, Part, Unavailable, one_line
@@ -31,6 +40,7 @@ Measures on one GPU what decides how prefixd keeps KV there:
   attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy
   memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
   swap            copies between the GPU and the pinned arena, against one large copy
+  daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
   attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
   first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
   decode          tokens a second of that model, with and without CUDA graphs
@@ -38,7 +48,8 @@ Measures on one GPU what decides how prefixd keeps KV there:
 
 Without --json the result goes to benchmarks/results/<device>.json. Each part has a time budget, all together about five
 minutes, and lists under "skipped" the points for which it had no time or memory. A part that fails is recorded with its
-error and the others run on; the exit status is then 1. The result is written after each part.
+error and the others run on; the exit status is then 1. The result is written after each part. What was predicted of a
+figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
 
 --device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
 says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0."""
@@ -49,6 +60,7 @@ PARTS = (
     attach.PART,
     memory_held.PART,
     swap.PART,
+    daemon_copies.PART,
     attention.PART,
     first_token.PART,
     decode.PART,
@@ -104,6 +116,12 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
         result = results[part.name] = measure(device, part)
         said = result.get("reason") or f"{len(result['skipped'])} points skipped, {len(result['errors'])} errors"
         print(f"{part.name:>16}  {result['status']} in {result['seconds']} s, {said}", flush=True)
+        for said in result.get("predictions", ()):
+            print(
+                f"{'':>16}  {said['what']}: predicted {said['least']:g}, refuted below {said['refuted_below']:g}, "
+                f"measured {said['measured']}: {said['verdict']}",
+                flush=True,
+            )
         file.write_text(json.dumps(content, indent=1) + "\n")
         if plot_dir is not None and "all" not in result.get("errors", {"all"}):
             draw(part, result, f"{part.name} on {device.name} ({figures})", plot_dir / f"{file.stem}_{part.name}.png")

@@ -11,7 +11,7 @@ from prefixd_swap.spans import Span
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.memory import MemoryTier
-from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
+from prefixd_swap.transfers import PIECE_BYTES, DeviceLimits, Piece, Transfers, Urgency, piece_items
 
 LIMITS = DeviceLimits(in_flight=3, reserved=1)
 """A copy is listed while the one before runs; a third slot stays free for demand."""
@@ -24,12 +24,21 @@ class MemoryCopies:
         engine: copies the bytes. It stays its maker's to close.
         transfers: orders and limits the pieces.
         limits: of each direction.
+        piece_bytes: bytes of a piece of several blocks, at most.
     """
 
-    def __init__(self, engine: CopyEngine, transfers: Transfers, *, limits: DeviceLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        engine: CopyEngine,
+        transfers: Transfers,
+        *,
+        limits: DeviceLimits = LIMITS,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         self._engine = engine
         self._transfers = transfers
         self._limits = limits
+        self._piece_bytes = piece_bytes
 
     @staticmethod
     def path(source: MemoryTier, target: MemoryTier) -> str:
@@ -71,7 +80,7 @@ class MemoryCopies:
             self._transfers.add_device(path, self._limits, threads=False)
             self._transfers.add_path(path, path)
         blocks, block_bytes = len(out), sum(nbytes)
-        step = piece_items(block_bytes, blocks, at_least=self._limits.in_flight)
+        step = piece_items(block_bytes, blocks, at_least=self._limits.in_flight, most_bytes=self._piece_bytes)
         there = (out != NO_SLOT) & (into != NO_SLOT)
         sources, targets = source.addresses(out), target.addresses(into)
 

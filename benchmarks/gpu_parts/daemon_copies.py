@@ -1,0 +1,232 @@
+"""How fast the daemon moves blocks between GPU and pinned CPU memory, by the size of the pieces of a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
+from benchmarks.gpu_parts.part import Budget, Part, Prediction
+from prefixd.cache.movement import Movement
+from prefixd_swap import CpuArena, FramePool, HostPin, create_copy_engine
+from prefixd_swap.copies import CopyEngine, Pair, coalesce, wait_all
+from prefixd_swap.tiers import CpuTier, GpuTier, Int64s, MemoryCopies, MemoryTier
+from prefixd_swap.transfers import Transfers, Urgency
+
+_MIB = 1 << 20
+_PIECES_MIB = (4, 16, 32, 64)
+_PREDICTED_MIB = 32
+_PIN_S = 60.0
+_PAUSE_S = 1e-3  # before a demand copy, so that background pieces are under way
+
+
+def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
+    """By piece size and way: GB/s of 1 GiB of blocks of 2 MiB, loop time, and what a demand copy waits.
+
+    Blocks are moved as `Mover` moves them, by `Movement`, `MemoryCopies` and the device's engine in a running loop: to
+    the GPU for demand, from there for write-back. A point:
+
+        gbps             of the transfer, from its submission to its end
+        loop_ms_per_gib  processor time of the event loop's thread
+        bound_gbps       of the same transfer by an engine that copies nothing: the loop's time alone
+        demand_ms        [median, longest] of a copy of one block for demand, while write-back keeps the way busy
+
+    Every byte that comes back is compared. Raises RuntimeError when one is wrong.
+    """
+    blocks, rounds = (512, 7) if device.measures else (64, 2)
+    with ExitStack() as stack:
+        return asyncio.run(_measure(_Memory(device, blocks, stack), device, rounds, budget))
+
+
+class _Memory:
+    """A GPU tier with `blocks` blocks and a CPU tier with twice as many, pinned as the daemon's is.
+
+    CPU tier   | source | back |    source -> GPU -> back
+    """
+
+    def __init__(self, device: Device, blocks: int, stack: ExitStack) -> None:
+        memory = stack.enter_context(device.memory())
+        pool = FramePool(memory, CHUNK_BYTES, blocks)
+        stack.callback(pool.close)
+        arena = CpuArena(2 * blocks * CHUNK_BYTES)
+        stack.callback(arena.close)
+        self.nbytes = blocks * CHUNK_BYTES
+        self.gpu, self.cpu = GpuTier(pool), CpuTier(arena)
+        random = np.random.default_rng(0)
+        self.frames = random.permutation(self.gpu.allocate([CHUNK_BYTES], blocks))  # as after some evictions
+        slots = self.cpu.allocate([CHUNK_BYTES], 2 * blocks)
+        self.source, self.back = slots[:blocks], slots[blocks:]
+        self._arena = arena
+        pattern = random.integers(0, 256, CHUNK_BYTES, np.uint8)
+        for number, slot in enumerate(self.source[:, 0].tolist()):
+            self._bytes(slot)[:] = pattern
+            self._bytes(slot)[:8].view(np.int64)[0] = number
+        self.clear()
+        if device.kind != "cpu":
+            pin = HostPin(arena.span(0, 1).address, arena.capacity_bytes, device.ordinal, print)
+            stack.callback(pin.close)
+            deadline = time.monotonic() + _PIN_S
+            while pin.pinned_bytes < arena.capacity_bytes:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"only {pin.pinned_bytes} of {arena.capacity_bytes} bytes were pinned")
+                time.sleep(0.01)
+
+    def clear(self) -> None:
+        for slot in self.back[:, 0].tolist():
+            self._bytes(slot)[:] = 0
+
+    def check(self) -> None:
+        for was, came in zip(self.source[:, 0].tolist(), self.back[:, 0].tolist(), strict=True):
+            if not np.array_equal(self._bytes(was), self._bytes(came)):
+                raise RuntimeError("what came back from the GPU is not what was copied to it")
+
+    def _bytes(self, slot: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self._arena.array(slot, CHUNK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    name: str
+    source: MemoryTier
+    out: Int64s
+    target: MemoryTier
+    into: Int64s
+    urgency: Urgency
+
+    def times(self, blocks: int) -> _Way:
+        """The same slots over and over, until there are so many: for an engine that copies nothing."""
+        out, into = (np.resize(slots, (blocks, 1)) for slots in (self.out, self.into))
+        return _Way(self.name, self.source, out, self.target, into, self.urgency)
+
+
+async def _measure(memory: _Memory, device: Device, rounds: int, budget: Budget) -> dict[str, Any]:
+    ways = (
+        _Way("h2d", memory.cpu, memory.source, memory.gpu, memory.frames, Urgency.DEMAND),
+        _Way("d2h", memory.gpu, memory.frames, memory.cpu, memory.back, Urgency.WRITE_BACK),
+    )
+    points: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        engine, nothing = create_copy_engine(device.memory_name), _NoCopies()
+        stack.callback(engine.close)
+        stack.callback(nothing.close)
+        for piece_mib in _PIECES_MIB:
+            if not budget.allows(f"pieces of {piece_mib} MiB"):
+                continue
+            with budget.attempt(f"pieces of {piece_mib} MiB"):
+                memory.clear()
+                these = []
+                for way in ways:
+                    seconds, loop_s = await _moved(engine, way, piece_mib, rounds)
+                    bound_s, _ = await _moved(nothing, way.times((1 << 30) // CHUNK_BYTES), piece_mib, 3)
+                    these.append(
+                        {
+                            "way": way.name,
+                            "piece_mib": piece_mib,
+                            "gbps": round(memory.nbytes / seconds / 1e9, 3),
+                            "loop_ms_per_gib": round(loop_s * 1e3 * (1 << 30) / memory.nbytes, 3),
+                            "bound_gbps": round((1 << 30) / bound_s / 1e9, 3),
+                        }
+                    )
+                memory.check()
+                these[1]["demand_ms"] = await _demand_ms(engine, ways[1], piece_mib, 40 if device.measures else 4)
+                points += these
+    predicted = [point["gbps"] for point in points if point["piece_mib"] == _PREDICTED_MIB]
+    return {
+        "bytes": memory.nbytes,
+        "block_bytes": CHUNK_BYTES,
+        "points": points,
+        "predictions": [
+            Prediction(f"GB/s in the daemon, the slower way, pieces of {_PREDICTED_MIB} MiB", 46, 42).judged(
+                min(predicted, default=None), device.measures
+            )
+        ],
+    }
+
+
+async def _moved(engine: CopyEngine, way: _Way, piece_mib: int, rounds: int) -> tuple[float, float]:
+    """Median seconds of a transfer of all blocks, and of the loop's thread in it."""
+    transfers = Transfers()
+    copies = MemoryCopies(engine, transfers, piece_bytes=piece_mib * _MIB)
+    times = []
+    for number in range(1 + rounds):
+        loop_began_s, began_s = time.thread_time(), time.perf_counter()
+        await _move(copies, way, way.urgency)
+        if number:
+            times.append((time.perf_counter() - began_s, time.thread_time() - loop_began_s))
+    await transfers.close()
+    wall_s, loop_s = zip(*times, strict=True)
+    return statistics.median(wall_s), statistics.median(loop_s)
+
+
+async def _demand_ms(engine: CopyEngine, way: _Way, piece_mib: int, samples: int) -> list[float]:
+    """Median and longest milliseconds of a copy of one block for demand, while the others are written back."""
+    transfers = Transfers()
+    copies = MemoryCopies(engine, transfers, piece_bytes=piece_mib * _MIB)
+    one = _Way(way.name, way.source, way.out[:1], way.target, way.into[:1], Urgency.DEMAND)
+    others = _Way(way.name, way.source, way.out[1:], way.target, way.into[1:], Urgency.WRITE_BACK)
+    stopping = False
+
+    async def keep_busy() -> None:
+        while not stopping:
+            await _move(copies, others, others.urgency)
+
+    busy = asyncio.create_task(keep_busy())
+    times = []
+    for _ in range(samples):
+        await asyncio.sleep(_PAUSE_S)
+        began_s = time.perf_counter()
+        await _move(copies, one, one.urgency)
+        times.append(1e3 * (time.perf_counter() - began_s))
+    stopping = True
+    await busy
+    await transfers.close()
+    return [round(statistics.median(times), 3), round(max(times), 3)]
+
+
+async def _move(copies: MemoryCopies, way: _Way, urgency: Urgency) -> None:
+    submitted = copies.submit(way.source, way.out, way.target, way.into, [CHUNK_BYTES], urgency)
+    failed = [error for error in await Movement(urgency).run(submitted) if error is not None]
+    if failed:
+        raise failed[0]
+
+
+class _NoCopies(CopyEngine):
+    """Does on the event loop what `CudaCopyEngine` does there, and in its threads nothing."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(2)
+
+    async def copy(self, pairs: Sequence[Pair]) -> None:
+        await wait_all([self._threads.submit(_nothing, coalesce(pairs))])
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def _nothing(pairs: list[Pair]) -> None:
+    del pairs
+
+
+def _draw(figure: Any, result: Mapping[str, Any]) -> None:
+    axes = figure.add_subplot()
+    for way in ("h2d", "d2h"):
+        points = [point for point in result["points"] if point["way"] == way]
+        sizes = [point["piece_mib"] for point in points]
+        axes.plot(sizes, [point["gbps"] for point in points], marker="o", label=way)
+        axes.plot(sizes, [point["bound_gbps"] for point in points], "--", label=f"{way}, nothing copied")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("MiB of a piece")
+    axes.set_ylabel("GB/s")
+    axes.legend()
+
+
+PART = Part("daemon_copies", 15, measure, _draw)

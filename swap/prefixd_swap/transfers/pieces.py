@@ -41,6 +41,9 @@ class Piece(NamedTuple, Generic[T]):
     work: Callable[[], T] | Callable[[], Coroutine[Any, Any, T]]
     on_loop: bool = False
     """Whether `work` is a coroutine function that runs on the event loop; otherwise it runs in a thread."""
+    joined: int = 1
+    """How many of the pieces that its transfer was submitted with this one stands for: whoever makes pieces as they
+    start may join some; see `Transfers.out_of_turn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,12 @@ class Outcome(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Result(Generic[T]):
-    """How a transfer ended. Every piece is counted once: in `outcomes` or in `dropped`."""
+    """How a transfer ended. Every piece is accounted for once: in `outcomes` or in `dropped`."""
 
     outcomes: Sequence[Outcome[T]]
     """Of the pieces that were started, in the order in which they were given."""
     dropped: int
-    """Pieces after those, which were never started."""
+    """Pieces after those, which were never started; each counts as one, though some might have been joined."""
 
     def values(self) -> list[T]:
         """What all pieces returned.

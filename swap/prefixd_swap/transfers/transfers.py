@@ -72,7 +72,6 @@ class Transfer(Generic[T]):
         self._waiter = waiter
         self._pieces: Iterator[Piece[T]] | None = pieces
         self._in_order = False
-        self._count = count
         self._waiting_pieces = count
         self._waiting_bytes = nbytes
         self._submitted_s = 0.0
@@ -163,6 +162,7 @@ class _Device:
         self.queue = queue
         self.threads = threads
         self.starting = False
+        self.out_of_turn = False
 
 
 class _Path:
@@ -294,6 +294,13 @@ class Transfers:
         self._start_next(on)
         return transfer
 
+    def out_of_turn(self, path: str) -> bool:
+        """Whether the piece that an iterator is asked for starts before more urgent ones, by rule 4 of `device_queue`.
+
+        Such a piece should be small, as those wait for its end. It may be large otherwise: nothing more urgent waits.
+        """
+        return self._paths[path].device.out_of_turn
+
     async def drain(self) -> None:
         """Waits until no transfer waits or is under way."""
         await self._idle.wait()
@@ -341,10 +348,11 @@ class Transfers:
 
     def _start(self, transfer: Transfer[Any], let_through: bool, now_s: float) -> None:
         waiter, path = transfer._waiter, self._paths[transfer.path]
+        path.device.out_of_turn = let_through
         try:
             piece = None if transfer._pieces is None else next(transfer._pieces, None)
         except Exception as error:
-            self._take_waiting(transfer, 0)
+            self._take_waiting(transfer, 1, 0)
             transfer._outcomes.append(Outcome(None, error))
             transfer._ended.append(len(transfer._outcomes) - 1)
             transfer._news.set()
@@ -361,14 +369,14 @@ class Transfers:
             stats.waits += 1
             stats.waited_s += wait_s
             stats.longest_wait_s = max(stats.longest_wait_s, wait_s)
-        self._take_waiting(transfer, piece.nbytes)
+        self._take_waiting(transfer, piece.joined, piece.nbytes)
         stats.started += 1
         stats.in_flight += 1
         path.device.queue.started(waiter, let_through, now_s)
         if transfer._in_order:
             path.device.queue.remove(waiter)
         self._launch(transfer, position, piece, let_through)
-        if position + 1 == transfer._count:
+        if not transfer._waiting_pieces:
             self._drop(transfer)  # there is nothing left to drop: it must not wait in the queue to find that out
 
     def _launch(self, transfer: Transfer[T], position: int, piece: Piece[T], let_through: bool) -> None:
@@ -486,10 +494,10 @@ class Transfers:
         stats.waiting_pieces += sign * transfer._waiting_pieces
         stats.waiting_bytes += sign * transfer._waiting_bytes
 
-    def _take_waiting(self, transfer: Transfer[Any], nbytes: int) -> None:
-        """One piece waits no more; an iterator may give more pieces and bytes than were declared."""
+    def _take_waiting(self, transfer: Transfer[Any], count: int, nbytes: int) -> None:
+        """So many pieces wait no more; an iterator may give more pieces and bytes than were declared."""
         stats = self._paths[transfer.path].by_urgency[transfer.urgency]
-        pieces, nbytes = min(1, transfer._waiting_pieces), min(nbytes, transfer._waiting_bytes)
+        pieces, nbytes = min(count, transfer._waiting_pieces), min(nbytes, transfer._waiting_bytes)
         transfer._waiting_pieces -= pieces
         transfer._waiting_bytes -= nbytes
         stats.waiting_pieces -= pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -14,8 +14,10 @@ import pytest
 from prefixd_swap import MemoryMisuseError, create_copy_engine
 from prefixd_swap.errors import SimulationError
 from prefixd_swap.simulated_time import SimulatedTimeLoop
+from prefixd_swap.spans import Span
 from prefixd_swap.tiers import NO_SLOT, CpuTier, MemoryCopies, MemoryTier
 from prefixd_swap.tiers.simulated import SimulatedCopyEngine, SimulatedLink, SimulatedMemoryTier, SimulatedStoreTier
+from prefixd_swap.tiers.unbacked import UnbackedCopyEngine, UnbackedMemoryTier
 from prefixd_swap.transfers import DeviceLimits, Transfers, Urgency
 from tests.swap.tiers.stores import PART_BYTES, Blocks, Landing
 
@@ -192,6 +194,57 @@ def test_copies_between_memory_tiers_arrive_and_take_their_time() -> None:
 
     # The part without a slot is not copied.
     assert simulate(work()) == pytest.approx((20 * BLOCK_BYTES - PART_BYTES[1]) / 1e6)
+
+
+class PieceLog(UnbackedCopyEngine):
+    """The sources of each piece, in MiB from the first address of the tier."""
+
+    def __init__(self, bytes_per_s: float, base: int) -> None:
+        super().__init__(link(bytes_per_s), link(bytes_per_s))
+        self.pieces: list[list[int]] = []
+        self._base = base
+
+    async def copy(self, pairs: Sequence[tuple[Span, Span]]) -> None:
+        self.pieces.append([(source.address - self._base) >> 20 for _, source in pairs])
+        await super().copy(pairs)
+
+
+def test_copies_move_in_large_pieces_unless_something_more_urgent_waits() -> None:
+    """600 MiB for demand and 300 to be written back in blocks of 1 MiB; at 1 GB/s some of these are let through."""
+
+    async def work() -> list[list[int]]:
+        gpu = UnbackedMemoryTier(1 << 30, name="gpu", level=0, on_device=True)
+        cpu = UnbackedMemoryTier(1 << 30, name="cpu", level=1)
+        transfers = Transfers(clock=asyncio.get_running_loop().time)
+        out, into = gpu.allocate([1 << 20], 900), cpu.allocate([1 << 20], 900)
+        engine = PieceLog(1e9, int(gpu.addresses(out).min()))
+        copies = MemoryCopies(engine, transfers)
+        demand = copies.submit(gpu, out[:600], cpu, into[:600], [1 << 20], DEMAND)
+        others = copies.submit(gpu, out[600:], cpu, into[600:], [1 << 20], WRITE_BACK)
+        assert await demand.finish() == [None] * 600
+        assert await others.finish() == [None] * 300
+        return engine.pieces
+
+    pieces = simulate(work())
+    assert {len(piece) for piece in pieces if piece[0] < 600} == {32, 600 % 32}
+    last = max(at for at, piece in enumerate(pieces) if piece[0] < 600)
+    assert [len(piece) for piece in pieces[:last] if piece[0] >= 600] == [4]
+    assert {len(piece) for piece in pieces[last:] if piece[0] >= 600} == {32, (300 - 4) % 32}
+    assert sorted(block for piece in pieces for block in piece) == list(range(900))
+
+
+@pytest.mark.parametrize(("block_bytes", "blocks", "most"), [(2 << 20, 512, 16), (64 << 10, 512, 64), (64 << 20, 8, 1)])
+def test_a_piece_has_as_many_blocks_as_its_bytes_and_its_items_allow(block_bytes: int, blocks: int, most: int) -> None:
+    async def work() -> list[list[int]]:
+        gpu = UnbackedMemoryTier(1 << 30, name="gpu", level=0, on_device=True)
+        cpu = UnbackedMemoryTier(1 << 30, name="cpu", level=1)
+        out, into = gpu.allocate([block_bytes], blocks), cpu.allocate([block_bytes], blocks)
+        engine = PieceLog(1e9, 0)
+        copies = MemoryCopies(engine, Transfers(clock=asyncio.get_running_loop().time))
+        await copies.submit(gpu, out, cpu, into, [block_bytes], PREFETCH).finish()
+        return engine.pieces
+
+    assert {len(piece) for piece in simulate(work())} == {most}
 
 
 async def test_copies_run_on_the_real_engine() -> None:

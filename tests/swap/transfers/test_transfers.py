@@ -532,6 +532,41 @@ async def test_submitting_many_pieces_does_not_hold_the_event_loop() -> None:
     assert (await transfer.done).dropped == 62_498
 
 
+async def test_a_piece_may_stand_for_several_of_those_that_were_submitted() -> None:
+    bench = Bench(ONE)
+    pieces = [Piece(20, lambda: "a", joined=2), Piece(20, lambda: "b", joined=2)]
+    joined = bench.transfers.submit("read", pieces, DEMAND, count=4, nbytes=40)
+    other = bench.transfers.submit("read", [Piece(10, lambda: "c")], WRITE_BACK)
+    figures = bench.transfers.stats()[0].by_urgency[DEMAND]
+    assert (figures.waiting_pieces, figures.waiting_bytes) == (2, 20)
+    await bench.end()
+    assert (figures.waiting_transfers, figures.waiting_pieces, figures.waiting_bytes) == (0, 0, 0)
+    await bench.end_all()
+    assert (await joined.done).values() == ["a", "b"] and other.finished
+
+    cut = bench.transfers.submit("read", [Piece(20, lambda: "a", joined=2)] * 3, DEMAND, count=6, nbytes=60)
+    cut.drop()
+    await bench.end_all()
+    assert (await cut.done).dropped == 4
+
+
+async def test_an_iterator_is_told_which_of_its_pieces_start_before_more_urgent_ones() -> None:
+    bench = Bench(DeviceLimits(1, reserved=0, patience_s=1.0))
+    seen: list[bool] = []
+
+    def pieces() -> Iterator[Piece[None]]:
+        for _ in range(4):
+            seen.append(bench.transfers.out_of_turn("read"))
+            yield Piece(1, lambda: None)
+
+    bench.transfers.submit("read", pieces(), WRITE_BACK, count=4, nbytes=4)
+    demand = bench.transfers.submit("read", [Piece(1, lambda: None)] * 12, DEMAND)
+    while not demand.finished:
+        await bench.end(after_s=1.0)
+    await bench.end_all()
+    assert seen == [False, True, True, False]
+
+
 def test_items_are_grouped_by_bytes_and_number() -> None:
     groups = list(grouped([3, 3, 3, 9, 1, 1, 1, 1], lambda item: item, most_items=3, most_bytes=6))
     assert groups == [([3, 3], 6), ([3], 3), ([9], 9), ([1, 1, 1], 3), ([1], 1)]

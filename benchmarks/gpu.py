@@ -19,6 +19,7 @@ from benchmarks.common import harness
 from benchmarks.gpu_parts import (
     attach,
     attention,
+    daemon,
     daemon_copies,
     decode,
     first_token,
@@ -44,6 +45,7 @@ Measures on one GPU what decides how prefixd keeps KV there:
   attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
   first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
   decode          tokens a second of that model, with and without CUDA graphs
+  daemon          tokens a second of that model behind gRPC, with the daemon's own settings
   flex_attention  as attention, by FlexAttention
 
 Without --json the result goes to benchmarks/results/<device>.json. Each part has a time budget, all together about five
@@ -64,6 +66,7 @@ PARTS = (
     attention.PART,
     first_token.PART,
     decode.PART,
+    daemon.PART,
     attention.FLEX_PART,
 )
 _RESULTS = Path(__file__).resolve().parent / "results"

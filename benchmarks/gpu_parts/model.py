@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,11 @@ def random_model(device: Device, layout: Layout = "token") -> CausalModel:
     return made
 
 
+def write(model: CausalModel, folder: Path) -> None:
+    """Write a model as one that `worker.model` names, without a tokenizer."""
+    model._model.save_pretrained(folder)
+
+
 def shape(model: CausalModel) -> dict[str, Any]:
     """The model in a result."""
     geometry = model.spec.geometry
@@ -101,7 +107,7 @@ class EngineRig:
                 max_tokens=model.spec.sequence_capacity,
             )
         )
-        graphs = DecodeGraphs(self.kv.manager.kv, model.decode, requests) if with_graphs else None
+        graphs = DecodeGraphs(self.kv.manager.kv, model.decode, requests, _no_graphs) if with_graphs else None
         self.engine = Engine(model, self.kv, step_tokens, time.monotonic, graphs)
         self._next = 0
 
@@ -187,6 +193,10 @@ def engine_rig(
         rig = EngineRig(model, memory, frames, requests, step_tokens, with_graphs)
         stack.callback(rig.close)
         yield rig
+
+
+def _no_graphs(reason: str) -> None:
+    raise RuntimeError(reason)
 
 
 def random_tokens(seed: int, count: int) -> list[int]:

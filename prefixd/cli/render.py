@@ -138,7 +138,7 @@ def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") ->
         graphs = f"CUDA graphs {'in use' if worker.cuda_graphs else 'not in use'}"
         line(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}")
     if worker.cuda_graphs_reason:
-        line(f"worker.cuda_graphs has no effect: {worker.cuda_graphs_reason}", "yellow")
+        line(f"without CUDA graphs: {worker.cuda_graphs_reason}", "yellow")
     if worker.mapped_blocks or worker.reused_blocks:
         line(
             f"worker's memory: {size(worker.shared_bytes)} saved now by sharing; "

@@ -148,6 +148,7 @@ class Daemon:
         settings = self.settings
         clock = elapsed_s
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
+        settings = settings.model_copy(update={"worker": settings.worker.on_device(device)})
         tenants = Tenants(settings.quotas)
         tickets = Tickets(elapsed_s, boot_id())
         audit = AuditLog(settings.server.audit_log)
@@ -316,7 +317,7 @@ class Daemon:
                 raise ConfigError(
                     f"server.metrics_port = {port} cannot be used ({error.strerror}); choose another"
                 ) from error
-        reload = SettingsReload(settings, self._read_settings, doors, cache, troubles, audit)
+        reload = SettingsReload(self.settings, self._read_settings, doors, cache, troubles, audit)
         self.signals.take_hangups(lambda: self._loop.call_soon_threadsafe(reload.begin))
         stack.callback(self.signals.ignore_hangups)
         return Endpoints(path, tcp, metrics_port, clock() - began_s)

@@ -365,9 +365,11 @@ class WorkerProcess:
                 async with self._frames:
                     await self._hand_over(pool, ours)
         elif isinstance(message, Ready):
+            if message.cuda_graphs_reason and message != self.ready:
+                log.warning("decode steps are computed without CUDA graphs: %s", message.cuda_graphs_reason)
             self.ready = message
-            if message.cuda_graphs_reason and not self._was_ready:
-                log.warning("worker.cuda_graphs = true has no effect: %s", message.cuda_graphs_reason)
+            if self.state is WorkerState.READY:  # with graphs, so far
+                return
             self.state = WorkerState.READY
             self._was_ready = True
             self._settled.set()

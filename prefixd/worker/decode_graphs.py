@@ -20,6 +20,9 @@ from prefixd.worker.to_device import to_device
 
 Compute = Callable[[], torch.Tensor]
 _WARM_UPS = 2
+_FEWEST_KEYS = 1024
+_TOLERANCE = 0.02
+"""Of the norm of the logits' difference: other sums in 16 bits differ by a few thousandths, other inputs by ones."""
 
 
 class Replay(Protocol):
@@ -34,10 +37,12 @@ class DecodeStep:
     """The memory of a captured pass: one new token for each of `size` sequences; see `StepKv`.
 
     kv: ``[requests, tokens, layers, 2, kv_heads, head_dim]``.
+    most_keys: tokens of the longest sequence that it can compute.
     """
 
-    def __init__(self, kv: torch.Tensor, size: int) -> None:
+    def __init__(self, kv: torch.Tensor, size: int, most_keys: int) -> None:
         self.size = size
+        self._most_keys = most_keys
         self._stride = kv.shape[1]
         self._flat = kv.flatten(0, 1)
         device = kv.device
@@ -78,17 +83,18 @@ class DecodeStep:
         """See `VirtualStep.varlen_arguments`."""
         return lambda layer: (self._flat[:, layer, 0], self._flat[:, layer, 1]), {
             "cu_seq_k": self._starts,
-            "max_k": self._stride,
+            "max_k": self._most_keys,
             "seqused_k": self._lengths,
         }
 
 
 class DecodeGraphs:
-    """Graphs of decode passes by batch size, captured when first needed.
+    """Graphs of decode passes by batch size and length, captured when first needed.
 
     kv: all virtual tensors.
     compute: runs the model on a step and returns the logits of all its rows, ``[size, vocab_size]``.
     largest: most sequences in a pass.
+    on_failure: is told, once and in a line, why there are no graphs from now on.
     capture: captures a computation; by default on the current CUDA device.
     """
 
@@ -97,23 +103,25 @@ class DecodeGraphs:
         kv: torch.Tensor,
         compute: Callable[[DecodeStep], torch.Tensor],
         largest: int,
+        on_failure: Callable[[str], None],
         capture: Callable[[Compute], Replay] | None = None,
     ) -> None:
         self.replays = 0
         self._kv = kv
         self._compute = compute
         self._sizes = _sizes(largest)
-        self._capture = capture or capture_graph
-        self._captured: dict[int, tuple[DecodeStep, Replay]] = {}
+        self._on_failure = on_failure
+        self._capture = capture or GraphCapture()
+        self._captured: dict[tuple[int, int], tuple[DecodeStep, Replay]] = {}
 
     @property
     def captured_sizes(self) -> list[int]:
         """The batch sizes that have a graph."""
-        return sorted(self._captured)
+        return sorted({size for size, _ in self._captured})
 
     def fits(self, sequences: int) -> bool:
         """Whether there is a graph for so many sequences, or can be."""
-        return sequences <= self._sizes[-1]
+        return bool(self._sizes) and sequences <= self._sizes[-1]
 
     def run(self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """The logits of a token of each sequence, ``[len(tokens), vocab_size]``, valid until the next run.
@@ -121,33 +129,66 @@ class DecodeGraphs:
         rows[i] is the sequence's row of `kv`, which has memory for the token at positions[i].
         """
         size = next(size for size in self._sizes if size >= len(tokens))
-        if size not in self._captured:
-            step = DecodeStep(self._kv, size)
+        most_keys = min(max(_FEWEST_KEYS, 1 << max(positions).bit_length()), self._kv.shape[1])
+        found = self._captured.get((size, most_keys))
+        if found is None:
+            step = DecodeStep(self._kv, size, most_keys)
             step.fill(tokens, rows, positions)
-            self._captured[size] = step, self._capture(lambda: self._compute(step))
-        step, replay = self._captured[size]
+            logits = self._compute(step)
+            replay = self._captured_like(logits, step)
+            if replay is not None:
+                self._captured[size, most_keys] = step, replay
+            return logits[: len(tokens)]
+        step, replay = found
         step.fill(tokens, rows, positions)
         self.replays += 1
         return replay()[: len(tokens)]
 
+    def _captured_like(self, expected: torch.Tensor, step: DecodeStep) -> Replay | None:
+        """A graph of a step that comes to these logits; None if there is none, and then there are no more graphs."""
+        try:
+            replay = self._capture(lambda: self._compute(step))
+            error = float((replay() - expected).float().norm() / expected.float().norm())
+        except RuntimeError as failure:  # whatever a model does that a graph cannot hold
+            self._give_up(f"a decode pass of {step.size} cannot be captured: {str(failure).strip().splitlines()[0]}")
+            return None
+        if not error <= _TOLERANCE:
+            self._give_up(
+                f"the graph of a decode pass of {step.size} comes to other logits: relative error {error:.2g}"
+            )
+            return None
+        return replay
 
-def capture_graph(compute: Compute) -> Replay:
-    """Capture `compute` on the current CUDA device."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # the first calls allocate and choose kernels, which cannot be captured
-        for _ in range(_WARM_UPS):
-            compute()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the mapping thread may call the driver
-        result = compute()
+    def _give_up(self, reason: str) -> None:
+        self._sizes = []
+        self._captured.clear()
+        self._on_failure(reason)
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
 
-    return replay
+class GraphCapture:
+    """Captures computations on the current CUDA device. Their graphs share memory, since one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> Replay:
+        """Raises RuntimeError for a computation that waits for the device, or that a graph cannot hold otherwise."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # the first calls allocate and choose kernels, which cannot be captured
+            for _ in range(_WARM_UPS):
+                compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # The mapping thread may call the driver.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
 
 class _NoSequence:

@@ -240,10 +240,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Weights are loaded and the memory is attached: requests may start.
+    """Weights are loaded and the memory is attached: requests may start. Sent again when there are no graphs any more.
 
     cuda_graphs: whether decode passes are replayed as CUDA graphs.
-    cuda_graphs_reason: why not, though the settings ask for it, one line; else empty.
+    cuda_graphs_reason: why not on a GPU, though the settings ask for it, one line; else empty.
     """
 
     cuda_graphs: bool = False

@@ -77,7 +77,7 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 frames=message.most_frames,
                 background=background,
             )
-            graphs, why_not = _graphs(settings, spec, model, kv)
+            graphs, why_not = _graphs(settings, spec, model, kv, lambda why: connection.send(Ready(False, why)))
             draft: Draft | None = None
             if draft_model is not None and isinstance(kv, GroupedKv):  # two models have two groups
                 draft = Draft(draft_model, kv, spec.draft_tokens)
@@ -100,13 +100,15 @@ def _mapping_thread(model: CausalModel) -> AbstractContextManager[Executor | Non
 
 
 def _graphs(
-    settings: WorkerSettings, spec: ModelSpec, model: CausalModel, kv: KvMemory
+    settings: WorkerSettings,
+    spec: ModelSpec,
+    model: CausalModel,
+    kv: KvMemory,
+    on_failure: Callable[[str], None],
 ) -> tuple[DecodeGraphs | None, str]:
-    """The graphs that the settings ask for, or why there are none."""
-    if not settings.cuda_graphs:
+    """The graphs that the settings ask for, or why there are none on a GPU."""
+    if not settings.cuda_graphs or spec.device.type != "cuda":
         return None, ""
-    if spec.device.type != "cuda":
-        return None, f"the device is {spec.device}; CUDA graphs need a GPU"
     if settings.draft_model:
         return None, "a draft proposes tokens; CUDA graphs need a model alone"
     if isinstance(kv, GroupedKv):
@@ -123,7 +125,7 @@ def _graphs(
             f"no flash attention for {geometry.dtype} KV with a head size of {geometry.head_dim} on {spec.device}; "
             "CUDA graphs need it"
         )
-    return DecodeGraphs(kv.manager.kv, model.decode, settings.max_sequences), ""
+    return DecodeGraphs(kv.manager.kv, model.decode, settings.max_sequences, on_failure), ""
 
 
 def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames, kv: KvMemory) -> None:

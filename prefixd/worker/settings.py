@@ -25,7 +25,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_tokens: longest prompt plus output; 0 takes the model's.
     max_step_tokens: most tokens that one forward pass computes, as far as decoding leaves room.
     max_sequences: most requests at a time, counting those that have ended and wait for the device.
-    cuda_graphs: replay decode passes as CUDA graphs, where attention is flash attention over virtual tensors.
+    cuda_graphs: replay decode passes as CUDA graphs, on CUDA where attention is flash attention over virtual tensors.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" has one page size and one rule for all layers, for
         comparison; see `plan_groups`.
@@ -46,7 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_tokens: NotNegative = 0
     max_step_tokens: Positive = 512
     max_sequences: Positive = 64
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"
     draft_model: str = ""

@@ -163,7 +163,7 @@ class VirtualStep:
         lengths = [segment.stop for segment in self.segments]
         return self.flat, {
             "cu_seq_k": to_device([*self.starts, self.starts[-1] + stride], torch.int32, device),
-            "max_k": stride,
+            "max_k": max(lengths),
             "seqused_k": to_device(lengths, torch.int32, device),
         }
 

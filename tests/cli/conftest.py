@@ -86,7 +86,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
                 error=self.worker_error,
                 kv="virtual",
                 layout="token",
-                cuda_graphs_reason="the device is cpu; CUDA graphs need a GPU",
+                cuda_graphs_reason="the model has several groups of layers; CUDA graphs need one",
                 states=admin_pb2.StateStats(
                     kept_states=7, kept_bytes=14 << 20, resumed_runs=3, resumed_tokens=4500, runs_without_room=2
                 ),

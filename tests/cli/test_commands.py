@@ -97,7 +97,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "blocks of 1,024 tokens",
         "block size: 16 tokens asked, 1024 used: a token takes 2 KiB",
         "worker's design: kv virtual, layout token, CUDA graphs not in use",
-        "worker.cuda_graphs has no effect: the device is cpu; CUDA graphs need a GPU",
+        "without CUDA graphs: the model has several groups of layers; CUDA graphs need one",
         "draft: small proposes 4 tokens at a time; 4,000 proposed, 3,000 accepted (75%); 1,200 passes of the model",
         "states: 7 kept (14.0 MiB), 3 runs resumed from one, 4,500 tokens not computed for that",
         "2 runs kept none",

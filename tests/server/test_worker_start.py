@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ import pytest
 from prefixd.cache import Troubles
 from prefixd.server import worker_process
 from prefixd.server.worker_process import WorkerProcess, WorkerState
+from prefixd.settings import Settings
+from prefixd.worker.protocol import Ready
 from prefixd.worker.settings import WorkerSettings
 
 
@@ -94,3 +97,33 @@ async def test_a_worker_is_started_once_there_is_a_thread_for_it(
     assert not await asyncio.wait_for(worker.settled(), 60)
     assert len(deaths) == 1 and "no such program" in deaths[0]
     await worker.stop()
+
+
+async def test_a_worker_that_gives_up_its_graphs_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    ready: list[None] = []
+    worker = WorkerProcess(
+        WorkerSettings(model="/nowhere"),
+        0,
+        on_hello=lambda *_: pytest.fail("there is no worker"),
+        on_ready=lambda: ready.append(None),
+        on_step=lambda _: None,
+        on_done=lambda _: None,
+        on_death=lambda why, gave_up: pytest.fail(why),
+        troubles=Troubles(time.monotonic),
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        await worker._take(Ready(True), ours)
+        await worker._take(Ready(False, "a decode pass of 4 cannot be captured: no"), ours)
+    assert caplog.messages == [
+        "decode steps are computed without CUDA graphs: a decode pass of 4 cannot be captured: no"
+    ]
+    assert len(ready) == 1 and worker.state is WorkerState.READY and not worker.ready.cuda_graphs
+
+
+def test_a_gpu_has_defaults_of_its_own_where_nothing_is_set() -> None:
+    worker = Settings.load(None, {"worker.max_running": 8}, {}).worker
+    on_gpu, on_cpu = (worker.on_device(device) for device in ("cuda:0", "cpu"))
+    assert (on_gpu.max_running, on_gpu.max_step_tokens) == (8, 4096)
+    assert on_cpu == worker and (worker.max_running, worker.max_step_tokens) == (8, 512)
+    assert Settings.load(None, {}, {}).worker.on_device("cuda:1").max_running == 64

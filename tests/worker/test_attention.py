@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker import flex_attention
 from prefixd.worker.attention import AttentionBackend
-from prefixd.worker.decode_graphs import DecodeGraphs
+from prefixd.worker.decode_graphs import DecodeGraphs, DecodeStep
 from prefixd.worker.errors import ModelError
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.flex_attention import FlexAttention, check_reach
@@ -229,15 +230,64 @@ def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
     options = [{"max_tokens": 9 + 3 * index, "temperature": 0.8, "seed": index} for index in range(5)]
     expected = [plain.generate(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
     rig = rig_with(FlashAttention(varlen_reference))
-    graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, capture=lambda compute: compute)
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, pytest.fail, capture=lambda compute: compute)
     rig.engine._graphs = graphs
     requests = [rig.start(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
     rig.run()
     assert [rig.tokens[request] for request in requests] == expected
     assert graphs.captured_sizes == [1, 2, 4], "five at once are too many, and three are filled up to four"
-    assert graphs.replays == sum(step.computed_tokens <= 4 for step in rig.steps)
+    captured = len(graphs.captured_sizes)  # their first passes are computed without a graph, to compare
+    assert graphs.replays == sum(step.computed_tokens <= 4 for step in rig.steps) - captured
     assert not graphs.fits(5)
     rig.manager.check_integrity()
+
+
+def _refuses(compute):
+    raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"),
+    [
+        (_refuses, "a decode pass of 1 cannot be captured: operation not permitted when stream is capturing"),
+        (lambda compute: lambda: 1.1 * compute(), "the graph of a decode pass of 1 comes to other logits: .* 0.1"),
+        (
+            lambda compute: lambda: torch.nan * compute(),
+            "the graph of a decode pass of 1 comes to other logits: .* nan",
+        ),
+    ],
+    ids=["not captured", "other logits", "nan"],
+)
+def test_a_model_that_graphs_do_not_fit_is_computed_without_them(rig_with, prompt, capture, reason):
+    expected = rig_with(None).generate(prompt, temperature=0.8)
+    rig = rig_with(FlashAttention(varlen_reference))
+    said: list[str] = []
+    rig.engine._graphs = graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, said.append, capture=capture)
+    assert rig.generate(prompt, temperature=0.8) == expected
+    assert len(said) == 1 and re.search(reason, said[0])
+    assert (graphs.replays, graphs.captured_sizes, graphs.fits(1)) == (0, [], False)
+
+
+def test_a_graph_looks_for_keys_up_to_a_power_of_two(monkeypatch):
+    """Flash attention divides so many keys among the multiprocessors, whether there are as many or not."""
+    monkeypatch.setattr("prefixd.worker.decode_graphs._FEWEST_KEYS", 8)
+    asked: list[tuple[int, int]] = []
+
+    def compute(step: DecodeStep) -> torch.Tensor:
+        asked.append((step.size, step.varlen_arguments()[1]["max_k"]))
+        return torch.ones(step.size, 4)
+
+    kv = torch.zeros((4, 48, 1, 2, 2, 16))
+    graphs = DecodeGraphs(kv, compute, 4, pytest.fail, capture=lambda compute: compute)
+    for positions in ([0], [7], [8, 3], [15], [16], [31, 2], [32], [47]):
+        graphs.run([1] * len(positions), range(len(positions)), positions)
+    assert sorted(set(asked)) == [(1, 8), (1, 16), (1, 32), (1, 48), (2, 16), (2, 32)]
+
+
+def test_a_pass_looks_for_keys_as_far_as_its_longest_sequence_reaches():
+    kv = torch.zeros((4, 64, 1, 2, 2, 16))
+    step = VirtualStep(kv, [Segment(None, 3, 20), Segment(None, 0, 5)], [2, 0])
+    assert step.varlen_arguments()[1]["max_k"] == 20
 
 
 def test_a_paged_worker_without_a_kernel_for_block_tables_is_refused_at_the_start(llama_directory):

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
+from prefixd.worker.decode_graphs import DecodeGraphs, DecodeStep
 from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.kv_memory import Segment
 from prefixd.worker.model import load_model
@@ -141,3 +142,78 @@ def test_a_request_cancelled_in_its_prompt_leaves_its_frames_to_the_next(make: M
     assert rig.done[request].reason == "cancelled"
     assert [rig.manager.physical.references(frame) for frame in frames] == [0] * 7
     assert rig.generate(prompt, frames=frames, temperature=1.0) == expected
+
+
+no_graphs_here = pytest.mark.skipif(STAND_IN, reason="the stand-in driver captures nothing")
+
+
+@no_graphs_here
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int) -> None:
+    """Over the rows that requests have by then: the graph was captured with others, of other lengths."""
+    rig = make("bfloat16", frames=40)
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 8, pytest.fail)
+    rows = []
+    for seed in range(size):
+        tokens = random_tokens(seed, 20 + 7 * seed)
+        tensor = rig.tensor(rig.frames(rig.blocks(len(tokens) + 2)))
+        rig.logits(tensor, tokens, cuts=[])
+        rows.append((tensor, len(tokens)))
+    for order in (rows, rows[::-1], [rows[-1]] * size):
+        tokens, lengths = list(range(3, 3 + size)), [length for _, length in order]
+        segments = [Segment(tensor, length, length + 1) for tensor, length in order]
+        if len({id(tensor) for tensor, _ in order}) < size:
+            tokens = [3] * size  # all write the same, as those do with which a graph is filled up
+        expected = rig.forward(tokens, segments, range(size)).float()
+        assert_near(graphs.run(tokens, [tensor.row for tensor, _ in order], lengths), expected, "bfloat16")
+    assert graphs.captured_sizes == [{1: 1, 3: 4, 8: 8}[size]] and graphs.replays == 2
+
+
+@no_graphs_here
+def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without(
+    rig_type: type, tmp_path: Path
+) -> None:
+    """Which experts compute differs from pass to pass, and a graph holds what it was captured with."""
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=4,
+        max_position_embeddings=256,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    settings = WorkerSettings(model=str(tmp_path), device=DEVICE, dtype="bfloat16", chunk_bytes=CUDA_CHUNK_BYTES)
+    rig = rig_type(load_model(read_model_spec(settings)), 16, 64, device="cuda")
+    try:
+        tensor = rig.tensor(rig.frames(rig.blocks(80)))
+        rig.logits(tensor, random_tokens(1, 50), cuts=[])
+        said: list[str] = []
+        graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 8, said.append)
+        for position, token in enumerate(random_tokens(2, 30), start=50):
+            expected = rig.forward([token], [Segment(tensor, position, position + 1)], [0]).float()
+            if graphs.fits(1):
+                assert_near(graphs.run([token], [tensor.row], [position]), expected, "bfloat16")
+        assert graphs.replays == 29 or "cannot be captured" in said[0]
+    finally:
+        rig.close()
+
+
+@no_graphs_here
+def test_a_model_that_waits_for_the_device_in_a_pass_is_computed_without_graphs(make: Make) -> None:
+    rig = make("bfloat16")
+
+    def waiting(step: DecodeStep) -> torch.Tensor:
+        assert step.tokens.sum().item() >= 0
+        return rig.model.decode(step)
+
+    prompt = random_tokens(1, 50)
+    expected = rig.generate(prompt, temperature=0.0)
+    said: list[str] = []
+    rig.engine._graphs = graphs = DecodeGraphs(rig.manager.kv, waiting, 8, said.append)
+    rig.generate(prompt, temperature=0.0)
+    assert len(said) == 1 and "a decode pass of 1 cannot be captured" in said[0] and not graphs.replays
+    assert rig.generate(prompt, temperature=0.0) == expected, "and the device is as it was"

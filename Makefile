@@ -128,12 +128,16 @@ proto: $(INSTALLED)
 
 # Takes the first Python whose torch sees a GPU, with whatever else it has, so that it runs on a GPU machine with no
 # network. What that Python lacks of the tests' packages comes as unpacked wheels on PYTHONPATH. Under nine minutes:
-# both halves are ended when their time is up, and the benchmark has then written the parts that it has measured. It also
+# all parts are ended when their time is up, and the benchmark has then written the parts that it has measured. It also
 # runs when a test has failed, since a GPU is rarely at hand.
 GPU_PYTHON ?= $(BIN)/python python3 python3.13 python3.12 python3.11
-GPU_TEST_SECONDS ?= 300
-GPU_BENCHMARK_SECONDS ?= 235
-GPU_TESTS := tests/server/test_generate_on_cuda.py tests/worker tests/swap tests/cache tests/integrations
+GPU_TEST_SECONDS ?= 170
+GPU_BENCHMARK_SECONDS ?= 260
+GPU_TESTS := tests/worker tests/swap tests/cache tests/integrations
+# Those start processes and compile kernels, and run side by side where pytest-xdist is there; the others count what the
+# GPU has left, and run alone.
+GPU_TESTS_TOGETHER := tests/server/test_generate_on_cuda.py $(addprefix tests/worker/test_,\
+	attention_on_cuda.py engine_on_cuda.py windows_on_cuda.py worker_process.py)
 GPU_RESULTS ?= benchmarks/results
 
 gpu-check: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)
@@ -141,7 +145,10 @@ gpu-check:
 	@for python in $(GPU_PYTHON); do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 			status=0; \
-			timeout $(GPU_TEST_SECONDS) $$python -m pytest -o addopts=--import-mode=importlib -m gpu -rs $(GPU_TESTS) || status=$$?; \
+			pytest="timeout $(GPU_TEST_SECONDS) $$python -m pytest -o addopts=--import-mode=importlib -m gpu -rs"; \
+			$$python -c 'import xdist' 2>/dev/null && together="-n 4 --dist loadfile" || together=; \
+			$$pytest $$together $(GPU_TESTS_TOGETHER) || status=$$?; \
+			$$pytest $(GPU_TESTS) $(addprefix --ignore=,$(GPU_TESTS_TOGETHER)) || status=$$?; \
 			timeout $(GPU_BENCHMARK_SECONDS) $$python -m benchmarks.gpu --plot-dir $(GPU_RESULTS) || status=$$?; \
 			exit $$status; \
 		fi; \

@@ -284,10 +284,10 @@ class GpuSettings(_Section):
     """The GPU tier, which the model beside the daemon works in."""
 
     bytes: BytesOrAuto = 256 << 20
-    """Size of the tier, with a model; without a model there is no GPU tier, and this is 0. auto: 90% of what the device
-    has free at the start, less an estimate of the model's weights and of what a step takes; `prefixd stats` shows what
-    it became. On a CPU that is most of the machine's memory, taken at the start. `prefixd tier resize gpu` changes the
-    size while the daemon runs."""
+    """Size of the tier, with a model; without a model there is no GPU tier, and this is 0. On CUDA auto, unless it is
+    set: 90% of what the device has free at the start, less an estimate of the model's weights and of what a step takes;
+    `prefixd stats` shows what it became. On a CPU auto is most of the machine's memory, taken at the start.
+    `prefixd tier resize gpu` changes the size while the daemon runs."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """auto, cpu, cuda or cuda:N; on cpu the tier lives in host memory."""
     chunk_bytes: Bytes | None = None
@@ -648,12 +648,6 @@ class WorkerSettings(_Section):
         """Whether there is a worker."""
         return self.embedded or self.model is not None
 
-    def on_device(self, device: str) -> Self:
-        """With the defaults of this device, such as "cuda:0": a GPU computes a large step as fast as a small one."""
-        defaults = {"max_running": 64, "max_step_tokens": 4096} if device.startswith("cuda") else {}
-        unset = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
-        return self.model_copy(update=unset)
-
     @check_together(mode="after")
     def _one_model(self) -> Self:
         if self.embedded and self.model is not None:
@@ -768,6 +762,21 @@ class Settings(_Section):
                 "none (cpu.bytes = 0); raise cpu.bytes, or set cache.share_after to 0 or 1"
             )
         return self
+
+    def on_device(self, device: str) -> Self:
+        """With the defaults of the model's device, such as "cuda:0", for what is not set."""
+        if not device.startswith("cuda"):
+            return self
+        sections: dict[str, dict[str, object]] = {
+            "gpu": {"bytes": "auto"},
+            "worker": {"max_running": 64, "max_step_tokens": 4096},
+        }
+        update = {}
+        for name, defaults in sections.items():
+            section = getattr(self, name)
+            unset = {each: value for each, value in defaults.items() if each not in section.model_fields_set}
+            update[name] = section.model_copy(update=unset)
+        return self.model_copy(update=update)
 
     @property
     def quotas(self) -> dict[str, Quota]:

@@ -148,7 +148,7 @@ class Daemon:
         settings = self.settings
         clock = elapsed_s
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
-        settings = settings.model_copy(update={"worker": settings.worker.on_device(device)})
+        settings = settings.on_device(device)
         tenants = Tenants(settings.quotas)
         tickets = Tickets(elapsed_s, boot_id())
         audit = AuditLog(settings.server.audit_log)

@@ -122,8 +122,11 @@ async def test_a_worker_that_gives_up_its_graphs_says_so_once_and_goes_on(caplog
 
 
 def test_a_gpu_has_defaults_of_its_own_where_nothing_is_set() -> None:
-    worker = Settings.load(None, {"worker.max_running": 8}, {}).worker
-    on_gpu, on_cpu = (worker.on_device(device) for device in ("cuda:0", "cpu"))
-    assert (on_gpu.max_running, on_gpu.max_step_tokens) == (8, 4096)
-    assert on_cpu == worker and (worker.max_running, worker.max_step_tokens) == (8, 512)
-    assert Settings.load(None, {}, {}).worker.on_device("cuda:1").max_running == 64
+    def of(settings: Settings) -> tuple[object, ...]:
+        return settings.gpu.bytes, settings.worker.max_running, settings.worker.max_step_tokens
+
+    unset = Settings.load(None, {"worker.embedded": "true"}, {})
+    assert of(unset.on_device("cuda:1")) == ("auto", 64, 4096)
+    assert unset.on_device("cpu") is unset and of(unset) == (256 << 20, 8, 512)
+    some = Settings.load(None, {"worker.embedded": "true", "worker.max_running": 8, "gpu.bytes": "256MiB"}, {})
+    assert of(some.on_device("cuda:0")) == (256 << 20, 8, 4096), "what is set stays, also where it is a CPU's default"

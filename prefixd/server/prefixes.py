@@ -124,7 +124,7 @@ async def find_prefix(cache: TieredCache, key: str) -> Prefix:
 
 
 async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
-    """One page of the leaves of all tries, most recently used first.
+    """One page of the ends of prefixes in all tries, most recently used first.
 
     Raises:
         InvalidArgumentError: the page is too large, or the token is none.
@@ -135,8 +135,9 @@ async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> 
     page = _Page(limit, _parse_token(request.page_token) if request.page_token else None)
     pinned_blocks = pinned_bytes = 0
     for trie in list(cache.tries):
+        goes_on = await _continued(trie)
         for start in range(0, trie.rows, _SLICE_ROWS):
-            page.offer(trie, _leaves(trie, start, only))
+            page.offer(trie, _ends(trie, goes_on, start, only))
             pinned = _pinned(trie, start, only)
             pinned_blocks += len(pinned)
             pinned_bytes += int(trie.group_bytes[trie.groups_there(pinned)].sum())
@@ -244,7 +245,7 @@ async def describe(
 
 @dataclass(slots=True)
 class _Page:
-    """The most recently used leaves, `limit` of them, that come after a page before; offered by ordinal and row."""
+    """The most recently used ends, `limit` of them, that come after a page before; offered by ordinal and row."""
 
     limit: int
     after: tuple[float, int, int] | None
@@ -256,7 +257,7 @@ class _Page:
     _generation: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def offer(self, trie: Trie, rows: Rows) -> None:
-        """Takes in leaves of a trie: those that are used as recently as others stand behind them."""
+        """Takes in ends of a trie: those that are used as recently as others stand behind them."""
         self.total += len(rows)
         used = trie.last_used[rows]
         if self.after is not None:
@@ -292,10 +293,25 @@ class _Page:
         return _TOKEN.pack(self._used[prefixes - 1], self._ordinal[prefixes - 1], self._row[prefixes - 1])
 
 
-def _leaves(trie: Trie, start: int, namespace: int | None) -> Rows:
-    """The leaves among some thousand rows, of one namespace or of all, whose bytes can be had."""
+async def _continued(trie: Trie) -> npt.NDArray[np.bool_]:
+    """[rows]: which blocks another one continues whose bytes can be had."""
+    continued = np.zeros(trie.rows, np.bool_)
+    for start in range(0, len(continued), _SLICE_ROWS):
+        rows = slice(start, min(start + _SLICE_ROWS, len(continued)))
+        parents = trie.parent[rows][(trie.nearest[rows] < TIERS) & (trie.namespace[rows] >= 0)]
+        continued[parents[(parents >= 0) & (parents < len(continued))]] = True
+        await give_way()
+    return continued
+
+
+def _ends(trie: Trie, continued: npt.NDArray[np.bool_], start: int, namespace: int | None) -> Rows:
+    """The ends of prefixes among some thousand rows, of one namespace or of all: the blocks whose bytes can be had and
+    that no such block continues. `continued`: as it was a moment before."""
     rows = slice(start, min(start + _SLICE_ROWS, trie.rows))
-    chosen = (trie.children[rows] == 0) & (trie.nearest[rows] < TIERS)
+    chosen = trie.children[rows] == 0
+    known = continued[rows]
+    chosen[: len(known)] |= ~known
+    chosen &= trie.nearest[rows] < TIERS
     chosen &= trie.namespace[rows] >= 0 if namespace is None else trie.namespace[rows] == namespace
     return start + np.flatnonzero(chosen)
 

@@ -111,8 +111,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """Prefixes, most recently used first: the leaves of the trie. A page at a time; a prefix that is used between two pages
-        moves to the front of the list, which is past, and may be missing from both or be in both.
+        """Prefixes, most recently used first: each by its last block whose bytes can be had. A page at a time; a prefix that is
+        used between two pages moves to the front of the list, which is past, and may be missing from both or be in both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

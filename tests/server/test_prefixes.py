@@ -120,6 +120,23 @@ async def test_nothing_is_an_empty_page(cache: TieredCache) -> None:
     assert (len(page.prefixes), page.total, page.next_page_token) == (0, 0, b"")
 
 
+@pytest.mark.parametrize("slice_rows", [3, 1 << 14])
+async def test_a_prefix_ends_with_the_last_block_that_can_be_had(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch, slice_rows: int
+) -> None:
+    """What continues it has lost its bytes, and is kept."""
+    monkeypatch.setattr(prefixes, "_SLICE_ROWS", slice_rows)
+    rows = enter(cache, 0, 7, 100.0)
+    enter(cache, 0, 2, 50.0, parent=int(rows[2]))
+    trie = cache.tries[0]
+    trie.retain(rows[5:])
+    trie.drop_copies(rows[5:], CPU)
+    listed = await list_prefixes(cache, pb.ListPrefixesRequest())
+    assert [info.blocks for info in listed.prefixes] == [5, 5]
+    assert listed.prefixes[0].key == trie.key(int(rows[4])).hex()
+    assert listed.total == 2
+
+
 async def test_what_was_listed_counts_its_blocks(cache: TieredCache) -> None:
     rows = enter(cache, 0, 7, 100.0)
     trie = cache.tries[0]

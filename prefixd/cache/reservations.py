@@ -193,6 +193,7 @@ class Reservations:
                     placement.lost["key collision"] += min(end - start - len(entered), blocks)
                     break
             path = np.concatenate(rows)
+            trie.touch(path, self._clock())  # all of it: a block must not be worth less than those that continue it
             placement.extend(trie, path)
             await wish.apply_all(path)
             self.end(reservation, True)
@@ -226,7 +227,6 @@ class Reservations:
         keys, tokens = chain.key_rows(start, end), chain.token_rows(start, end)
         parent = int(before[-1]) if len(before) else namespace.root
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, self._clock())
-        trie.touch(rows, self._clock())
         bare = max(reservation.first_block - start, 0)
         return rows, self._fill(reservation, start + bare - reservation.first_block, rows[bare:])
 

@@ -152,6 +152,13 @@ async def test_a_flush_makes_room_at_the_cost_of_other_prompts(make_rig: MakeRig
     assert (await rig.get([1, 2, 3, 4]), await rig.get([5, 6, 7])) == (1, 3)
 
 
+async def test_what_new_blocks_continue_was_used_no_earlier_than_they(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8)
+    await rig.put([1, 2])
+    await rig.put([1, 2, 3, 4])
+    assert len(set(rig.trie.last_used[rig.rows([1, 2, 3, 4])].tolist())) == 1
+
+
 async def test_flush_takes_gpu_blocks_too(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4, cpu=2, disk=8)
     rig.unhold(await rig.put_gpu([1, 2, 3]), rig.cache.tiers.compute)

@@ -157,7 +157,7 @@ class DiskCopies:
                 await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
-                    if trie.has_rules or self._behind_common(trie, batch):
+                    if self._lacks_parents(trie, batch):
                         await self._record_ancestors(trie, batch, movement)
                     left = await self._fit_batch(trie, rows, batch, source, movement, tenant, ahead, piece_bytes)
                     await self._pin(trie, batch[trie.pinned[batch]], True)
@@ -169,9 +169,13 @@ class DiskCopies:
                 break
         return written
 
-    def _behind_common(self, trie: Trie, rows: Rows) -> bool:
-        """Whether some of `rows` may continue blocks that have no bytes, since common ones have them."""
-        return any(self._namespaces.at(it).common is not None for it in np.unique(trie.namespace[rows]).tolist())
+    def _lacks_parents(self, trie: Trie, rows: Rows) -> bool:
+        """Whether some of `rows` continue blocks that have no record and are not among them: they have no bytes that
+        are wanted, or were evicted after `rows` were chosen to be written."""
+        parents = trie.parent[rows]
+        parents = parents[parents >= 0]
+        bare = parents[(trie.any_part[parents] & np.uint8(1 << self._store.level)) == 0]
+        return not np.isin(bare, rows).all()
 
     async def _record_ancestors(self, trie: Trie, rows: Rows, movement: Movement) -> None:
         """Stores records without bytes of the blocks before `rows` that have none: the records of `rows` need them."""

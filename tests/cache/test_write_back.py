@@ -152,6 +152,20 @@ async def test_a_flush_makes_room_at_the_cost_of_other_prompts(make_rig: MakeRig
     assert (await rig.get([1, 2, 3, 4]), await rig.get([5, 6, 7])) == (1, 3)
 
 
+async def test_a_block_whose_parent_has_left_the_disk_is_written_with_a_record_of_it(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await rig.put([1, 2, 3])
+    rows = np.array(rig.rows([1, 2, 3]))
+    shared, mover = rig.cache.tiers.shared, rig.cache.mover
+    with mover.placement.holds.hold("flush", rig.trie, rows[2:], shared):
+        assert await mover.write(rig.trie, rows[2:], shared) == 1
+    await rig.check_disk()
+    await rig.restart()
+    assert rig.store is not None and not rig.store.recovery.lost
+    await rig.put([1, 2])
+    assert await rig.get([1, 2, 3]) == 3
+
+
 async def test_what_new_blocks_continue_was_used_no_earlier_than_they(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8)
     await rig.put([1, 2])

@@ -119,6 +119,7 @@ class DiskCopies:
         movement: Movement,
         *,
         ahead: bool = False,
+        evict: bool = True,
         piece_bytes: int = PIECE_BYTES,
     ) -> int:
         """Writes rows, held in `source`, to disk; returns how many became durable.
@@ -126,12 +127,12 @@ class DiskCopies:
         Of each block the KV groups are written that `source` has, the disk lacks, and a prefix still needs. Parents
         come first, and no ancestor is evicted for a descendant, so that what survives a crash is node-closed. `ahead`
         makes room by evicting only blocks that live on disk alone: what is written ahead of need must not cost another
-        block its copy. Up to `piece_bytes` are written and synced together. Where there is no room for more of one
-        tenant's, others' are written all the same.
+        block its copy. Without `evict` they get free room only. Up to `piece_bytes` are written and synced together.
+        Where there is no room for more of one tenant's, others' are written all the same.
         """
         written = 0
         for tenant, its in self._placement.use.by_owner(trie, rows):
-            written += await to_the_end(self._write(trie, its, source, movement, tenant, ahead, piece_bytes))
+            written += await to_the_end(self._write(trie, its, source, movement, tenant, ahead, evict, piece_bytes))
         return written
 
     async def _write(
@@ -142,6 +143,7 @@ class DiskCopies:
         movement: Movement,
         tenant: Tenant,
         ahead: bool,
+        evict: bool,
         piece_bytes: int,
     ) -> int:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
@@ -159,7 +161,7 @@ class DiskCopies:
                     await self._save_namespaces(trie, batch)
                     if self._lacks_parents(trie, batch):
                         await self._record_ancestors(trie, batch, movement)
-                    left = await self._fit_batch(trie, rows, batch, source, movement, tenant, ahead, piece_bytes)
+                    left = await self._fit_batch(trie, rows, batch, source, movement, tenant, ahead, evict, piece_bytes)
                     await self._pin(trie, batch[trie.pinned[batch]], True)
                 except StorageError as error:
                     self.health.write_failed(error)
@@ -207,9 +209,10 @@ class DiskCopies:
         movement: Movement,
         tenant: Tenant,
         ahead: bool,
+        evict: bool,
         piece_bytes: int,
     ) -> Rows:
-        """Writes a batch, at others' cost if need be; returns the rows for which there was no room."""
+        """Writes a batch, at others' cost if need be and with `evict`; returns the rows for which there was no room."""
         store = self._store
         if self._placement.use.never_fits(tenant, store, self._placement.use.footprint(store, trie.part_bytes)):
             return batch
@@ -222,7 +225,7 @@ class DiskCopies:
             await store.try_write()  # else others would be evicted for nothing
             self.health.shrunk(error)
             left = some
-        while (len(left) or len(beyond)) and not movement.dropped:
+        while evict and (len(left) or len(beyond)) and not movement.dropped:
             family = await find_ancestry(trie, rows)
             own = not len(left)
             with self._placement.holds.hold("eviction", trie, family, store):

@@ -651,16 +651,16 @@ class Mover:
                 group.create_task(stage())
 
     async def write(
-        self, trie: Trie, rows: Rows, source: MemoryTier, urgency: Urgency = Urgency.DEMAND, *, ahead: bool = False
+        self, trie: Trie, rows: Rows, source: MemoryTier, urgency: Urgency = Urgency.DEMAND, *, evict: bool = True
     ) -> int:
         """Writes rows, held in `source`, to disk, parents first; returns how many became durable.
 
-        `ahead` makes room only at the cost of blocks that live on disk alone.
+        Without `evict` they get what room is free.
         """
         lacking = self.disk.missing(trie, rows)
         piece_bytes = _DURABLE_BYTES if urgency is Urgency.DEMAND else PIECE_BYTES
-        written = await self.disk.write(trie, rows, source, Movement(urgency), ahead=ahead, piece_bytes=piece_bytes)
-        if not ahead and written < lacking:
+        written = await self.disk.write(trie, rows, source, Movement(urgency), evict=evict, piece_bytes=piece_bytes)
+        if evict and written < lacking:
             for tenant, its in self.use.by_owner(trie, rows):
                 if missing := self.disk.missing(trie, its):
                     self.lost[f"not written: {self._placement.why_unwritten(tenant, trie)}"] += missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -55,6 +56,7 @@ class WriteBack:
         self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
         self._without_room: set[Tenant] = set()  # the disk had no room for them in this turn
         self._awaited = 0  # calls that wait in `admit`
+        self._flushed_s = -math.inf  # when the last flush began, if the disk took what it wrote
         self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
         self._working = False
         self._turned = asyncio.Event()  # set, and replaced, after each batch and when there is nothing more to do
@@ -124,24 +126,38 @@ class WriteBack:
             self._task = None
             self._turn()
 
-    async def flush(self) -> int:
-        """Writes every block that has no copy on disk to disk; returns how many blocks became durable."""
+    async def flush(self, *, again: bool = False) -> int:
+        """Writes every block that has no copy on disk to disk; returns how many blocks became durable.
+
+        Where that takes room, pages go as a whole, and with them copies of blocks that are in memory, too. These get
+        what room is left.
+
+        again: after another flush. What nobody has used since gets free room only: the last flush found no room for it,
+            and would have it change places with what it has written instead.
+        """
         if self._tiers.durable is None:
             return 0
+        begun_s = self._mover.placement.clock()
         with self._mover.working():
-            return await self._flush()
-
-    async def _flush(self) -> int:
-        written = 0
-        for trie in self._mover.tries:
-            for source in reversed(self._tiers.memories):  # what a file can be written from first
-                if self._tiers.exists(source):
-                    written += await self._flush_tier(trie, source)
+            written = await self._flush(self._flushed_s if again else -math.inf, evict=True)
+            written += await self._flush(-math.inf, evict=False)
+        if self._tiers.writes:
+            self._flushed_s = begun_s
         self.written += written
         return written
 
-    async def _flush_tier(self, trie: Trie, source: MemoryTier) -> int:
-        """Writes the blocks of a trie that are in `source` and not on disk, parents first; returns how many."""
+    async def _flush(self, used_since_s: float, *, evict: bool) -> int:
+        written = 0
+        for trie in self._mover.tries:
+            for source in reversed(self._tiers.memories):  # what a file can be written from first
+                # Others are evicted from the CPU tier for what reaches the disk through it.
+                if self._tiers.exists(source) and (evict or can_move(source, self._tiers.require_durable())):
+                    written += await self._flush_tier(trie, source, used_since_s, evict)
+        return written
+
+    async def _flush_tier(self, trie: Trie, source: MemoryTier, used_since_s: float, evict: bool) -> int:
+        """Writes the blocks of a trie that are in `source` and not on disk, and were used since, parents first; returns
+        how many."""
         found = [np.empty(0, np.int64)]
         with ExitStack() as held:
             pacer = Pacer(SCANNED_AT_ONCE)
@@ -151,6 +167,7 @@ class WriteBack:
                         trie, source.level, self._tiers.require_durable().level, part, self._mover.placement.admit_uses
                     )
                 )
+                rows = rows[trie.last_used[rows] >= used_since_s]
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)
                 await pacer.worked(part.stop - part.start)
@@ -160,13 +177,13 @@ class WriteBack:
                 rows = rows[await in_thread(lambda: np.argsort(depth, kind="stable"))]
             written = 0
             for _, its in self._mover.use.by_owner(trie, rows):  # one may have no room where others have
-                written += await self._to_disk(trie, its, source)
+                written += await self._to_disk(trie, its, source, evict)
             return written
 
-    async def _to_disk(self, trie: Trie, rows: Rows, source: MemoryTier) -> int:
+    async def _to_disk(self, trie: Trie, rows: Rows, source: MemoryTier, evict: bool) -> int:
         mover, shared = self._mover, self._tiers.shared
         if self._tiers.durable is None or can_move(source, self._tiers.durable):
-            return await mover.write(trie, rows, source, Urgency.WRITE_BACK)
+            return await mover.write(trie, rows, source, Urgency.WRITE_BACK, evict=evict)
         written = 0
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits

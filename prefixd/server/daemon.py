@@ -300,7 +300,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self.signals.install()
         tcp = await doors.open()
-        stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
+        stack.push_async_callback(cache.write_back.flush, again=True)  # what clients committed while the daemon drained
         stack.push_async_callback(doors.close, 1.0)
         stack.callback(service.close)
         self._set_health()
@@ -332,8 +332,8 @@ class Daemon:
         return await asyncio.shield(self._drained)
 
     async def _drain(self) -> tuple[int, int]:
-        models = self.models
-        if not self.draining.is_set():
+        models, again = self.models, self.draining.is_set()
+        if not again:
             self._before_drain = (self.cache.write_back.written, 0 if models is None else models.finished)
         self.draining.set()
         self._set_health()
@@ -350,7 +350,7 @@ class Daemon:
             await asyncio.wait_for(self.cache.mover.idle(), patience_s)  # commits most of all
         except TimeoutError:
             log.warning("calls that store or lease blocks still run after %g s; they are ended", patience_s)
-        await self.cache.write_back.flush()
+        await self.cache.write_back.flush(again=again)
         before_written, before_finished = self._before_drain
         written = self.cache.write_back.written - before_written
         finished = 0 if models is None else models.finished - before_finished

@@ -152,6 +152,50 @@ async def test_a_flush_makes_room_at_the_cost_of_other_prompts(make_rig: MakeRig
     assert (await rig.get([1, 2, 3, 4]), await rig.get([5, 6, 7])) == (1, 3)
 
 
+async def test_what_a_flush_has_evicted_gets_the_room_that_is_left(make_rig: MakeRig) -> None:
+    """For a block of nine slots a full tier lets twelve blocks of one slot go, of which three fit in again."""
+    rig = make_rig(cpu=128, disk=64)
+    large = rig.register("large", nbytes=9 * rig.part_bytes)
+    rig.session.namespaces[large.id] = large
+    prompt = list(range(64))
+    await rig.put(prompt, durable=True)
+    await rig.put([7], namespace=large)
+    assert await rig.cache.write_back.flush() == 1 + 3
+    assert rig.tiers(prompt, DISK) == [True] * 55 + [False] * 9
+    assert len(rig.rows(prompt)) == 64
+    await rig.restart()
+    assert await rig.get(prompt) == 55
+
+
+async def test_a_second_flush_has_no_blocks_change_places(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=4)
+    for prompt in range(8):
+        await rig.put([prompt])
+    rig.clock.now += 1
+    await rig.cache.write_back.flush()
+    there = [rig.tiers([prompt], DISK) for prompt in range(8)]
+    assert there.count([True]) == 4
+    rig.clock.now += 1
+    assert rig.store is not None
+    commits = rig.store.commits
+    assert await rig.cache.write_back.flush(again=True) == 0
+    assert rig.store.commits == commits
+    assert [rig.tiers([prompt], DISK) for prompt in range(8)] == there
+    await rig.put([8])
+    assert await rig.cache.write_back.flush(again=True) == 1, "what came since the last one"
+    assert rig.tiers([8], DISK) == [True]
+
+
+async def test_a_flush_after_one_that_failed_writes_everything(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await rig.put([1, 2])
+    rig.ops.fail = OSError(5, "Input/output error")
+    assert await rig.cache.write_back.flush() == 0
+    rig.ops.fail = None
+    rig.clock.now += 60
+    assert await rig.cache.write_back.flush(again=True) == 2
+
+
 async def test_a_block_whose_parent_has_left_the_disk_is_written_with_a_record_of_it(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=8)
     await rig.put([1, 2, 3])

@@ -131,8 +131,8 @@ proto: $(INSTALLED)
 # all parts are ended when their time is up, and the benchmark has then written the parts that it has measured. It also
 # runs when a test has failed, since a GPU is rarely at hand.
 GPU_PYTHON ?= $(BIN)/python python3 python3.13 python3.12 python3.11
-GPU_TEST_SECONDS ?= 170
-GPU_BENCHMARK_SECONDS ?= 260
+GPU_TEST_SECONDS ?= 130
+GPU_BENCHMARK_SECONDS ?= 280
 GPU_TESTS := tests/worker tests/swap tests/cache tests/integrations
 # Those start processes and compile kernels, and run side by side where pytest-xdist is there; the others count what the
 # GPU has left, and run alone.

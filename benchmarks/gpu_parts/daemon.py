@@ -16,7 +16,7 @@ from prefixd.client import AsyncClient, Tokens
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
 
-_REQUESTS = (1, 8, 64)
+_REQUESTS = (1, 64)
 _SMALL_REQUESTS = (1, 2)
 _PREDICTION = Prediction("tokens / s of 64 requests with no setting but the model", 4000, 3500)
 
@@ -27,7 +27,7 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     The weights are written to a temporary directory first. Prompts have 1,024 tokens of their own. Every point is run
     twice: in its first run graphs are captured, and in its second the prompts are cached.
     """
-    requests, context, output = (_REQUESTS, 1024, 192) if device.measures else (_SMALL_REQUESTS, 64, 12)
+    requests, context, output = (_REQUESTS, 1024, 128) if device.measures else (_SMALL_REQUESTS, 64, 12)
     model = random_model(device)
     described = shape(model)
     with tempfile.TemporaryDirectory(prefix="prefixd-model-") as folder:
@@ -43,6 +43,7 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
         }
         with DaemonProcess(settings, start_timeout_s=180.0) as daemon:
             answer = asyncio.run(_ask(daemon.address, requests, context, output, budget))
+            daemon.kill()  # what it has cached is not wanted any more
     measured = answer["points"][-1]["tokens_per_s"] if answer["points"] else None
     counts = device.measures and described["layers"] == 32 and answer["points"][-1]["requests"] == 64
     return {

@@ -159,9 +159,10 @@ class DiskCopies:
                 await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
-                    if self._lacks_parents(trie, batch):
-                        await self._record_ancestors(trie, batch, movement)
+                    await self._record_parents(trie, batch, movement)
                     left = await self._fit_batch(trie, rows, batch, source, movement, tenant, ahead, evict, piece_bytes)
+                    if len(left):  # there may have been room for a smaller block, and not for its parent
+                        await self._record_parents(trie, batch[~np.isin(batch, left)], movement)
                     await self._pin(trie, batch[trie.pinned[batch]], True)
                 except StorageError as error:
                     self.health.write_failed(error)
@@ -171,19 +172,19 @@ class DiskCopies:
                 break
         return written
 
-    def _lacks_parents(self, trie: Trie, rows: Rows) -> bool:
-        """Whether some of `rows` continue blocks that have no record and are not among them: they have no bytes that
-        are wanted, or were evicted after `rows` were chosen to be written."""
-        parents = trie.parent[rows]
-        parents = parents[parents >= 0]
-        bare = parents[(trie.any_part[parents] & np.uint8(1 << self._store.level)) == 0]
-        return not np.isin(bare, rows).all()
+    async def _record_parents(self, trie: Trie, rows: Rows, movement: Movement) -> None:
+        """Stores records without bytes of the blocks that `rows` continue, as far as these have none and are not among
+        them: they have no bytes that are wanted, or were evicted after `rows` were chosen to be written.
 
-    async def _record_ancestors(self, trie: Trie, rows: Rows, movement: Movement) -> None:
-        """Stores records without bytes of the blocks before `rows` that have none: the records of `rows` need them."""
-        store, family = self._store, await find_ancestry(trie, rows)
-        bare = family[(trie.any_part[family] & np.uint8(1 << store.level)) == 0]
-        bare = bare[~np.isin(bare, rows)]
+        So it does of all blocks before those, which may be among `rows`: for these there may be no room.
+        """
+        store = self._store
+        parents = trie.parent[rows].astype(np.int64)
+        parents = self._unrecorded(trie, parents[parents >= 0])
+        parents = parents[~np.isin(parents, rows)]
+        if not len(parents):
+            return
+        bare = self._unrecorded(trie, await find_ancestry(trie, parents))
         bare, step = bare[np.argsort(trie.depth[bare], kind="stable")], write_batch(trie, len(bare))
         for start in range(0, len(bare), step):
             batch = bare[start : start + step]
@@ -191,6 +192,11 @@ class DiskCopies:
             results = await movement.run(store.submit_write(blocks, movement.urgency, count=len(blocks), nbytes=0))
             _raise_first(results)
             self._placement.put(trie, batch, store, np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64))
+
+    def _unrecorded(self, trie: Trie, rows: Rows) -> Rows:
+        """Those of `rows` that have no record."""
+        bare: Rows = rows[(trie.any_part[rows] & np.uint8(1 << self._store.level)) == 0]
+        return bare
 
     def _unwritten(self, trie: Trie, rows: Rows, source: MemoryTier) -> Rows:
         """Those of `rows` of which the disk lacks something that `source` has and a prefix needs."""

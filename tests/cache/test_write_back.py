@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.cache import Reservation
-from prefixd.cache.index.trie import CPU, DISK
+from prefixd.cache import NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec
+from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
+from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -208,6 +209,43 @@ async def test_a_block_whose_parent_has_left_the_disk_is_written_with_a_record_o
     assert rig.store is not None and not rig.store.recovery.lost
     await rig.put([1, 2])
     assert await rig.get([1, 2, 3]) == 3
+
+
+async def test_a_block_without_room_has_a_record_for_those_that_continue_it(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=2)
+    await rig.put([8, 9], durable=True)
+    rig.trie.pinned[rig.rows([8, 9])] = True
+    await rig.put([1, 2, 3])
+    rows, shared = np.array(rig.rows([1, 2, 3])), rig.cache.tiers.shared
+    with rig.cache.mover.placement.holds.hold("flush", rig.trie, rows, shared):
+        assert await rig.cache.mover.write(rig.trie, rows[[0, 2]], shared) == 0
+    await rig.check_disk()
+    rig.trie.pinned[rig.rows([8, 9])] = False
+    await rig.restart()
+    assert rig.store is not None and rig.store.recovery.lost_parents == 0
+
+
+async def test_a_small_block_does_not_go_to_disk_without_its_parent(make_rig: MakeRig) -> None:
+    """There is room for the one part of it that is wanted, and not for both of its parent's."""
+    rig = make_rig(cpu=8, disk=3)
+    window = SlidingWindowSpec(2 * BLOCK_TOKENS + 1)
+    spec = NamespaceSpec(
+        "hybrid", BLOCK_TOKENS, (PartSpec("full", 0, PART_BYTES), PartSpec("window", 0, PART_BYTES, window))
+    )
+    home = rig.cache.register(spec)
+    rig.session.namespaces[home.id] = home
+    await rig.put([8, 9], durable=True)
+    rig.trie.pinned[rig.rows([8, 9])] = True
+    await rig.put([1, 2], namespace=home)
+    trie, rows, shared = rig.cache.trie(home), np.array(rig.rows([1, 2], home)), rig.cache.tiers.shared
+    trie.expired[rows[1:]] = trie.groups[1].mask
+    with rig.cache.mover.placement.holds.hold("flush", trie, rows, shared):
+        await rig.cache.mover.write(trie, rows, shared)
+    assert trie.slots[rows, DISK].tolist()[0] == [NO_SLOT, NO_SLOT] and trie.slots[rows[1], DISK, 0] != NO_SLOT
+    await rig.check_disk()
+    rig.trie.pinned[rig.rows([8, 9])] = False
+    await rig.restart()
+    assert rig.store is not None and rig.store.recovery.lost_parents == 0
 
 
 async def test_what_new_blocks_continue_was_used_no_earlier_than_they(make_rig: MakeRig) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Protocol, Self
 
 from prefixd.errors import PrefixdError
 from prefixd.workloads.daemon_process import last_lines
@@ -83,6 +83,16 @@ class EngineMetrics:
     """Tokens that were not computed, by where they were: device, host, disk, external_unspecified."""
     samples: Mapping[str, float] = field(repr=False)
     """Every counter and gauge, the connector's among them, as name{label="value"}."""
+
+
+class _Process(Protocol):
+    """The part of Popen that EngineProcess uses."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 def connector(address: str, **options: object) -> dict[str, Any]:
@@ -151,7 +161,7 @@ class EngineProcess:
         self._stop_timeout_s = stop_timeout_s
         self._temporary = None if log else tempfile.TemporaryDirectory(prefix="prefixd-engine-")
         self.log = log or Path(self._temporary.name if self._temporary else "") / "engine.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Process | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         """For its temporary files: vLLM leaves sockets behind, whose paths must be short, and what its ranks met in."""
         self._socket: socket.socket | None = None
@@ -195,18 +205,23 @@ class EngineProcess:
         setup = {"arguments": self._arguments, "loras": self._loras}
         self._scratch = tempfile.TemporaryDirectory(prefix="vllm-")
         with theirs, self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, str(theirs.fileno()), str(os.getpid()), json.dumps(setup)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # its tensor-parallel ranks are in its group
-                env=os.environ | {"TMPDIR": self._scratch.name} | self._env,
-            )
+            self._process = self._spawn(theirs, log, setup, os.environ | {"TMPDIR": self._scratch.name} | self._env)
         self._socket, self._closed = ours, False
         self._results, self._replies = {}, {}
         threading.Thread(target=self._read, args=(ours,), name="engine-reader", daemon=True).start()
+
+    def _spawn(
+        self, channel: socket.socket, log: IO[bytes], setup: Mapping[str, Any], env: Mapping[str, str]
+    ) -> _Process:
+        return subprocess.Popen(
+            [sys.executable, "-m", _CHILD, str(channel.fileno()), str(os.getpid()), json.dumps(setup)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[channel.fileno()],
+            start_new_session=True,  # its tensor-parallel ranks are in its group
+            env=env,
+        )
 
     def wait_until_ready(self) -> None:
         """Returns when the engine that was launched takes requests; raises EngineFailed, and ends it."""

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from benchmarks.engines.vllm_models import save_gemma3, save_llama
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.forked import ForkedEngine
 from tests.vllm.served import DAEMON, Expected, NewRequests, StartEngine, Tokens, always, tokens_of
 
 
@@ -31,14 +32,23 @@ def new_requests() -> NewRequests:
 
 @pytest.fixture(scope="session")
 def make_engine(tmp_path_factory: pytest.TempPathFactory) -> StartEngine:
-    """`make_engine(model, daemon or None, connector's options, **arguments)`: an EngineProcess, not yet started."""
+    """`make_engine(model, daemon or None, connector's options, **arguments)`: an EngineProcess, not yet started.
+
+    It is forked from one that has vLLM imported, unless `forked=False`: see forked.py.
+    """
 
     def make(
-        model: Path, daemon: DaemonProcess | None, options: dict[str, Any] | None = None, **arguments: Any
+        model: Path,
+        daemon: DaemonProcess | None,
+        options: dict[str, Any] | None = None,
+        *,
+        forked: bool = True,
+        **arguments: Any,
     ) -> EngineProcess:
         if daemon is not None:
             arguments.setdefault("kv_transfer", always(daemon.address, **(options or {})))
-        return EngineProcess(model, log=tmp_path_factory.mktemp("engine") / "engine.log", **arguments)
+        engine = ForkedEngine if forked else EngineProcess
+        return engine(model, log=tmp_path_factory.mktemp("engine") / "engine.log", **arguments)
 
     return make
 

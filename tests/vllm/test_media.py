@@ -60,8 +60,8 @@ def one(blip2: Path, start: StartEngine) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def other(blip2: Path, start: StartEngine) -> Iterator[EngineProcess]:
-    """A replica, or the same engine after a restart."""
-    with start(blip2) as engine:
+    """A replica, or the same engine after a restart, with a hash seed of its own."""
+    with start(blip2, forked=False) as engine:
         yield engine
 
 

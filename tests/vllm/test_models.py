@@ -81,7 +81,7 @@ def test_adapters_are_kept_apart(
         first = [run(engine, requests) for requests in (plain, poet, clerk)]
         second = [run(engine, requests) for requests in (plain, poet, clerk)]
         assert "environment variables" not in engine.log.read_text(), "vLLM sets one that prefixd does not know"
-    with make_engine(llama, daemon, loras=loras) as engine:
+    with make_engine(llama, daemon, loras=loras, forked=False) as engine:
         assert [run(engine, requests) for requests in (plain, poet, clerk)] == second, "another start finds all"
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second] == expected
     assert [hits for _, hits in first] == [0, 0, 0]

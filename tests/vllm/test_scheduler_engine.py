@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.forked import ForkedEngine
 from tests.vllm.served import Expected, NewRequests, StartEngine, always, make_prompt, tokens_of
 
 pytestmark = pytest.mark.timeout(1600)  # up to seven engines, one after the other
@@ -49,7 +50,7 @@ def queue(cached: list[list[int]]) -> list[EngineRequest]:
 def warm_daemon(llama: Path, cached: list[list[int]]) -> Iterator[DaemonProcess]:
     """A daemon whose CPU tier has the prefixes, from an engine that is gone."""
     with DaemonProcess({"cpu.bytes": "256MiB", "disk.bytes": 0}) as daemon:
-        with EngineProcess(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
+        with ForkedEngine(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
             engine.generate([EngineRequest(prefix + [5] * TAIL, 1) for prefix in cached])
             engine.wait_until_idle()
         yield daemon
@@ -104,8 +105,8 @@ def test_a_third_in_the_cpu_tier(
     kv_transfer = always(warm_daemon.address, save=False)
     runs: dict[str, list[list[EngineResult]]] = {"vllm": [], "ours": []}
     with (
-        EngineProcess(llama, kv_transfer=kv_transfer, log=tmp_path / "vllm.log", **ENGINE) as vllm,
-        EngineProcess(llama, kv_transfer=kv_transfer, log=tmp_path / "ours.log", scheduler_cls=OURS, **ENGINE) as ours,
+        ForkedEngine(llama, kv_transfer=kv_transfer, log=tmp_path / "vllm.log", **ENGINE) as vllm,
+        ForkedEngine(llama, kv_transfer=kv_transfer, log=tmp_path / "ours.log", scheduler_cls=OURS, **ENGINE) as ours,
     ):
         for name in ROUNDS:
             runs[name].append(run(vllm if name == "vllm" else ours, queue))
@@ -141,12 +142,12 @@ def test_shortest_time_to_ready_where_prefixes_are_partial(
     seconds: dict[str, float] = {}
     tokens: list[list[int]] = []
     with DaemonProcess({"cpu.bytes": "256MiB", "disk.bytes": 0}) as daemon:
-        with EngineProcess(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
+        with ForkedEngine(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
             engine.generate([EngineRequest([*prefix, 5], 1) for prefix in partial])
             engine.wait_until_idle()
         for policy in POLICIES:
             kv_transfer = always(daemon.address, save=False, policy=policy)
-            with EngineProcess(llama, kv_transfer=kv_transfer, scheduler_cls=OURS, **ENGINE) as engine:
+            with ForkedEngine(llama, kv_transfer=kv_transfer, scheduler_cls=OURS, **ENGINE) as engine:
                 results = run(engine, queue)
             work[policy], seconds[policy] = mean_work(queue, results), mean_ttft_s(results)
             tokens.append([result.token_ids for result in results])
@@ -162,7 +163,7 @@ def test_a_third_in_vllms_own_cache(llama: Path, queue: list[EngineRequest], cac
     warm = [EngineRequest([*prefix, *[5] * TAIL], 1) for prefix in cached]
     results = []
     for scheduler_cls in (None, OURS):
-        with EngineProcess(llama, scheduler_cls=scheduler_cls, **ENGINE) as engine:
+        with ForkedEngine(llama, scheduler_cls=scheduler_cls, **ENGINE) as engine:
             results.append(run(engine, queue, warm))
     vllm, ours = results
     assert [result.token_ids for result in ours] == [result.token_ids for result in vllm]

@@ -159,10 +159,10 @@ class DiskCopies:
                 await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
-                    await self._record_parents(trie, batch, movement)
+                    await self._record_parents(trie, batch, source, movement)
                     left = await self._fit_batch(trie, rows, batch, source, movement, tenant, ahead, evict, piece_bytes)
                     if len(left):  # there may have been room for a smaller block, and not for its parent
-                        await self._record_parents(trie, batch[~np.isin(batch, left)], movement)
+                        await self._record_parents(trie, batch[~np.isin(batch, left)], source, movement)
                     await self._pin(trie, batch[trie.pinned[batch]], True)
                 except StorageError as error:
                     self.health.write_failed(error)
@@ -172,7 +172,7 @@ class DiskCopies:
                 break
         return written
 
-    async def _record_parents(self, trie: Trie, rows: Rows, movement: Movement) -> None:
+    async def _record_parents(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement) -> None:
         """Stores records without bytes of the blocks that `rows` continue, as far as these have none and are not among
         them: they have no bytes that are wanted, or were evicted after `rows` were chosen to be written.
 
@@ -188,7 +188,7 @@ class DiskCopies:
         bare, step = bare[np.argsort(trie.depth[bare], kind="stable")], write_batch(trie, len(bare))
         for start in range(0, len(bare), step):
             batch = bare[start : start + step]
-            blocks = self.records.new_blocks(trie, batch, self._tiers.shared, np.zeros(len(batch), np.uint8))
+            blocks = self.records.new_blocks(trie, batch, source, np.zeros(len(batch), np.uint8))
             results = await movement.run(store.submit_write(blocks, movement.urgency, count=len(blocks), nbytes=0))
             _raise_first(results)
             self._placement.put(trie, batch, store, np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64))

@@ -211,6 +211,18 @@ async def test_a_block_whose_parent_has_left_the_disk_is_written_with_a_record_o
     assert await rig.get([1, 2, 3]) == 3
 
 
+async def test_without_a_shared_tier_a_record_of_the_parent_is_written_too(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=8, cpu=0, disk=8)
+    rig.unhold(await rig.put_gpu([1, 2, 3]), rig.cache.tiers.compute)
+    rows = np.array(rig.rows([1, 2, 3]))
+    compute, mover = rig.cache.tiers.compute, rig.cache.mover
+    with mover.placement.holds.hold("flush", rig.trie, rows[2:], compute):
+        assert await mover.write(rig.trie, rows[2:], compute) == 1
+    await rig.check_disk()
+    await rig.restart()
+    assert rig.store is not None and not rig.store.recovery.lost
+
+
 async def test_a_block_without_room_has_a_record_for_those_that_continue_it(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=2)
     await rig.put([8, 9], durable=True)

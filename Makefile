@@ -26,8 +26,11 @@ SGLANG_TESTS ?= tests/sglang
 
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
+# The engines' own variables begin like these: one that prefixd does not know would be part of the names of namespaces.
+unexport VLLM_TESTS SGLANG_TESTS
 
-.PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-vllm test-sglang check format proto gpu-check clean
+.PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-stores test-remote-vllm \
+	test-vllm test-sglang check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -81,9 +84,13 @@ test-slow: $(INSTALLED)
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) $(TESTS)
 
-# One after the other: they measure how soon calls end.
-test-remote: $(INSTALLED) $(VLLM_INSTALLED)
+test-remote: test-stores test-remote-vllm
+
+# One test after the other: they measure how soon calls end.
+test-stores: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(REMOTE_TESTS)
+
+test-remote-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_remote.py
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt

@@ -15,8 +15,9 @@ TESTS ?= tests
 # vLLM pins so many packages that it gets an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
-# One of them belongs to `make test-remote`.
-VLLM_TESTS ?= tests/vllm --ignore=tests/vllm/test_remote.py
+# The files that take minutes come first, so that both workers end at about the same time. One belongs to `make test-remote`.
+VLLM_LONG := $(patsubst %,tests/vllm/test_%.py,failures vllm_examples vllm_benchmark scheduler_engine models media)
+VLLM_TESTS ?= $(VLLM_LONG) $(filter-out tests/vllm/test_remote.py $(VLLM_LONG),$(wildcard tests/vllm/test_*.py))
 REMOTE_TESTS ?= tests/remote
 
 # SGLang pins as many, most of which need a GPU: of those only what its HiCache imports is installed.

@@ -202,15 +202,10 @@ def _result(running: _Running, output: Any, now: float) -> dict[str, Any]:
     }
 
 
-def end_with_parent() -> None:
-    """SIGKILL for this process when the thread that started it ends; not for one that has ended already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def main() -> None:
     """Ties this process to its parent and runs the engine."""
     channel, parent, setup = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    end_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, for which this engine was started, has ended")
     with socket.socket(fileno=channel) as own:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
@@ -21,7 +23,7 @@ from typing import IO, Any
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess
-from benchmarks.engines.vllm_engine_child import EngineLoop, end_with_parent
+from benchmarks.engines.vllm_engine_child import EngineLoop
 
 # What engines import while they start. A module that vLLM no longer has is passed over.
 PRELOAD = [
@@ -78,10 +80,7 @@ class _Forked:
 
 def _run(channel: socket.socket, log: Any, setup: dict[str, Any], env: dict[str, str]) -> None:
     os.setsid()  # its tensor-parallel ranks are in its group
-    end_with_parent()
-    parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():
-        return
+    threading.Thread(target=_end_with_pytest, name="end-with-pytest", daemon=True).start()
     descriptor = log.detach()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -91,3 +90,11 @@ def _run(channel: socket.socket, log: Any, setup: dict[str, Any], env: dict[str,
     gc.freeze()  # vLLM collects garbage several times while it starts
     with channel:
         EngineLoop(channel, setup).run()
+
+
+def _end_with_pytest() -> None:
+    """The fork server does not end before its children do: that it is this process's parent says nothing."""
+    pytest_process = multiprocessing.parent_process()
+    assert pytest_process is not None
+    pytest_process.join()
+    os.killpg(os.getpid(), signal.SIGKILL)

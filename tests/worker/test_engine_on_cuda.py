@@ -144,10 +144,7 @@ def test_a_request_cancelled_in_its_prompt_leaves_its_frames_to_the_next(make: M
     assert rig.generate(prompt, frames=frames, temperature=1.0) == expected
 
 
-no_graphs_here = pytest.mark.skipif(STAND_IN, reason="the stand-in driver captures nothing")
-
-
-@no_graphs_here
+@pytest.mark.cuda_graphs
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int) -> None:
     """Over the rows that requests have by then: the graph was captured with others, of other lengths."""
@@ -169,7 +166,7 @@ def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int)
     assert graphs.captured_sizes == [{1: 1, 3: 4, 8: 8}[size]] and graphs.replays == 2
 
 
-@no_graphs_here
+@pytest.mark.cuda_graphs
 def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without(
     rig_type: type, tmp_path: Path
 ) -> None:
@@ -202,7 +199,7 @@ def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without
         rig.close()
 
 
-@no_graphs_here
+@pytest.mark.cuda_graphs
 def test_a_model_that_waits_for_the_device_in_a_pass_is_computed_without_graphs(make: Make) -> None:
     rig = make("bfloat16")
 

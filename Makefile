@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # Two workers by default, each with one torch thread, so that they do not fight for the cores. A file stays with one worker.
 # Files keep their order: by their numbers of tests, as xdist would have them, those that take minutes came last.
 TEST_WORKERS ?= 2
-PYTEST := pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 
 # vLLM pins so many packages that it gets an environment of its own.
@@ -79,6 +79,8 @@ run: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m "not slow" $(TESTS)
 
+# With two workers a quarter of the two cores' time is idle: these wait for disks and for each other's processes.
+test-slow: TEST_WORKERS := 3
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m slow $(TESTS)
 

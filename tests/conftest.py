@@ -16,6 +16,8 @@ from typing import cast
 import pytest
 from hypothesis import HealthCheck, settings
 
+from prefixd import heap
+
 # A slow machine is no defect: no deadline, no complaint. Always the same examples: a failure comes back.
 settings.register_profile("prefixd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("prefixd")
@@ -42,6 +44,13 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractCon
             yield refused
 
     return shortage
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector the imports take half the time, and it then skips all that they have made."""
+    with heap.imports():
+        return (yield)
 
 
 _popen = subprocess.Popen.__init__

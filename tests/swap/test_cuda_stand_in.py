@@ -19,26 +19,28 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 # The suites with a CUDA half, and how many tests that has at least: fewer would mean that tests have stopped taking the
-# `device` fixture, and that CUDA is not tested any more.
+# `device` fixture, and that CUDA is not tested any more. Each entry is a process, which imports torch.
 SUITES = {
-    "memory": ([*HERE.glob("test_vmem_*.py"), HERE / "test_frames.py", HERE / "test_pinning.py"], 90),
-    "virtual tensors": ([*HERE.glob("test_vtensor_*.py"), HERE / "test_vattention.py"], 110),
-    "copies": (
+    "memory and copies": (
         [
-            HERE / "test_copies.py",
-            HERE / "test_page_copies.py",
+            *HERE.glob("test_vmem_*.py"),
+            *HERE.glob("test_vtensor_*.py"),
+            *(HERE / f"test_{name}.py" for name in ("frames", "pinning", "vattention", "copies", "page_copies")),
             TESTS / "integrations/engine/test_transfers_on_cuda.py",
         ],
-        30,
+        265,
     ),
-    "worker": (
+    "worker and server": (
         [
-            TESTS / f"worker/test_{name}.py"
-            for name in ("attention_on_cuda", "engine_on_cuda", "windows_on_cuda", "shared_frames")
+            *(
+                TESTS / f"worker/test_{name}.py"
+                for name in ("attention_on_cuda", "engine_on_cuda", "windows_on_cuda", "shared_frames")
+            ),
+            TESTS / "cache/test_tiers_on_cuda.py",
+            TESTS / "server/test_generate_on_cuda.py",
         ],
-        26,
+        38,
     ),
-    "server": ([TESTS / "cache/test_tiers_on_cuda.py", TESTS / "server/test_generate_on_cuda.py"], 7),
 }
 
 

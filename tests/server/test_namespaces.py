@@ -170,8 +170,8 @@ def test_a_restart_keeps_what_has_blocks_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_three_thousand_salts_through_one_client_and_a_restart(launch: Callable[..., Remote], tmp_path: Any) -> None:
-    """From the 1,025th on all were refused, for ever and after a restart too."""
+def test_1300_salts_through_one_client_and_a_restart(launch: Callable[..., Remote], tmp_path: Any) -> None:
+    """From the 1,025th on all were refused, for ever and after a restart too. There is room for some two hundred."""
     room, blob = {**SIDECAR, "server.namespace_bytes": "512KiB", "data_dir": str(tmp_path)}, np.zeros(SIZE, np.uint8)
 
     def spec(number: int) -> NamespaceSpec:
@@ -182,14 +182,14 @@ def test_three_thousand_salts_through_one_client_and_a_restart(launch: Callable[
         kept = [client.register(spec(number)) for number in range(4)]
         for cache in kept:
             cache.store([1, 2, 3, 4], blob)
-        for number in range(4, 3000):
+        for number in range(4, 1300):
             client.register(spec(number)).store([1, 2, 3, 4], blob)
             if number % 16 == 0:
                 assert [cache.match([1, 2, 3, 4]).blocks for cache in kept] == [1] * 4
         stats = client.stats()
         assert stats.namespace_room.refused_namespaces == 0 and not stats.troubles
         assert stats.namespace_room.used_bytes <= stats.namespace_room.limit_bytes == 512 << 10
-        assert stats.namespace_room.forgotten_namespaces > 2500
+        assert stats.namespace_room.forgotten_namespaces > 1000
         old = client.register(spec(4))
         client.register(spec(5)).store([1, 2, 3, 4], blob)
         for number in range(4000, 4400):

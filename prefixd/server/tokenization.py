@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +21,9 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
 _PIECE_CHARACTERS = 64 << 10
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_NO_TOKENIZER = re.compile(r".*config\.json|.*\.safetensors|.*\.safetensors\.index\.json")
+"""Names of files in which no tokenizer is; `tokenizer_config.json`, one of `_FILES`, is looked for first."""
+_SAVE = "save it there with save_pretrained"
 _SLACK = 2  # times the limit: a text cut into pieces has a few tokens more than the whole
 
 
@@ -99,6 +103,10 @@ class TextCodec:
 
 def _load(model: Path) -> tuple[Tokenizer, bool]:
     """The model's tokenizer, and whether it splits special tokens that are in a text."""
+    named = any((model / name).is_file() for name in _FILES)
+    missing = f"the tokenizer in {str(model)!r} is not there: there is none of {', '.join(_FILES)}; {_SAVE}"
+    if not named and _is_model_alone(model):
+        raise ConfigError(missing)  # at once: to ask transformers takes more than a second of CPU time
     try:
         loaded = run_module("prefixd.server.load_tokenizer", os.fspath(model))
     except OSError as error:
@@ -112,14 +120,19 @@ def _load(model: Path) -> tuple[Tokenizer, bool]:
     else:
         answer = json.loads(loaded.stdout)
     if "error" in answer:
-        if any((model / name).is_file() for name in _FILES):
-            why = f"cannot be loaded: {answer['error'][:300]}"
-        else:
-            why = f"is not there: there is none of {', '.join(_FILES)}"
-        raise ConfigError(f"the tokenizer in {str(model)!r} {why}; save it there with save_pretrained")
+        why = f"cannot be loaded: {answer['error'][:300]}"
+        raise ConfigError(f"the tokenizer in {str(model)!r} {why}; {_SAVE}" if named else missing)
     if answer["tokenizer"] is None:
         raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
     return Tokenizer.from_str(answer["tokenizer"]), answer["splits_special"]
+
+
+def _is_model_alone(model: Path) -> bool:
+    """Whether no file of a directory can be a tokenizer's."""
+    try:
+        return all(map(_NO_TOKENIZER.fullmatch, os.listdir(model)))
+    except OSError:
+        return False
 
 
 def need_codec(codec: TextCodec | None) -> TextCodec:

@@ -20,6 +20,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from prefixd.errors import ConfigError, ExhaustedError, UnavailableError
+from prefixd.server import tokenization
 from prefixd.server.text_stream import TextStream
 from prefixd.server.tokenization import Stopped, TextCodec, TokenIds, TooManyTokensError
 from prefixd.server.tokenizer_threads import TokenizerThreads
@@ -44,13 +45,27 @@ def encode(codec: TextCodec, text: str, most: int = MOST) -> TokenIds:
     return codec.encode(text, most, threading.Event())
 
 
+def is_missing(model: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TextCodec(model)
+    assert str(caught.value).startswith(f"the tokenizer in {str(model)!r} is not there: there is none of")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_process_looks_for_a_tokenizer_where_only_a_model_is(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model_directory / name, tmp_path)
+    monkeypatch.setattr(tokenization, "run_module", pytest.fail)
+    is_missing(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_tokenizer_that_is_missing_or_broken_is_one_line(model_directory: Path, tmp_path: Path) -> None:
     shutil.copy(model_directory / "config.json", tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        TextCodec(tmp_path)
-    assert str(caught.value).startswith(f"the tokenizer in {str(tmp_path)!r} is not there: there is none of")
-    assert "\n" not in str(caught.value)
+    (tmp_path / "README.md").touch()  # may be anything
+    is_missing(tmp_path)
     for path in model_directory.glob("tokenizer*"):
         shutil.copy(path, tmp_path)
     config = tmp_path / "config.json"

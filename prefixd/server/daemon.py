@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import fcntl
 import logging
 import os
@@ -420,8 +421,8 @@ class Daemon:
 def resolve_device(settings: Settings) -> str:
     """The device that `gpu.device` means here."""
     wanted = settings.gpu.device
-    if wanted == "cpu":
-        return wanted
+    if wanted == "cpu" or (wanted == "auto" and not _has_cuda_driver()):
+        return "cpu"
     import torch
 
     available = torch.cuda.is_available()
@@ -430,6 +431,15 @@ def resolve_device(settings: Settings) -> str:
     if not available:
         raise ConfigError(f"gpu.device = {wanted}, but torch sees no CUDA device here; use auto or cpu")
     return wanted if ":" in wanted else f"{wanted}:0"
+
+
+def _has_cuda_driver() -> bool:
+    """Where there is none, torch is not asked: loading it takes two seconds of CPU time and 250 MiB."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _lock_directory(directory: Path) -> Callable[[], None]:

@@ -110,7 +110,7 @@ def signalled(folder: Path) -> Signalled:
         ("prefixd.cli.plan", ("plan", "--help")),
         ("pydantic", SERVE),
         ("lmdb", SERVE),
-        ("torch", (*SERVE, "--embedded")),
+        ("torch", (*SERVE, "--embedded", "--set=gpu.device=cuda")),
         ("prefixd_swap:SlabStore.open", SERVE),
         ("prefixd.cache.cache:TieredCache.restore", SERVE),
         ("prefixd.server.memory_listener:MemoryListener.start", SERVE),

@@ -100,9 +100,10 @@ def test_watchers_of_strangers_do_not_keep_others_from_watching(daemon: DaemonPr
     with ExitStack() as stack:
         asked = health_pb2.HealthCheckRequest()
         strangers = health_pb2_grpc.HealthStub(channel(daemon, stack))
-        watching = [strangers.Watch(asked, timeout=60) for _ in range(64)]
-        for each in watching:
-            assert next(each).status == health_pb2.HealthCheckResponse.SERVING
+        watching = []
+        for _ in range(64):  # one after the other: a host has few calls at once whose messages have not come
+            watching.append(strangers.Watch(asked, timeout=60))
+            assert next(watching[-1]).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError, match="64 calls watch the health already"):
             next(strangers.Watch(asked, timeout=60))
         own = health_pb2_grpc.HealthStub(channel(daemon, stack, "unix")).Watch(asked, timeout=60)

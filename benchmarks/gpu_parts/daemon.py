@@ -44,15 +44,15 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
         with DaemonProcess(settings, start_timeout_s=180.0) as daemon:
             answer = asyncio.run(_ask(daemon.address, requests, context, output, budget))
             daemon.kill()  # what it has cached is not wanted any more
-    measured = answer["points"][-1]["tokens_per_s"] if answer["points"] else None
-    counts = device.measures and described["layers"] == 32 and answer["points"][-1]["requests"] == 64
+    measured = [point["tokens_per_s"] for point in answer["points"] if point["requests"] == _REQUESTS[-1]]
+    counts = device.measures and described["layers"] == 32
     return {
         "model": described,
         "context_tokens": context,
         "output_tokens": output,
         "written_s": round(written_s, 1),
         **answer,
-        "predictions": [_PREDICTION.judged(measured, counts)],
+        "predictions": [_PREDICTION.judged(max(measured, default=None), counts)],
     }
 
 
@@ -75,7 +75,7 @@ async def _ask(address: str, requests: tuple[int, ...], context: int, output: in
                     {
                         "requests": count,
                         "run": run,
-                        "tokens_per_s": round(sampled / (ended - started), 1),
+                        "tokens_per_s": round(sampled / (ended - started), 1) if sampled else 0.0,
                         "first_token_ms": [round(1e3 * wait, 1) for wait in (waits[len(waits) // 2], waits[-1])],
                     }
                 )
@@ -110,4 +110,4 @@ def _draw(figure: Any, result: Mapping[str, Any]) -> None:
     axes.legend()
 
 
-PART = Part("daemon", 60, measure, _draw)
+PART = Part("daemon", 90, measure, _draw)

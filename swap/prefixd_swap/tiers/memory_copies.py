@@ -16,8 +16,8 @@ from prefixd_swap.transfers import PIECE_BYTES, PIECE_ITEMS, DeviceLimits, Piece
 LIMITS = DeviceLimits(in_flight=3, reserved=1)
 """A copy is listed while the one before runs; a third slot stays free for demand."""
 COPY_PIECE_BYTES = 32 << 20
-"""A piece costs the event loop some 0.1 ms, in which a GPU copies 5 MB: on an H200, pieces of PIECE_BYTES came to 18 and
-24 GB/s, these to 49 and 50. Demand waits for two that are under way: 1.4 ms instead of 0.7 (`benchmarks.gpu`)."""
+"""A piece costs the event loop 0.1 ms, in which a GPU copies 5 MB: on an H200, pieces of PIECE_BYTES came to 18 and
+24 GB/s, these to 49 and 50. Demand waits for two under way: 1.4 ms instead of 0.7 (`benchmarks.gpu`)."""
 
 
 class MemoryCopies:

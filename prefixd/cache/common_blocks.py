@@ -254,7 +254,7 @@ class CommonBlocks:
     async def _count(self, trie: Trie, rows: Rows, generations: npt.NDArray[np.int32]) -> int:
         """Notes that the blocks' tenant has computed what is there of them. Returns the place of the last one of which
         k tenants have computed something, -1 where there is none."""
-        reached, pacer = -1, Pacer()
+        reached, pacer = -1, Pacer(_BATCH_BLOCKS)
         for start, end in _batches(trie, len(rows), trie.all_groups):
             places = start + np.flatnonzero(trie.generation[rows[start:end]] == generations[start:end])
             if not len(places):

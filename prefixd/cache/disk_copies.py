@@ -32,6 +32,7 @@ from prefixd.cache.tiers import Slots
 from prefixd.cache.uninterrupted import to_the_end
 from prefixd.cache.unwritten import unwritten
 from prefixd.cache.urgent_lock import UrgentLock
+from prefixd.pacer import give_way
 from prefixd.tenants import Tenant
 from prefixd_swap import (
     ChecksumError,
@@ -150,6 +151,7 @@ class DiskCopies:
         piece_bytes = max(piece_bytes, self._store.least_piece_bytes)
         written, step = 0, write_batch(trie, len(rows), piece_bytes)
         for start in range(0, len(rows), step):
+            await give_way()
             async with self._lock.hold(movement):
                 if not (start or ahead):  # somebody waits for it: try now, whenever the next probe is due
                     await self.health.revive_locked()
@@ -238,6 +240,7 @@ class DiskCopies:
                 want = len(beyond if own else left)
                 if not await self._make_room(trie.part_bytes, want, movement, tenant, ahead, own):
                     break
+            await give_way()
             some, beyond = self._within_most(trie, np.concatenate([left, beyond]), source, tenant)
             left = await self._write_batch(trie, some, source, movement, piece_bytes)
         return np.concatenate([left, beyond])

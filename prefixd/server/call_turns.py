@@ -10,8 +10,9 @@ each tenant, and the lines take turns:
 gRPC hands a call over in about three turns of the loop, and a call takes some ten: only if calls begin more slowly than
 gRPC hands them over do they wait here, and not in gRPC. With three calls at a time a flood had its way.
 
-The next call does not wait for all that a call does. One that goes on for longer than most waits for a disk, for memory
-or for its caller, and the next one begins.
+The next call does not wait for all that a call does. One that goes on for longer than most, in turns or in time, waits
+for a disk, for memory or for its caller, or does long work slice by slice, and the next one begins. Turns alone do not
+tell: beside long work each of them takes as long as a slice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Hashable
 
 LONGEST_TURNS = 40
 """Turns of the event loop after which a call that is not over waits for something."""
+LONGEST_S = 0.02
+"""Seconds after which it does, however few turns that were."""
 
 
 class CallTurns:
@@ -30,6 +33,7 @@ class CallTurns:
     def __init__(self) -> None:
         self._begun: asyncio.Task[object] | None = None
         self._turns = 0  # of the loop since then, counted while others wait
+        self._began_s = 0.0
         self._waiting: dict[Hashable, deque[tuple[asyncio.Future[None], asyncio.Task[object]]]] = {}  # first: next
 
     async def begin(self, tenant: Hashable, call: asyncio.Task[object]) -> None:
@@ -49,12 +53,18 @@ class CallTurns:
             self._begun = None
 
     def _begin(self, call: asyncio.Task[object]) -> None:
-        self._begun, self._turns = call, 0
+        self._begun, self._turns, self._began_s = call, 0, call.get_loop().time()
+
+    def _is_over(self) -> bool:
+        """Whether the call that began last is, or goes on for long."""
+        if self._begun is None or self._begun.done() or self._turns >= LONGEST_TURNS:
+            return True
+        return self._begun.get_loop().time() - self._began_s >= LONGEST_S
 
     def _next(self) -> None:
         """Looks in each turn of the loop, as long as calls wait, whether one of them may begin."""
         self._turns += 1
-        if self._begun is None or self._begun.done() or self._turns >= LONGEST_TURNS:
+        if self._is_over():
             while self._waiting:
                 tenant = next(iter(self._waiting))
                 line = self._waiting.pop(tenant)

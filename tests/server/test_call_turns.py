@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from prefixd.errors import ExhaustedError
-from prefixd.server import access_check
+from prefixd.server import access_check, call_turns
 from prefixd.server.access_check import CallLimits
 from prefixd.server.call_turns import LONGEST_TURNS, CallTurns
 from prefixd.server.caller import Caller
@@ -20,6 +21,12 @@ MATCH, GET, GENERATE, SESSION, HEALTH = (
     "/prefixd.v1.PrefixCache/OpenSession",
     "/grpc.health.v1.Health/Check",
 )
+
+
+@pytest.fixture(autouse=True)
+def turns_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long they take on this machine."""
+    monkeypatch.setattr(call_turns, "LONGEST_S", 60.0)
 
 
 class Calls:
@@ -90,6 +97,23 @@ async def test_a_call_that_waits_for_something_is_not_waited_for() -> None:
     assert calls.begun == ["a1", "b1"]
     await loop_turns(LONGEST_TURNS)
     assert calls.begun == ["a1", "b1", "a2"]
+    for name in calls.tasks:
+        calls.end(name)
+    await asyncio.gather(*calls.tasks.values())
+
+
+async def test_a_call_that_takes_long_is_not_waited_for_though_its_turns_were_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each turn of the loop takes as long as a slice of somebody's long work."""
+    monkeypatch.setattr(call_turns, "LONGEST_S", 0.02)
+    calls = Calls()
+    calls.send("a1", "b1")
+    await loop_turns(2)
+    assert calls.begun == ["a1"]
+    time.sleep(0.021)
+    await loop_turns(4)
+    assert calls.begun == ["a1", "b1"]
     for name in calls.tasks:
         calls.end(name)
     await asyncio.gather(*calls.tasks.values())

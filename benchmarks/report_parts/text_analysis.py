@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ def section(result: Result) -> Section:
     """Requests a second of every way of serving them."""
     content = result.content
     ways = content["configs"]
+    if all(way.get("suite") == "header" for way in ways):
+        return _of_header(result)
     lengths = sorted({way["prefix_tokens"] for way in ways})
     found = [Run.of(way) for way in ways]
     if len(lengths) > 1:  # else runs of both lengths would have one name
@@ -35,16 +37,6 @@ def section(result: Result) -> Section:
             gains.append(f"{gain:.3g} times with prefixes of {length:,} tokens")
         compared.append(f"{length:,} tokens: {others}")
         chosen = fast
-    goals = [
-        (
-            goal["name"],
-            f"{goal['prefix_tokens']:,}",
-            f"{goal['value']:.2f}",
-            _bound(goal["at_least"]),
-            _met(goal["met"]),
-        )
-        for goal in content["goals"]
-    ]
     tokens = " or ".join(f"{length:,}" for length in lengths)
     choice = Choice(
         "Text analysis: many requests, few prefixes",
@@ -67,10 +59,44 @@ def section(result: Result) -> Section:
         pictures=runs.pictures(found, "Text analysis", chosen),
         tables=[
             runs.table(found, chosen),
-            Table(("ratio of requests a second", "tokens of a prefix", "measured", "at least", ""), goals),
+            _goals(content, "ratio of requests a second"),
         ],
         choices=[choice],
     )
+
+
+def _of_header(result: Result) -> Section:
+    """How soon the first token is there where all prompts share a header and half of them are new."""
+    content = result.content
+    way = content["configs"][0]
+    found = [Run.of(each) for each in content["configs"]]
+    soonest = min(found, key=lambda run: run.ttft_p50_s)
+    waits = ", ".join(f"{run.name} {runs.duration(run.ttft_p50_s)}" for run in found)
+    title = f"Text analysis with a header of {way['header_tokens']:,} of {way['prefix_tokens']:,} tokens"
+    return Section(
+        f"text_analysis_header_{way['header_tokens']}",
+        title,
+        f"All prompts begin with the same {way['header_tokens']:,} tokens, and {way['new']:.0%} of the "
+        f"{content['requests']} requests bring a prefix that nobody else has. First token at the median: {waits}. The "
+        f"answers are {'equal' if content['same_answers'] else 'NOT equal'}.",
+        result,
+        pictures=runs.pictures(found, title, soonest),
+        tables=[runs.table(found, soonest), _goals(content, "first token sooner than FCFS's, times")],
+    )
+
+
+def _goals(content: Mapping[str, Any], what: str) -> Table:
+    rows = [
+        (
+            goal["name"],
+            f"{goal['prefix_tokens']:,}",
+            f"{goal['value']:.2f}",
+            _bound(goal["at_least"]),
+            _met(goal["met"]),
+        )
+        for goal in content["goals"]
+    ]
+    return Table((what, "tokens of a prefix", "measured", "at least", ""), rows)
 
 
 def _policies(mine: Sequence[tuple[Run, dict[str, Any]]]) -> tuple[Run, str, str]:

@@ -131,6 +131,17 @@ def test_chat_chooses_by_the_first_token_and_the_default_where_policies_are_alik
     assert enough.choices[0].memory == "GPU for what runs"
 
 
+def test_text_analysis_with_a_header_is_about_the_first_token_and_chooses_no_policy_by_requests_a_second() -> None:
+    content = json.loads((RESULTS / "text_analysis_header_16.json").read_text())
+    section = text_analysis.section(Result("text_analysis", content, "text_analysis_header_16.json"))
+    assert section.anchor == "text_analysis_header_16" and not section.choices
+    assert "header of 16 of 512 tokens" in section.title
+    waits = {way["name"]: way["ttft_s"]["p50"] for way in content["configs"]}
+    assert all(f"{name} {wait:.3g} s" in section.finding for name, wait in waits.items())
+    assert section.tables[0].best == list(waits).index(min(waits, key=lambda name: waits[name]))
+    assert [row[2] for row in section.tables[1].rows] == [f"{goal['value']:.2f}" for goal in content["goals"]]
+
+
 def test_text_analysis_compares_policies_at_one_length_only() -> None:
     def way(name: str, rate: float, length: int, **more: Any) -> dict[str, Any]:
         serving = {"name": name, "caching": name != "no-cache", "everything": name == "everything"}

@@ -54,6 +54,8 @@ class Measured:
             **self.figures.to_plain(),
             "name": self.cell.name,
             "requests_per_s_of_repeats": [figures.requests_per_s for figures in self.repeats],
+            "ttft_p50_s_of_repeats": [figures.ttft_s.p50 for figures in self.repeats],
+            "output_digest_of_repeats": [figures.output_digest for figures in self.repeats],
         }
 
 

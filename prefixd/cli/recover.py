@@ -54,7 +54,7 @@ def recover_command(
     aside is then removed, which ends the daemon's trouble.
 
     Give the same --config, --data-dir and --set as to `prefixd serve`. The exit status is 0, also when nothing was set
-    aside.
+    aside, and not where there is no disk tier.
     """
     from prefixd.cli import plain
     from prefixd.settings import Settings
@@ -67,6 +67,11 @@ def recover_command(
     flags = {} if data_dir is None else {"data_dir": data_dir}
     overrides = flags | parse_assignments(assignments)
     settings = Settings.load(config or find_config_file(os.environ), overrides)
+    if not settings.disk_path.is_dir():
+        raise CommandFailed(
+            f"there is no disk tier in {settings.disk_path}; give the same --config, --data-dir and --set as to "
+            "`prefixd serve`"
+        )
     try:
         found = list_set_aside(settings.disk_path / "index")
     except StorageError as error:

@@ -90,10 +90,17 @@ def test_a_running_daemon_sees_that_it_was_discarded(cli: Cli, stopped: DaemonPr
         assert not client.stats().lost_blocks
 
 
+def test_a_folder_without_a_disk_tier_is_not_one_where_all_is_well(cli: Cli, tmp_path: Path) -> None:
+    done = cli("recover", "--data-dir", str(tmp_path / "mistyped"))
+    assert done.exit_code == 1 and not done.stdout
+    assert f"no disk tier in {tmp_path / 'mistyped' / 'blocks'}; give the same" in done.stderr
+
+
 def test_there_is_nothing_to_recover(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "data" / "blocks").mkdir(parents=True)
     done = cli("recover", "--data-dir", str(tmp_path / "data"))
     assert done.exit_code == 0 and "No index was set aside" in done.stdout
-    assert not (tmp_path / "data").exists()
+    assert not list((tmp_path / "data" / "blocks").iterdir())
 
 
 def test_another_formats_directory_is_refused_in_a_line(cli: Cli, tmp_path: Path) -> None:

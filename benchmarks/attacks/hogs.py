@@ -23,6 +23,7 @@ from prefixd.v1 import cache_pb2 as pb
 _BLOCK = 64 << 10
 _SPEC = NamespaceSpec("hog", 16, (PartSpec("full", 0, _BLOCK),))
 _PIECE = 128  # blocks of a prompt that it stores
+_RETAINED = 2 * _PIECE * _BLOCK  # bytes that it may keep above others' in `pins and retention`
 _HOUR_S = 3600.0
 _OF_TOKEN = 4  # messages on their way that the daemon lets a caller have
 _LAST_BYTES = 1 << 18
@@ -466,7 +467,7 @@ class HoldEverything(Scenario):
     """Pins, and wishes for the highest priority, for more than it may have."""
 
     name = "pins and retention"
-    settings: ClassVar[Mapping[str, object]] = {"tenants.mallory.retained_bytes": 2 * _PIECE * _BLOCK}
+    settings: ClassVar[Mapping[str, object]] = {"tenants.mallory.retained_bytes": _RETAINED}
 
     def prepare(self, scene: Scene) -> Given:
         """As `CacheFlood` does."""
@@ -508,8 +509,8 @@ class HoldEverything(Scenario):
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
         """Whether it holds more than it may, and whether others still have what they are guaranteed."""
         held = max(found.get("retained", 0), found.get("pinned", 0)) * _BLOCK
-        if held > (most := int(self.settings["tenants.mallory.retained_bytes"])):
-            yield f"one client holds {held // MIB} MiB for as long as it likes, not {most // MIB}"
+        if held > _RETAINED:
+            yield f"one client holds {held // MIB} MiB for as long as it likes, not {_RETAINED // MIB}"
         yield from CacheFlood().judge_after(scene, found)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import harness
-from prefixd.integrations.engine.ordering import PrefixOrder
-from prefixd.integrations.engine.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.ordering import PrefixOrder
+from prefixd.integrations.engine.waiting.seen import SeenPrefix
 from prefixd_scheduler import POLICIES, WEIGHT_CLASSES, Distance, QueuedRequest, RequestQueue, create_policy
 
 DESCRIPTION = """\

@@ -13,8 +13,8 @@ import prefixd_swap
 from prefixd.clocks import boot_id, elapsed_s
 
 READS_THE_WALL_CLOCK = {
-    "prefixd/integrations/vllm/model_name.py": "files carry it; a clock that is set back is seen by `elapsed_s`",
-    "prefixd/integrations/vllm/scheduler.py": "vLLM stamps requests with it; bounded by `engine.arrivals.FRONT_END_S`",
+    "prefixd/integrations/vllm/naming/model_name.py": "files carry it; a clock that is set back is seen by `elapsed_s`",
+    "prefixd/integrations/vllm/scheduling/scheduler.py": "vLLM stamps requests with it; bounded by `FRONT_END_S`",
     "prefixd/planner/calibrate.py": "a seed",
     "prefixd/server/audit.py": "people read it, and compare it with other logs",
     "prefixd/server/kv_events/publisher.py": "routers on other hosts get it, as vLLM's events carry it",

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from benchmarks.engines.sglang_without_gpu import sglang
 from prefixd.errors import ConfigError
-from prefixd.integrations.engine import arguments
+from prefixd.integrations.engine.naming import arguments
 from prefixd.integrations.sglang import backend, names
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from prefixd.workloads.daemon_process import DaemonProcess

@@ -13,8 +13,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 
-from prefixd.integrations.vllm.arguments import ADAPTER_TABLE, NAMED_OTHERWISE, TABLE, arguments_of
-from prefixd.integrations.vllm.model_name import model_name
+from prefixd.integrations.vllm.naming.arguments import ADAPTER_TABLE, NAMED_OTHERWISE, TABLE, arguments_of
+from prefixd.integrations.vllm.naming.model_name import model_name
 from tests.vllm.schedulers import make_config
 
 
@@ -51,7 +51,7 @@ ALL = sorted(names(VllmConfig))
 
 def test_every_field_of_the_configuration_is_in_the_table() -> None:
     unknown = [name for name in ALL if name not in TABLE]
-    assert not unknown, "decide whether they change KV, and put them into prefixd/integrations/vllm/arguments.py"
+    assert not unknown, "decide whether they change KV, and put them into prefixd/integrations/vllm/naming/arguments.py"
 
 
 def test_every_argument_is() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from vllm import envs
 
-from prefixd.integrations.vllm.environment import TABLE, environment_in_name
-from prefixd.integrations.vllm.model_name import model_name
+from prefixd.integrations.vllm.naming.environment import TABLE, environment_in_name
+from prefixd.integrations.vllm.naming.model_name import model_name
 from tests.vllm.schedulers import make_config
 
 UNREGISTERED = {
@@ -33,7 +33,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_variable_is_in_the_table() -> None:
     unknown = [name for name in envs.environment_variables if name not in TABLE]
-    assert not unknown, "decide whether they change KV, and put them into prefixd/integrations/vllm/environment.py"
+    assert not unknown, "decide whether they change KV, and put them into vllm/naming/environment.py"
 
 
 def test_nothing_that_the_table_says_has_gone() -> None:

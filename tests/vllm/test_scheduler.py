@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from vllm.v1.request import Request, RequestStatus
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.engine.arrivals import FRONT_END_S
-from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.arrivals import FRONT_END_S
+from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
 from prefixd_scheduler import Distance
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from prefixd.integrations.engine.arguments import Argument, ArgumentTable
+from prefixd.integrations.engine.naming.arguments import Argument, ArgumentTable
 
 TABLE = ArgumentTable(
     in_name={

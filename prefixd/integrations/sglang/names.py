@@ -16,7 +16,7 @@ import xxhash
 
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.errors import ConfigError
-from prefixd.integrations.engine.arguments import content_of
+from prefixd.integrations.engine.naming.arguments import content_of
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from prefixd.integrations.sglang.chains import BLOCK_TOKENS
 from prefixd.integrations.sglang.environment import environment_in_name

@@ -13,7 +13,7 @@ from typing import Any
 
 _HOMES = {
     "PrefixdConnector": "prefixd.integrations.vllm.connector",
-    "FastestPrefixFirstScheduler": "prefixd.integrations.vllm.scheduler",
+    "FastestPrefixFirstScheduler": "prefixd.integrations.vllm.scheduling.scheduler",
 }
 
 __all__ = ["FastestPrefixFirstScheduler", "PrefixdConnector"]

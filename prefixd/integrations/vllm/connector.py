@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from prefixd.integrations.engine.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.seen import SeenPrefix
 from prefixd.integrations.vllm.geometry import computes_from_the_middle, read_geometry
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders, Packing, Report

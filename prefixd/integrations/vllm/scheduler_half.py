@@ -17,23 +17,23 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.client import ClientError, NamespaceSpec
-from prefixd.integrations.engine.branches import Branches
+from prefixd.integrations.engine.copying.pages import NO_BLOCK
 from prefixd.integrations.engine.counters import ConnectorCounters
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.engine.link import Link
-from prefixd.integrations.engine.lookups import Lookups
-from prefixd.integrations.engine.pages import NO_BLOCK
-from prefixd.integrations.engine.ready import time_to_ready
-from prefixd.integrations.engine.saving import EngineRequest, SaveQueue
-from prefixd.integrations.engine.seen import SeenPrefix
+from prefixd.integrations.engine.saving.branches import Branches
+from prefixd.integrations.engine.saving.save_queue import EngineRequest, SaveQueue
 from prefixd.integrations.engine.steps import StepTimes
-from prefixd.integrations.vllm.environment import environment_in_name
+from prefixd.integrations.engine.waiting.lookups import Lookups
+from prefixd.integrations.engine.waiting.ready import time_to_ready
+from prefixd.integrations.engine.waiting.seen import SeenPrefix
 from prefixd.integrations.vllm.log import log
-from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
-from prefixd.integrations.vllm.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.messages import Orders, Report
-from prefixd.integrations.vllm.model_name import Adapters, model_name
+from prefixd.integrations.vllm.naming.environment import environment_in_name
+from prefixd.integrations.vllm.naming.media import MediaRequest, MediaTokens
+from prefixd.integrations.vllm.naming.media_content import MediaContents, RequestMedia
+from prefixd.integrations.vllm.naming.model_name import Adapters, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.wishes import NO_WISHES, RequestWishes, read_wishes
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret

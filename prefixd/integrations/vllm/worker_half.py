@@ -7,15 +7,15 @@ from typing import Any
 import torch
 import vllm
 
+from prefixd.integrations.engine.copying.device import fence_of, page_copies_of
+from prefixd.integrations.engine.copying.transfers import Transfers
 from prefixd.integrations.engine.counters import ConnectorCounters
-from prefixd.integrations.engine.device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link
-from prefixd.integrations.engine.transfers import Transfers
 from prefixd.integrations.vllm.geometry import layer_names, read_pages
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders
-from prefixd.integrations.vllm.model_name import packing
+from prefixd.integrations.vllm.naming.model_name import packing
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd_swap import create_copy_engine
 

@@ -15,13 +15,13 @@ import numpy.typing as npt
 import pytest
 
 from prefixd.client import MatchResult, Retention
+from prefixd.integrations.engine.copying.device import Fence, computed_already
+from prefixd.integrations.engine.copying.pages import GroupPages, PageRun
+from prefixd.integrations.engine.copying.transfers import Transfers
 from prefixd.integrations.engine.counters import ConnectorCounters
-from prefixd.integrations.engine.device import Fence, computed_already
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, SaveJob
 from prefixd.integrations.engine.link import Link
-from prefixd.integrations.engine.pages import GroupPages, PageRun
-from prefixd.integrations.engine.transfers import Transfers
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap import CopyEngine, PageCopies
 from prefixd_swap.copies import HostCopyEngine, Pair

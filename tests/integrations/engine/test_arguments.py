@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.engine import arguments
-from prefixd.integrations.engine.arguments import Argument, ArgumentTable, content_of, plain
+from prefixd.integrations.engine.naming import arguments
+from prefixd.integrations.engine.naming.arguments import Argument, ArgumentTable, content_of, plain
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixd.integrations.engine.branches import Branches
+from prefixd.integrations.engine.saving.branches import Branches
 
 
 def keys(prompt: str) -> list[str]:

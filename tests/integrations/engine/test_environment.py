@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from prefixd.integrations.engine.environment import EnvironmentTable
+from prefixd.integrations.engine.naming.environment import EnvironmentTable
 
 LOG = logging.getLogger("prefixd.tests.environment")
 TABLE = EnvironmentTable(

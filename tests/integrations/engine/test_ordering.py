@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefixd.integrations.engine.ordering import PrefixOrder, Waits, held_blocks
-from prefixd.integrations.engine.ready import time_to_ready
-from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits, held_blocks
+from prefixd.integrations.engine.waiting.ready import time_to_ready
+from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import POLICIES, CostModel, Distance, QueuedRequest, create_policy
 
 BLOCK = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.engine.resume_points import ResumePoints
+from prefixd.integrations.engine.saving.resume_points import ResumePoints
 
 
 @given(

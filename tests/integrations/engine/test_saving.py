@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prefixd.client import NamespaceSpec
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import SaveJob
-from prefixd.integrations.engine.saving import SaveQueue
+from prefixd.integrations.engine.saving.save_queue import SaveQueue
 
 RANKS = 2
 GEOMETRY = Geometry((Group(0, 4, 400), Group(1, 8, 200)), block_tokens=16, unit_tokens=8, ranks=RANKS, layout="test")

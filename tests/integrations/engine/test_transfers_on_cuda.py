@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from prefixd.integrations.engine.device import fence_of, page_copies_of
+from prefixd.integrations.engine.copying.device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap import PageCopies, create_copy_engine, create_memory, pinning, register_host, unregister_host

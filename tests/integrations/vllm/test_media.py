@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefixd.integrations.vllm.media import MediaTokens
-from prefixd.integrations.vllm.media_content import Medium
+from prefixd.integrations.vllm.naming.media import MediaTokens
+from prefixd.integrations.vllm.naming.media_content import Medium
 
 BLOCK = 8
 PLACEHOLDER = 500

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.vllm import media_content
-from prefixd.integrations.vllm.media_content import MediaContents, digest_of
+from prefixd.integrations.vllm.naming import media_content
+from prefixd.integrations.vllm.naming.media_content import MediaContents, digest_of
 
 
 class Item(dict[str, Any]):

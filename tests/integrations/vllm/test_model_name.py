@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm.model_name import Adapters, model_name, packing
+from prefixd.integrations.vllm.naming.model_name import Adapters, model_name, packing
 from prefixd.model_fingerprint import fingerprint_of_folder
 
 
@@ -118,7 +118,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def own_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixd.integrations.vllm.model_name.default_data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr("prefixd.integrations.vllm.naming.model_name.default_data_dir", lambda: tmp_path / "data")
 
 
 def a_model(folder: Path, value: float = 1.0) -> Path:
@@ -415,7 +415,7 @@ def test_an_adapter_that_changes_while_its_digest_is_made_is_this_engines_alone(
         rewritten(path)
         return fingerprint_of_folder(*arguments)
 
-    monkeypatch.setattr("prefixd.integrations.vllm.model_name.fingerprint_of_folder", digest)
+    monkeypatch.setattr("prefixd.integrations.vllm.naming.model_name.fingerprint_of_folder", digest)
     assert "#" in engine.name(an_adapter(path))
 
 
@@ -452,7 +452,7 @@ def test_an_adapter_that_is_written_at_the_moment_does_not_end_the_engine(
     def gone(*_: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", "adapter_model.safetensors.tmp")
 
-    monkeypatch.setattr(f"prefixd.integrations.vllm.model_name.{fails}", gone)
+    monkeypatch.setattr(f"prefixd.integrations.vllm.naming.model_name.{fails}", gone)
     adapters, adapter = Adapters(), an_adapter(tmp_path)
     assert adapters.name(adapter) == adapters.name(adapter) != Adapters().name(adapter)
 

@@ -18,9 +18,9 @@ import xxhash
 
 from prefixd import clocks
 from prefixd.errors import ConfigError
-from prefixd.integrations.engine.arguments import Argument
-from prefixd.integrations.vllm.arguments import ADAPTER_TABLE, TABLE, arguments_of
+from prefixd.integrations.engine.naming.arguments import Argument
 from prefixd.integrations.vllm.log import log
+from prefixd.integrations.vllm.naming.arguments import ADAPTER_TABLE, TABLE, arguments_of
 from prefixd.model_fingerprint import (
     fingerprint,
     fingerprint_of_files,

@@ -19,7 +19,7 @@ from typing import Protocol
 from prefixd.client import NamespaceSpec, Retention
 from prefixd.integrations.engine.geometry import Geometry, Tail
 from prefixd.integrations.engine.jobs import Namespaced, SaveJob
-from prefixd.integrations.engine.resume_points import ResumePoints
+from prefixd.integrations.engine.saving.resume_points import ResumePoints
 
 
 class Tables(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 
-from prefixd.integrations.engine.ordering import PrefixOrder
+from prefixd.integrations.engine.waiting.ordering import PrefixOrder
 
 
 class PolicyRequestQueue(RequestQueue):

@@ -23,12 +23,12 @@ from functools import partial
 import numpy as np
 
 from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
+from prefixd.integrations.engine.copying.device import ArenaPin, Fence, computed_already
+from prefixd.integrations.engine.copying.pages import NO_BLOCK, GroupPages
 from prefixd.integrations.engine.counters import ConnectorCounters
-from prefixd.integrations.engine.device import ArenaPin, Fence, computed_already
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.integrations.engine.pages import NO_BLOCK, GroupPages
 from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
 
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from prefixd.integrations.engine.arguments import plain
-from prefixd.integrations.engine.environment import EnvironmentTable
+from prefixd.integrations.engine.naming.arguments import plain
+from prefixd.integrations.engine.naming.environment import EnvironmentTable
 from prefixd.integrations.vllm.log import log
 
 TABLE = EnvironmentTable(

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from prefixd.integrations.engine.arguments import Argument, ArgumentTable
+from prefixd.integrations.engine.naming.arguments import Argument, ArgumentTable
 
 
 def _in(section: str, names: str) -> str:

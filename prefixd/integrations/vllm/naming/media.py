@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from prefixd.drawn_tokens import drawn_ids
-from prefixd.integrations.vllm.media_content import Medium
+from prefixd.integrations.vllm.naming.media_content import Medium
 
 
 class MediaTokens(Sequence[int]):

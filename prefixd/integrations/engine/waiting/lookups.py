@@ -20,8 +20,8 @@ import numpy.typing as npt
 from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.integrations.engine.ready import plan_prefix
-from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.ready import plan_prefix
+from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead
 
 _FRESH_S = 1.0  # for so long an answer stands

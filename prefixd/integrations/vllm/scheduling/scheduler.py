@@ -14,14 +14,14 @@ from vllm.v1.request import RequestStatus
 
 from prefixd.clocks import elapsed_s
 from prefixd.errors import ConfigError
-from prefixd.integrations.engine.arrivals import Arrivals
-from prefixd.integrations.engine.ordering import PrefixOrder, Waits
-from prefixd.integrations.engine.ready import time_to_ready
-from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
-from prefixd.integrations.vllm.local import LocalPrefixes
+from prefixd.integrations.engine.waiting.arrivals import Arrivals
+from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits
+from prefixd.integrations.engine.waiting.ready import time_to_ready
+from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.waiting_queue import PolicyRequestQueue
+from prefixd.integrations.vllm.scheduling.local import LocalPrefixes
+from prefixd.integrations.vllm.scheduling.waiting_queue import PolicyRequestQueue
 from prefixd_scheduler import CostModel, create_policy
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from prefixd.integrations.engine.ordering import held_blocks
+from prefixd.integrations.engine.waiting.ordering import held_blocks
 
 
 class LocalPrefixes:

@@ -1,0 +1,1 @@
+"""Copies between an engine's KV cache and the daemon's memory."""

@@ -1,0 +1,1 @@
+"""Waiting requests: what prefixd has of their prompts, and the order in which they go."""

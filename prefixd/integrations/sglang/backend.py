@@ -32,14 +32,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from prefixd.client import ClientError
 from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.pages_by_key.chains import Chain, Chains
+from prefixd.integrations.engine.pages_by_key.page_store import Outcome, PageStore
+from prefixd.integrations.engine.pages_by_key.pages import PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 from prefixd.integrations.sglang import names
-from prefixd.integrations.sglang.chains import Chains, digests_of
 from prefixd.integrations.sglang.hit_policies import TrailingPool, usable_lengths
+from prefixd.integrations.sglang.keys import digests_of
 from prefixd.integrations.sglang.log import SaidOnce, log
 from prefixd.integrations.sglang.options import HiCacheOptions
-from prefixd.integrations.sglang.page_store import Outcome, PageStore
-from prefixd.integrations.sglang.pool_pages import NoPages, PagesAt, PagesUnusable, PoolPages, TensorsAt, pages_of
-from prefixd.integrations.sglang.shared_copies import SharedCopies
+from prefixd.integrations.sglang.pool_pages import NoPages, PoolPages, TensorsAt, pages_of
 from prefixd.integrations.sglang.stats import HiCacheCounters
 
 T = TypeVar("T")
@@ -153,7 +155,7 @@ class PrefixdHiCache(HiCacheStorage):
     def _leading(self, name: str, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
         if not keys:
             return 0
-        chain = self._chains.chain(keys, _prefix(extra_info))
+        chain = self._chain(keys, extra_info)
         pool = self._pool(name)
         hits = len(keys) if pool.store is None else pool.store.leading(chain)
         if name == names.KV:
@@ -249,7 +251,7 @@ class PrefixdHiCache(HiCacheStorage):
         if _at_ends(name):
             outcome = pool.store.load_each(digests_of(keys), pages)
         else:
-            outcome = pool.store.load(self._chains.chain(keys, _prefix(extra_info)), pages)
+            outcome = pool.store.load(self._chain(keys, extra_info), pages)
         self._note(outcome, "get")
         self._counters.loaded(len(keys), outcome.pages, outcome.nbytes, outcome.elapsed_s, outcome.cut)
         return outcome.done
@@ -319,7 +321,7 @@ class PrefixdHiCache(HiCacheStorage):
         if _at_ends(name):
             outcome = pool.store.save_each(digests_of(keys), pages)
         else:
-            outcome = pool.store.save(self._chains.chain(keys, _prefix(extra_info)), pages)
+            outcome = pool.store.save(self._chain(keys, extra_info), pages)
         self._note(outcome, "set")
         self._counters.saved(len(keys), outcome.pages, outcome.new, outcome.nbytes, outcome.elapsed_s, outcome.cut)
         return outcome.done
@@ -380,6 +382,10 @@ class PrefixdHiCache(HiCacheStorage):
             raise LinkDown("the daemon is away")
         return pool
 
+    def _chain(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> Chain:
+        prefix = None if extra_info is None else extra_info.prefix_keys
+        return self._chains.chain(digests_of(keys), digests_of(prefix or ()))
+
     def _at(self, host_indices: Any) -> Callable[[PoolPages, int], PagesAt]:
         return lambda pages, count: pages.at(host_indices, count)
 
@@ -415,10 +421,6 @@ def _at_ends(name: str) -> bool:
     """Whether a pool has pages at the ends of prefixes only. Its pages are paths by themselves: where nothing leads up
     to a page, no path could."""
     return name in _AT_ENDS or name.endswith(_AT_ENDS_SUFFIX)
-
-
-def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str] | None:
-    return None if extra_info is None else extra_info.prefix_keys
 
 
 def _tensors(values: Sequence[Any]) -> Callable[[PoolPages, int], PagesAt]:

@@ -17,8 +17,8 @@ import xxhash
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.errors import ConfigError
 from prefixd.integrations.engine.naming.arguments import content_of
+from prefixd.integrations.engine.pages_by_key.chains import BLOCK_TOKENS
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
-from prefixd.integrations.sglang.chains import BLOCK_TOKENS
 from prefixd.integrations.sglang.environment import environment_in_name
 from prefixd.integrations.sglang.log import log
 from prefixd.integrations.sglang.pool_pages import PoolPages

@@ -14,26 +14,19 @@ layer_first) are copied through a page of SGLang's own making. All copies are nu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefixd.errors import PrefixdError
-
-Bytes = npt.NDArray[np.uint8]
-Check = Callable[[], None]
+from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
 
 RUN_BYTES = 32 << 20
 """Neighbours are copied together up to this size, so that an expired lease is noticed in time."""
 
 _WHOLE_PAGE_LAYOUTS = ("page_first_direct", "page_head")
-
-
-class PagesUnusable(PrefixdError):
-    """Pages that SGLang names cannot be copied: they are not in the pool, or have other sizes than the pool's pages."""
 
 
 class PoolPages(ABC):
@@ -71,22 +64,6 @@ class PoolPages(ABC):
         if getattr(self.pool, "layout", "") in _WHOLE_PAGE_LAYOUTS and bool((starts % tokens).any()):
             raise PagesUnusable(f"a page does not begin at a multiple of {tokens} tokens")
         return starts
-
-
-class PagesAt(ABC):
-    """Some pages, ready to be copied."""
-
-    by_threads = True
-    """Whether several threads may copy different ones at once."""
-
-    @abstractmethod
-    def load(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        """Copies from the arena: `places` are (page, byte offset in the arena); `check` is called before each copy and
-        raises when it may not be made any more."""
-
-    @abstractmethod
-    def save(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        """As `load`, the other way."""
 
 
 def pages_of(pool: Any, *, flat: bool = False) -> PoolPages:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.sglang import shared_copies
-from prefixd.integrations.sglang.shared_copies import SharedCopies
+from prefixd.integrations.engine.pages_by_key import shared_copies
+from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 from prefixd_swap import OutOfMemoryError
 
 LARGE = 1 << 30
@@ -126,7 +126,7 @@ def test_a_caller_that_is_interrupted_leaves_no_copy_behind(copies: SharedCopies
 def test_an_interpreter_that_ends_lets_the_caller_copy_alone() -> None:
     script = """
 import threading, time
-from prefixd.integrations.sglang.shared_copies import SharedCopies
+from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 copies, copied = SharedCopies(), []
 copies.copy(lambda run: None, range(4), 1 << 30)
 def late():

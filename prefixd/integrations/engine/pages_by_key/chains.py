@@ -1,51 +1,21 @@
-"""SGLang's page keys as prompts of prefixd.
+"""Keys of pages as prompts of prefixd.
 
-SGLang names a page by SHA-256 over (the key of the page before it, the page's tokens): 64 hexadecimal digits that name
-the whole prefix. prefixd's blocks have token ids, which it compares. So the 32 bytes of a key are the 8 token ids of
-the page's block, and a prompt is the keys of its pages one after the other:
+The engine names a page by a hash over (the key of the page before it, the page's tokens), so a key names the whole
+prefix. prefixd's blocks have token ids, which it compares. So the 32 bytes of a key, its digest, are the 8 token ids of
+the page's block, and a prompt is the digests of its pages one after the other:
 
-    keys        k0         k1         k2          of SGLang, each 64 hexadecimal digits
+    digests     d0         d1         d2          32 bytes each
     path        8 tokens   8 tokens   8 tokens    as little-endian uint32: the digests themselves
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Sequence
 
 KEY_BYTES = 32
 BLOCK_TOKENS = KEY_BYTES // 4
-_HEX = 2 * KEY_BYTES
 _LINKS = 1 << 16
 _STARTS = 1 << 12
-
-
-def digests_of(keys: Sequence[str]) -> bytes:
-    """The digests of `keys`, 32 bytes each, one after the other.
-
-    A key that is no SHA-256 in hexadecimal digits is hashed: it names a page all the same. Raises TypeError for one
-    that is no string.
-    """
-    text = "".join(keys)
-    if len(text) == _HEX * len(keys) and all(len(key) == _HEX for key in keys):
-        try:
-            # The digits alone: `fromhex` skips spaces, and another spelling of a key is another key.
-            if (digests := bytes.fromhex(text)).hex() == text:
-                return digests
-        except ValueError:
-            pass
-    return b"".join(_digest(key) for key in keys)
-
-
-def _digest(key: str) -> bytes:
-    if len(key) == _HEX:
-        try:
-            if (digest := bytes.fromhex(key)).hex() == key:
-                return digest
-        except ValueError:
-            pass
-    return hashlib.sha256(b"prefixd key " + key.encode("utf-8", "surrogatepass")).digest()
 
 
 class Chain:
@@ -70,7 +40,7 @@ class Chain:
 
 
 class Chains:
-    """Where in their prompts pages lie: by what SGLang says (`prefix_keys`), or else by what it has said before.
+    """Where in their prompts pages lie: by what the engine says, or else by what it has said before.
 
     A key has one parent, so a link that was learned once stays true. What is wrong here costs hits and no more: the
     daemon compares the digests of all pages of a path.
@@ -81,12 +51,16 @@ class Chains:
         self._lock = threading.Lock()
         self._parents: dict[bytes, bytes] = {}
 
-    def chain(self, keys: Sequence[str], prefix_keys: Sequence[str] | None) -> Chain:
-        """The chain of a call's keys. None: SGLang says nothing of the pages before them."""
-        own = digests_of(keys)
+    def chain(self, digests: bytes, before: bytes = b"") -> Chain:
+        """The chain of a call's pages.
+
+        Args:
+            digests: the pages' own, one after the other.
+            before: those of the pages that lead up to them; none where the engine does not say which these are.
+        """
         with self._lock:
-            before = digests_of(prefix_keys) if prefix_keys else self._ancestors(own[:KEY_BYTES])
-            chain = Chain(before + own, len(before) // KEY_BYTES)
+            before = before or self._ancestors(digests[:KEY_BYTES])
+            chain = Chain(before + digests, len(before) // KEY_BYTES)
             self._learn(chain)
         return chain
 
@@ -115,10 +89,10 @@ class Chains:
 class Starts:
     """Pages at which a stored path begins though others precede them in their prompt.
 
-    SGLang hands over a page once. When the daemon has lost the pages before it (it was restarted, one was damaged on
-    disk), nothing could ever be stored behind them while SGLang holds them itself. So the page begins a path of its
+    An engine hands over a page once. When the daemon has lost the pages before it (it was restarted, one was damaged on
+    disk), nothing could ever be stored behind them while the engine holds them itself. So the page begins a path of its
     own: its key names the whole prefix, so it is right wherever it lies. Who looks for it has to know where its path
-    begins; after a restart of SGLang the pages are computed, and stored, from the first one on.
+    begins; after a restart of the engine the pages are computed, and stored, from the first one on.
     """
 
     def __init__(self, limit: int = _STARTS) -> None:

@@ -1,7 +1,7 @@
 """One pool's pages in one namespace of prefixd: which are there, bring them, keep them.
 
-SGLang's threads call and wait; they also make the copies, so that the link's thread is free for the others. A call is
-cut into slices of some pages, each with a lease or a reservation of its own:
+The engine's threads call and wait; they also make the copies, so that the link's thread is free for the others. A call
+is cut into slices of some pages, each with a lease or a reservation of its own:
 
     load    Acquire -> copy out -> Release     that the release succeeds proves that the bytes were the right ones
     save    Reserve -> copy in -> Commit
@@ -32,9 +32,9 @@ from prefixd.client import (
     NamespaceSpec,
 )
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.integrations.sglang.chains import KEY_BYTES, Chain, Starts
-from prefixd.integrations.sglang.pool_pages import Bytes, Check, PagesAt, PagesUnusable
-from prefixd.integrations.sglang.shared_copies import SharedCopies
+from prefixd.integrations.engine.pages_by_key.chains import KEY_BYTES, Chain, Starts
+from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 
 T = TypeVar("T")
 H = TypeVar("H", AsyncLease, AsyncReservation)
@@ -192,7 +192,8 @@ class PageStore:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load(self, chain: Chain, pages: PagesAt) -> Outcome:
-        """Brings the pages of a call, from its first on, into SGLang's pool, until one is missing or time is over.
+        """Brings the pages of a call, from its first on, into the engine's memory, until one is missing or time
+        is over.
 
         While a slice is copied the daemon leases the next, and is told of the end of the one before.
         """
@@ -441,7 +442,7 @@ class PageStore:
                     [cache.reserve(_tokens(each.path), first_block=each.first_block) for each in wanted]
                 )
         except TimeoutError:
-            # It waits for the disk. What cannot be kept now is computed again one day; SGLang does not wait.
+            # It waits for the disk. What cannot be kept now is computed again one day; the engine does not wait.
             self._save_again_s = self._clock() + _SAVE_PAUSE_S
             await self._link.ask()  # unless it is away
             return None

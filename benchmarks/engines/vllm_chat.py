@@ -1,4 +1,4 @@
-"""What `benchmarks.vllm` asks an engine for: chats of several turns, and prompts that nobody asked before.
+"""What `benchmarks.vllm` and `benchmarks.peers` ask an engine for: chats of several turns, prompts that are new.
 
 Prompts are token ids; nothing here needs vLLM.
 """
@@ -6,8 +6,13 @@ Prompts are token ids; nothing here needs vLLM.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
+from benchmarks.engines.vllm_figures import PromptTokens, Reply, Stage
 
 Tokens = tuple[int, ...]
 
@@ -73,3 +78,31 @@ def distinct_prompts(count: int, tokens: int, vocabulary: int, seed: str) -> lis
     """`count` prompts of which no two begin alike, and none like a prompt of another seed."""
     source = random.Random(seed)
     return [tuple(source.randrange(vocabulary) for _ in range(tokens)) for _ in range(count)]
+
+
+def play_turn(name: str, engine: EngineProcess, chats: Chats, askers: Executor) -> Stage:
+    """The next turn of all conversations: asked in order, as many at a time as `askers` has threads."""
+
+    def ask(prompt: Tokens) -> Reply:
+        (result,) = engine.generate([EngineRequest(prompt, max_tokens=chats.plan.output_tokens)])
+        return Reply(result.token_ids, result.ttft_s)
+
+    prompts = chats.next_turn()
+    before = _prompt_tokens(engine)
+    begin = time.monotonic()
+    replies = list(askers.map(ask, prompts))
+    elapsed_s = time.monotonic() - begin
+    chats.answered([reply.tokens for reply in replies])
+    return Stage(name, tuple(replies), elapsed_s, _prompt_tokens(engine) - before)
+
+
+def _prompt_tokens(engine: EngineProcess) -> PromptTokens:
+    metrics = engine.metrics()
+    by_source, by_tier = metrics.prompt_tokens_by_source, metrics.cached_by_source
+    return PromptTokens(
+        total=metrics.prompt_tokens,
+        local=by_source.get("local_cache_hit", 0),
+        external=by_source.get("external_kv_transfer", 0),
+        cpu=by_tier.get("host", 0),
+        disk=by_tier.get("disk", 0),
+    )

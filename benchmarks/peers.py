@@ -1,0 +1,237 @@
+"""vLLM alone, with prefixd and with what people would use instead, on the same chats in one run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import harness
+from benchmarks.engines.vllm_chat import ChatPlan, Chats, play_turn
+from benchmarks.engines.vllm_engine import EngineProcess
+from benchmarks.engines.vllm_figures import Run
+from benchmarks.peers_parts import figures
+from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
+from benchmarks.peers_parts.plot import draw
+
+DESCRIPTION = """\
+The same chats on vLLM alone, on vLLM with prefixd's connector and on vLLM with LMCache's multiprocess server; where
+torch sees a GPU also on vLLM with its own offloading to host memory and files. Run it in its own environment:
+
+    make bench-peers
+
+Each of the --rounds goes through all of them in turn, beginning with another one each time, and starts each cache
+empty: chats of several turns, more of them than vLLM's own KV cache holds (--held); then the engine is restarted, the
+cache is not, and every chat has one more turn. All conversations have their turn before any has its next;
+--outstanding are asked for at a time. A prompt is all that was said before, with the answers that this engine gave.
+
+The caches get the same bytes of host memory (--cpu-mib), less than all chats need, and as much of the disk as they
+want. LMCache's engine copies into the server's shared memory and its server writes files (`fs_native`); it stores
+--lmcache-chunk tokens together, as prefixd does. It neither syncs its files nor checks what it reads from them.
+
+The model is a Llama with random weights in float32, built for the run, on --threads cores. The run fails when any
+answer differs, or when prefixd is not ahead of LMCache in every figure by more than the rounds differ: requests a
+second and the median and 95% of the waits for the first token, before the restart and after it. With --short times
+are shown but not judged: there are too few of them."""
+
+_FULL = {
+    "rounds": 3,
+    "conversations": 16,
+    "turns": 5,
+    "held": 4,
+    "system_tokens": 256,
+    "user_tokens": 192,
+    "output_tokens": 16,
+    "outstanding": 2,
+    "layers": 8,
+    "cpu_mib": 96,
+    "lmcache_chunk": 64,
+}
+_SHORT = {**_FULL, "rounds": 1, "conversations": 4, "turns": 2, "held": 1, "layers": 4, "cpu_mib": 24}
+_HELP = {
+    "rounds": "times that each of them has its turn",
+    "conversations": "chats",
+    "turns": "turns of each before the restart",
+    "held": "of the conversations at their longest, how many vLLM's own KV cache holds",
+    "system_tokens": "tokens that all prompts begin with",
+    "user_tokens": "tokens that a user adds each turn",
+    "output_tokens": "tokens generated for a request",
+    "outstanding": "requests asked for at a time",
+    "layers": "layers of the model",
+    "cpu_mib": "MiB of host memory that each cache has",
+    "lmcache_chunk": "tokens that LMCache stores and finds together; its own default is 256",
+}
+_BLOCK = 32
+_VOCABULARY = 4096
+_WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
+_STEP_TOKENS = 1024
+_VERSIONS = ("lmcache",)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds, and under `broken` what does not hold. Raises EngineFailed, DaemonFailed and LMCacheFailed."""
+    load_before = os.getloadavg()[0]
+    plan = ChatPlan(
+        conversations=options.conversations,
+        turns=options.turns,
+        system_tokens=options.system_tokens,
+        user_tokens=options.user_tokens,
+        output_tokens=options.output_tokens,
+        vocabulary=_VOCABULARY,
+        seed=options.seed,
+    )
+    caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, _BLOCK), dict(options.option))
+    names = options.only or names_here()
+    steps = options.rounds * len(names) * (plan.turns + 3)
+    with harness.progress("peers", steps) as step, ExitStack() as stack:
+        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
+        _save_model(model, options)
+        rounds = []
+        for number in range(options.rounds):
+            order = names[number % len(names) :] + names[: number % len(names)]
+            played = {}
+            for name in order:
+                with caches.open(name) as config:
+                    played[name] = _chat(name, model, plan, config, options, step)
+            rounds.append({name: played[name] for name in names})
+    compared = [LMCACHE] if {PREFIXD, LMCACHE} <= set(names) else []
+    broken = figures.other_tokens(rounds)
+    if not options.short:
+        broken += [line for other in compared for line in figures.not_ahead(rounds, PREFIXD, other)]
+    return {
+        "load_before": load_before,  # what else the machine had to do
+        "peers_versions": {name: metadata.version(name) for name in _VERSIONS},
+        "caches": figures.summary(rounds),
+        "leads": {other: [lead.to_plain() for lead in figures.leads(rounds, PREFIXD, other)] for other in compared},
+        "rounds_in_turn": [[run.to_plain() for run in each.values()] for each in rounds],
+        "same_tokens": not figures.other_tokens(rounds),
+        "broken": broken,
+    }
+
+
+def _chat(
+    name: str, model: Path, plan: ChatPlan, config: Config, options: argparse.Namespace, step: Callable[[], None]
+) -> Run:
+    """All turns, the engine restarted before the last."""
+    chats = Chats(plan)
+    stages = []
+    longest = plan.prompt_tokens(plan.turns + 1) + plan.output_tokens
+    blocks = -(-longest // _BLOCK)
+    with ThreadPoolExecutor(options.outstanding) as askers:
+        for turns in ([f"turn {turn}" for turn in range(1, plan.turns + 1)], ["after restart"]):
+            with EngineProcess(
+                model,
+                kv_transfer=config,
+                threads=options.threads,
+                block_size=_BLOCK,
+                max_model_len=blocks * _BLOCK,
+                max_num_seqs=max(4, options.outstanding),
+                max_num_batched_tokens=_STEP_TOKENS,
+                # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
+                num_gpu_blocks_override=1 + blocks * max(options.held, options.outstanding),
+            ) as engine:
+                step()
+                for turn in turns:
+                    stages.append(play_turn(turn, engine, chats, askers))
+                    step()
+                engine.wait_until_idle()
+    return Run(name, tuple(stages), ())
+
+
+def _save_model(directory: Path, options: argparse.Namespace) -> None:
+    # torch and transformers take seconds to import: not before the command line was found to be right.
+    from transformers.utils import logging
+
+    from benchmarks.engines.vllm_models import save_llama
+
+    logging.disable_progress_bar()
+    save_llama(directory, options.seed, layers=options.layers, **_WIDTHS)
+
+
+def show(result: dict[str, Any]) -> None:
+    """The result as a table."""
+    table = Table(title="Medians of the rounds, and in brackets from the least to the most", title_justify="left")
+    for column in ("", "requests/s", "first token: p50", "p95", "prompt tokens computed"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for part in figures.PARTS:
+        for name, parts in result["caches"].items():
+            values, prompt = parts[part], parts[part]["prompt_tokens"]
+            table.add_row(
+                f"{part}: {LABELS[name]}",
+                *(_text(values, figure, "" if higher else " s") for figure, higher in figures.HIGHER_IS_BETTER.items()),
+                f"{prompt['computed']:,} of {prompt['total']:,}",
+                end_section=name == list(result["caches"])[-1],
+            )
+    # Wide enough for the table where the output is no terminal too.
+    console = Console(width=max(Console().width, 140), highlight=False)
+    console.print(table)
+    for other, leads in result["leads"].items():
+        for lead in leads:
+            console.print(
+                f"{lead['part']}, {lead['figure']}: ahead of {other} by {lead['ahead']:.3f}, "
+                f"where the rounds differ by {lead['spread']:.3f}"
+            )
+
+
+def _text(values: dict[str, Any], figure: str, unit: str) -> str:
+    rounds = values["rounds"][figure]
+    return f"{values[figure]:.2f}{unit} ({min(rounds):.2f} to {max(rounds):.2f})"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser("peers", DESCRIPTION)
+    for name, text in _HELP.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
+    parser.add_argument("--threads", type=harness.positive, default=1, help="cores that the model computes on (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, users and order (0)")
+    parser.add_argument("--short", action="store_true", help="a small run of about two minutes, for a first look")
+    parser.add_argument(
+        "--only", choices=tuple(LABELS), action="append", metavar="NAME", help="one of them alone; again for another"
+    )
+    parser.add_argument(
+        "--option",
+        type=harness.json_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of prefixd's connector, its value in JSON (block_tokens=128); again for another",
+    )
+    options = parser.parse_args(arguments)
+    for name, value in (_SHORT if options.short else _FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. Raises BenchmarkError when a promise does not hold, after the result is written."""
+    options = _options(arguments)
+    if missing := [name for name in ("vllm", "lmcache") if find_spec(name) is None]:
+        raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `make bench-peers`")
+    parameters = {
+        name: value for name, value in vars(options).items() if name not in ("json", "plot", "option", "only")
+    }
+    result = {**parameters, "connector_options": dict(options.option), **measure(options)}
+    show(result)
+    if options.json is not None:
+        harness.write("peers", result, options.json)
+    if options.plot is not None:
+        draw(result, options.plot)
+    if result["broken"]:
+        raise harness.BenchmarkError("; ".join(result["broken"]))
+
+
+if __name__ == "__main__":
+    harness.run(main)

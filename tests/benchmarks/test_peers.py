@@ -1,0 +1,78 @@
+"""What benchmarks.peers judges by, and the step that prepares its environment; without vLLM and LMCache."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engines.vllm_figures import PromptTokens, Reply, Run, Stage
+from benchmarks.peers_parts import guard_dispatcher
+from benchmarks.peers_parts.figures import figures, leads, not_ahead, other_tokens, summary
+from benchmarks.peers_parts.plot import draw
+
+
+def stage(name: str, waits_s: list[float], elapsed_s: float, tokens: tuple[int, ...] = (1, 2)) -> Stage:
+    return Stage(name, tuple(Reply(tokens, wait) for wait in waits_s), elapsed_s, PromptTokens(total=10, local=4))
+
+
+def run(name: str, factor: float, tokens: tuple[int, ...] = (1, 2)) -> Run:
+    """Two turns and one after the restart, all `factor` times as slow."""
+    turns = [stage(f"turn {turn}", [0.1 * factor, 0.3 * factor], factor, tokens) for turn in (1, 2)]
+    return Run(name, (*turns, stage("after restart", [0.2 * factor], 0.5 * factor, tokens)), ())
+
+
+def rounds(ours: list[float], theirs: list[float]) -> list[dict[str, Run]]:
+    return [
+        {"prefixd": run("prefixd", mine), "lmcache": run("lmcache", other)}
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+
+
+def test_the_last_stage_is_the_one_after_the_restart() -> None:
+    assert figures(run("prefixd", 1.0)) == {
+        "cold": {"requests_per_s": 2.0, "ttft_p50_s": pytest.approx(0.2), "ttft_p95_s": pytest.approx(0.3)},
+        "after restart": {"requests_per_s": 2.0, "ttft_p50_s": pytest.approx(0.2), "ttft_p95_s": pytest.approx(0.2)},
+    }
+
+
+def test_ahead_is_by_more_than_the_rounds_differ() -> None:
+    clear = leads(rounds([1.0, 1.1, 0.9], [2.0, 2.1, 1.9]), "prefixd", "lmcache")
+    assert len(clear) == 6 and all(lead.clear for lead in clear)
+    assert not_ahead(rounds([1.0, 1.1, 0.9], [2.0, 2.1, 1.9]), "prefixd", "lmcache") == []
+    near = rounds([1.0, 1.5, 0.9], [1.1, 1.1, 1.1])
+    assert not any(lead.clear for lead in leads(near, "prefixd", "lmcache"))
+    assert len(not_ahead(near, "prefixd", "lmcache")) == 6
+
+
+def test_other_tokens_of_any_cache_are_told() -> None:
+    played = rounds([1.0], [2.0])
+    assert other_tokens(played) == []
+    played[0]["lmcache"] = run("lmcache", 2.0, tokens=(1, 3))
+    assert other_tokens(played) == ["round 1: 5 of 5 requests got other tokens with lmcache"]
+
+
+def test_the_summary_is_drawn(tmp_path: Path) -> None:
+    caches = summary(rounds([1.0, 1.1, 0.9], [2.0, 2.1, 1.9]))
+    cold = caches["lmcache"]["cold"]
+    assert cold["requests_per_s"] == 1.0 and cold["rounds"]["requests_per_s"] == [1.0, 0.9524, 1.0526]
+    assert cold["prompt_tokens"] == {"total": 60, "computed": 36, "local": 24, "external": 0}
+    draw({"caches": caches}, tmp_path / "plot.png")
+    if "matplotlib" in sys.modules:
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_vllm_is_guarded_once_and_another_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "triton_utils" / "dispatcher.py"
+    file.parent.mkdir()
+    spec = ModuleSpec("vllm", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(guard_dispatcher, "find_spec", lambda _name: spec)
+    file.write_text('            if hasattr(value, "__dict__"):\n')
+    guard_dispatcher.main()
+    guard_dispatcher.main()
+    assert file.read_text() == '            if isinstance(getattr(value, "__dict__", None), Mapping):\n'
+    file.write_text("pass\n")
+    with pytest.raises(SystemExit, match="does not have the line"):
+        guard_dispatcher.main()

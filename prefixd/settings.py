@@ -502,10 +502,13 @@ class EventSettings(_Section):
     """Connect to the endpoint rather than listen there: for routers that listen themselves."""
     replay_endpoint: Annotated[str, AfterValidator(_zmq)] | None = None
     """Where subscribers that missed batches ask for them once more."""
-    topic: Annotated[str, AfterValidator(_topic)] = "kv-events"
-    """The first frame of every message; {namespace} in it stands for the namespace's name, {tenant} for whose it is.
-    llm-d wants kv@POD@MODEL, where POD is its name for the engine to which it sends requests for what is held here,
-    such as 10.0.0.5:8000, and MODEL the one that requests name."""
+    block_tokens: Count = 16
+    """Tokens of a block as routers count them: the engine's block size, vLLM's and both sides' default. A block of the
+    cache is told of as several such blocks; one of a size that cannot be divided so is told of as it is."""
+    topic: Annotated[str, AfterValidator(_topic)] = ""
+    """The first frame of every message, empty as vLLM's by default; {namespace} in it stands for the namespace's name,
+    {tenant} for whose it is. llm-d wants kv@POD@MODEL, where POD is its name for the engine to which it sends requests
+    for what is held here, such as 10.0.0.5:8000, and MODEL the one that requests name."""
     namespaces: Annotated[tuple[AnnouncedNames, ...], BeforeValidator(_texts)] = ("default/*",)
     """Whose namespaces are announced, besides those that the daemon's own workers fill: TENANT/NAME each, where * and ?
     in NAME stand for any characters. A client names its namespaces as it likes, so name only tenants whose word routers

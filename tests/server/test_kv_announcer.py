@@ -27,6 +27,8 @@ from prefixd.cache import (
     Tiers,
     Trie,
 )
+from prefixd.cache.groups import FullAttention
+from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events import publisher as publisher_module
@@ -47,6 +49,7 @@ class Router:
     def __init__(self, settings: EventSettings, subscribed: Callable[[], None]) -> None:
         self.counters = EventCounters()
         self.blocks: set[tuple[str, int]] = set()
+        self.prompts: dict[int, int] = {}  # of every hash ever told, all tokens up to its block's end (`continued`)
         self.batches: list[Sequence[Event]] = []
         self.topics: list[bytes] = []
 
@@ -63,13 +66,23 @@ class Router:
                 case BlockStored(hashes, parent, tokens, width):
                     known = {key for _, key in self.blocks}
                     assert parent is None or parent in known, "its parent was not told"
-                    assert len(tokens) == width * len(hashes)
-                    for key in hashes:
+                    assert len(tokens) == width * len(hashes) == width * len(event.extra_keys or ())
+                    for place, key in enumerate(hashes):
                         assert (event.medium, key) not in self.blocks, "told twice"
                         self.blocks.add((event.medium, key))
+                        before = 0 if parent is None else self.prompts[parent]
+                        prompt = continued(before, tokens[place * width : (place + 1) * width])
+                        assert self.prompts.setdefault(key, prompt) == prompt
+                        parent = key
 
     def close(self) -> None:
         pass
+
+    @property
+    def believed(self) -> set[tuple[str, int]]:
+        """By their tokens; a block that is known by two hashes is believed twice."""
+        assert len(set(self.prompts.values())) == len(self.prompts), "the same tokens have two hashes"
+        return {(medium, self.prompts[key]) for medium, key in self.blocks}
 
 
 @pytest.fixture
@@ -95,15 +108,52 @@ def matchable(namespace: Namespace, trie: Trie) -> set[tuple[str, int]]:
     }
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Rows are used again, blocks come back under other rows, a tier goes and comes, in the middle of small turns."""
+def continued(before: int, tokens: Sequence[int]) -> int:
+    """Stands for all tokens of a prompt that goes on with these."""
+    return hash((before, tuple(tokens)))
+
+
+def engine_blocks(trie: Trie, width: int) -> set[tuple[str, int]]:
+    """What routers should believe: of each tier, the prompts that end with an engine's block of one of its blocks."""
+    ends: dict[int, list[int]] = {}
+
+    def ends_in(row: int) -> list[int]:
+        if row not in ends:
+            parent, tokens = int(trie.parent[row]), trie.tokens[row].tolist()
+            before, ends[row] = 0 if parent < 0 else ends_in(parent)[-1], []
+            for place in range(0, trie.block_tokens, width):
+                before = continued(before, tokens[place : place + width])
+                ends[row].append(before)
+        return ends[row]
+
+    return {
+        (medium, end)
+        for row in trie.used_rows().tolist()
+        for tier, medium in enumerate(announcer.MEDIA.values())
+        if trie.complete[row] & trie.offered & (1 << tier)
+        for end in ends_in(row)
+    }
+
+
+@pytest.mark.parametrize(("seed", "width"), [(0, 6), (1, 6), (2, 2), (3, 2), (4, 1), (5, 1)])
+async def test_what_was_told_is_what_is_so(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch, seed: int, width: int
+) -> None:
+    """Rows are used again, blocks come back under other rows, a tier goes and comes, in the middle of small turns; with
+    blocks of six tokens and an engine that has so many, two or one, so that they begin alike."""
     monkeypatch.setattr(announcer, "Publisher", Router)
-    for name, value in (("_TURN_ROWS", 5), ("_TURN_HASHES", 4), ("_TURN_BLOCKS", 3), ("_WINDOW", 6)):
+    for name, value in (
+        ("_TURN_ROWS", 5),
+        ("_TURN_COUNTED", 15),
+        ("_TURN_HASHES", 4),
+        ("_TURN_BLOCKS", 9),
+        ("_WINDOW", 6),
+        ("_TURN_FORGOTTEN", 3),
+    ):
         monkeypatch.setattr(announcer, name, value)
-    namespace = cache.register(NamespaceSpec("m", 2, (PartSpec("a", 0, 8), PartSpec("b", 0, 8))))
+    namespace = cache.register(NamespaceSpec("m", 6, (PartSpec("a", 0, 8), PartSpec("b", 0, 8))))
     trie = cache.trie(namespace)
-    events = announcer.KVEvents(cache, ON)
+    events = announcer.KVEvents(cache, ON.model_copy(update={"block_tokens": width}))
     router: Any = events._publisher
     cache.observe(events._note)
     events.announce_all()
@@ -111,7 +161,7 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
 
     def grow() -> None:
         """A prompt of few different tokens, so that what was removed comes back."""
-        prompt = np.array([choose.randrange(2) for _ in range(2 * choose.randrange(1, 8))], "<u4")
+        prompt = np.array([choose.randrange(10) == 0 for _ in range(6 * choose.randrange(1, 8))], "<u4")
         chain = cache.chain(namespace, prompt.tobytes())
         tier = choose.randrange(REMOTE)  # of this host
         for row in enter_chain(trie, chain, namespace.root, namespace.ordinal):
@@ -143,15 +193,16 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
         if choose.random() < 0.1:
             while events._turn():
                 pass
-            assert router.blocks == matchable(namespace, trie)
+            assert router.believed == engine_blocks(trie, width)
     while events._turn():
         pass
-    assert router.blocks == matchable(namespace, trie) and len(router.blocks) > 20
+    assert router.believed == engine_blocks(trie, width) and len(router.blocks) > 20
     # The disk goes out of service: what is nowhere else is nowhere, and all of it is back later.
     trie.offer(DISK, False)
     while events._turn():
         pass
-    assert router.blocks == matchable(namespace, trie) and not any(medium == "STORAGE" for medium, _ in router.blocks)
+    assert router.believed == engine_blocks(trie, width)
+    assert not any(medium == "STORAGE" for medium, _ in router.blocks)
     assert max(sum(len(e.block_hashes) for e in batch if isinstance(e, BlockRemoved)) for batch in router.batches) <= 4
 
 
@@ -203,10 +254,18 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
     assert router.batches[0] == [AllBlocksCleared()]
     stored = router.batches[1:]
     assert all(len(batch) == 1 for batch in stored)
-    assert [len(batch[0].block_hashes) for batch in stored] == [256] * 11 + [3000 - 11 * 256]
-    assert [key for batch in stored for key in batch[0].block_hashes] == [
+    assert [len(batch[0].block_hashes) for batch in stored] == [512] * 23 + [4 * 3000 - 23 * 512]
+    assert [key for batch in stored for key in batch[0].block_hashes[3::4]] == [
         announcer.block_hash(namespace.id, chain.key(i)) for i in range(3000)
     ]
+    assert {batch[0].block_size for batch in stored} == {16}
+    trie.drop_copies(rows, DISK)
+    events._note(trie, rows)
+    while events._turn():
+        pass
+    removed = [batch for batch in router.batches if isinstance(batch[0], BlockRemoved)]
+    assert not router.blocks and not len(events._engine_blocks)
+    assert max(len(event.block_hashes) for batch in removed for event in batch) <= 4096
 
 
 async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,3 +530,51 @@ async def test_what_only_a_shared_store_has_is_not_announced(
 def test_only_an_asterisk_and_a_question_mark_stand_for_others(named: str, name: str, match: bool) -> None:
     assert (announcer.pattern_of_names(["x/y", named]).match(name) is not None) == match
     assert announcer.pattern_of_names([]).match(name) is None
+
+
+async def test_blocks_that_cannot_be_divided_are_told_as_they_are(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says so, once a size."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    events = announcer.KVEvents(cache, ON)
+    router: Any = events._publisher
+    cache.observe(events._note)
+    for salt in (b"", b"s"):
+        namespace = cache.register(NamespaceSpec("m", 24, (PartSpec("kv", 0, 8),), salt))
+        trie = cache.trie(namespace)
+        chain = cache.chain(namespace, np.arange(48, dtype="<u4").tobytes())
+        rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
+        trie.put_copies(rows, DISK, np.array([[1], [2]]), 0.0)
+    while events._turn():
+        pass
+    stored = [event for batch in router.batches for event in batch if isinstance(event, BlockStored)]
+    assert [(event.block_size, len(event.block_hashes)) for event in stored] == [(24, 2)] * 2
+    assert [record.message for record in caplog.records if "blocks of 24 tokens" in record.message] == [
+        "blocks of 24 tokens cannot be told to routers in blocks of events.block_tokens = 16, and are told as they "
+        "are: a router that counts in other blocks does not know them"
+    ]
+
+
+async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was told of its former blocks is told to be gone, though nobody looked at it in between."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    monkeypatch.setattr(announcer, "_TURN_COUNTED", 4)
+    events = announcer.KVEvents(cache, ON)
+    router: Any = events._publisher
+    cache.observe(events._note)
+    namespace = cache.register(NamespaceSpec("m", 32, (PartSpec("kv", 0, 8),)))
+    trie = cache.trie(namespace)
+    rows = enter_chain(trie, cache.chain(namespace, bytes(32 * 4 * 5)), namespace.root, namespace.ordinal)
+    trie.put_copies(rows, DISK, np.arange(5)[:, None], 0.0)
+    while events._turn():
+        pass
+    assert len(router.blocks) == 10
+    trie.drop_copies(rows, DISK)
+    trie.remove(int(rows[-1]))  # and what it continued
+    trie.reshape(64, (8,), [FullAttention()])
+    rows = enter_chain(trie, BlockChain(bytes(64 * 4), 64, 7), namespace.root, namespace.ordinal)
+    trie.put_copies(rows, DISK, np.array([[3]]), 0.0)
+    while events._turn():
+        pass
+    assert len(router.blocks) == len(events._engine_blocks) + 1 == 4

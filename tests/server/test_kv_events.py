@@ -35,7 +35,7 @@ END = (1 << 64) - 1
 class Subscriber:
     """A router: what it has been told since it was told to forget everything, and what it therefore believes."""
 
-    def __init__(self, endpoint: str, topic: bytes = b"", *, name: bytes = b"kv-events") -> None:
+    def __init__(self, endpoint: str, topic: bytes = b"", *, name: bytes = b"") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.subscribe(topic)
@@ -281,7 +281,7 @@ def test_replay(start: Callable[..., Remote], subscriber: Callable[..., Subscrib
     again = Subscriber(f"ipc://{folder}/nobody")
     with again:
         for topic, number, payload in everything:
-            assert topic == b"kv-events"
+            assert topic == b""
             again.take(number, payload)
     assert again.blocks == router.blocks
     assert replayed(f"ipc://{folder}/replay", last) == everything[-1:]
@@ -432,3 +432,27 @@ def test_an_endpoint_that_is_taken_is_refused(
 @pytest.mark.slow
 def test_nothing_is_watched_without_an_endpoint(launch: Callable[..., Remote]) -> None:
     assert not launch({"disk.bytes": 0}).stats().HasField("kv_events")
+
+
+def test_blocks_are_told_in_the_engines_size(
+    start: Callable[..., Remote], subscriber: Callable[..., Subscriber]
+) -> None:
+    """Prompts that part inside a block have its beginning in common, until the last of them goes."""
+    remote = start({"events.block_tokens": 2, "disk.bytes": 0})
+    router = subscriber()
+    namespace = put(remote, [1, 2, 3, 4, 5, 6, 7, 8])
+    router.until(lambda: len(router.blocks.get("CPU", {})) == 4)
+    put(remote, [1, 2, 3, 4, 5, 6, 9, 9])
+    router.until(lambda: len(router.blocks["CPU"]) == 5)
+    told = {tuple(block["tokens"]): (key, block["parent"]) for key, block in router.blocks["CPU"].items()}
+    key_of = {tokens: key for tokens, (key, _) in told.items()}
+    assert {tokens: parent for tokens, (_, parent) in told.items()} == {
+        (1, 2): None,
+        (3, 4): key_of[1, 2],
+        (5, 6): key_of[3, 4],
+        (7, 8): key_of[5, 6],
+        (9, 9): key_of[5, 6],
+    }
+    assert key_of[7, 8] == hashes(namespace, [1, 2, 3, 4, 5, 6, 7, 8])[1]
+    remote.evict(namespace_id=namespace)
+    router.until(lambda: router.has("CPU"))

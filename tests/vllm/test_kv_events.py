@@ -51,7 +51,7 @@ class Subscriber:
     def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
         self._socket = context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.subscribe(b"kv-events")
+        self._socket.subscribe(b"")
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(theirs.KVEventBatch)
         self._encoder = msgspec.msgpack.Encoder()

@@ -5,6 +5,15 @@ came and went in between costs nothing, what waits to be announced is bounded by
 lost in a queue. All removals go first, since a removed block may be back in another row; then what was stored, parents
 before children. A turn on the event loop does a bounded part of that.
 
+Events are in the engine's blocks (`events.block_tokens`), of which a block of the cache has several:
+
+    tokens                        |  16  |  16  |  16  |  16  |
+    hash (n: the namespace's id)  |  of n, the hash of the block before, |  of n and the block's key
+                                  |  and the tokens up to here           |
+
+So the same tokens behind the same block have the same hashes, as an engine's have, whichever block of the cache they
+are in (`EngineBlocks`). A block of a size that cannot be divided so is told of as it is.
+
 What an event says of a model with several KV groups: see `_tiers_of`.
 
 Whoever subscribes has missed what was said before: then everything is announced anew, after AllBlocksCleared. All
@@ -19,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
 import time
 from collections import deque
@@ -34,9 +44,12 @@ from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.key_index import KEY_BYTES
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows
+from prefixd.server.kv_events.engine_blocks import EngineBlocks
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
+
+log = logging.getLogger(__name__)
 
 MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
 """vLLM's names, by the tier's."""
@@ -44,13 +57,17 @@ MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
 LOCALITY = "LOCAL"
 
 _GATHER_S = 0.004  # what changes within it goes into one batch; the pause between turns
-_TURN_ROWS = 32_768  # looked at in a turn
-_TURN_HASHES = 4096  # removed in a turn
-_TURN_BLOCKS = 512  # stored in a turn,
+_TURN_ROWS = 32_768  # looked at in a turn,
+_TURN_COUNTED = 4096  # where they have several engine's blocks, so many of these
+_TURN_HASHES = 4096  # removed in a turn,
+_TURN_FORGOTTEN = 1024  # and forgotten here
+_TURN_BLOCKS = 512  # stored in a turn, in the engine's blocks,
 _TURN_TOKENS = 16_384  # and their tokens
 _WINDOW = 8 * _TURN_BLOCKS  # rows among which those are sought
 _TURN_NAMESPACES = 512  # whose topics begin in a turn
 _SPARE_TOPICS = 256
+_LOGGED_SIZES = 64
+_INNER = b"inner"  # no hash of an engine's block is one of a whole block
 _ANEW_SHARE = 10  # of the time, at most one part in so many goes into announcing everything anew
 
 Bits = npt.NDArray[np.uint8]
@@ -59,12 +76,15 @@ Hashes = npt.NDArray[np.uint64]
 
 
 class _Announced:
-    """What was said of the rows of one trie."""
+    """What was said of the rows of one trie, whose blocks have so many engine's blocks each."""
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: int) -> None:
+        self.pieces = pieces
         self._memory = ColumnMemory()
         self.media: Bits = np.zeros(0, np.uint8)  # where it was said to be, a bit a tier
         self.hashes: Hashes = np.zeros(0, np.uint64)
+        # [rows, pieces - 1]: ids of the engine's blocks but the last, whose hash is the block's own.
+        self.inner: npt.NDArray[np.int32] = np.zeros((0, pieces - 1), np.int32)
         self.generation: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # of the row's block then
         self.topic: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # its number
         self.news: Flags = np.zeros(0, np.bool_)  # something changed; not looked at yet
@@ -73,7 +93,7 @@ class _Announced:
     def fit(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         if rows > len(self.news):
-            for name in ("media", "hashes", "generation", "topic", "news", "to_store"):
+            for name in ("media", "hashes", "inner", "generation", "topic", "news", "to_store"):
                 setattr(self, name, self._memory.grown(name, getattr(self, name), rows))
 
 
@@ -94,13 +114,18 @@ class KVEvents:
     ) -> None:
         self._cache = cache
         self._topic = settings.topic
+        self._engine_tokens = settings.block_tokens
         self._named = pattern_of_names(settings.namespaces)
         self._again_s = settings.again_s
         self._clock = clock
         # What a shared store has is as far away for every host: it is no reason to send a request to this one.
         self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers if tier is not cache.tiers.remote}
         self._announced: list[_Announced] = []  # by the tries' ordinals
+        self._left: list[_Announced] = []  # of tries that have another geometry now
+        self._undivided: set[int] = set()  # block sizes about which that was logged
+        self._engine_blocks = EngineBlocks(len(MEDIA))
         self._gone: deque[tuple[bytes, int, Hashes]] = deque()  # topic, tier, hashes: removals to be said
+        self._unused: deque[Rows] = deque()  # ids of engine's blocks that are to be forgotten with them
         self._begun: dict[bytes, int] = {}  # topics that have had their AllBlocksCleared, and their numbers
         self._topics: list[bytes] = []  # by number
         self._anew = False  # everything is to be announced from the beginning,
@@ -146,10 +171,26 @@ class KVEvents:
 
     def _of(self, trie: Trie) -> _Announced:
         while len(self._announced) <= trie.ordinal:
-            self._announced.append(_Announced())
-        announced = self._announced[trie.ordinal]
+            self._announced.append(_Announced(1))
+        announced, pieces = self._announced[trie.ordinal], self._pieces(trie)
+        if announced.pieces != pieces:
+            self._left.append(announced)
+            announced = self._announced[trie.ordinal] = _Announced(pieces)
         announced.fit(len(trie.parent))
         return announced
+
+    def _pieces(self, trie: Trie) -> int:
+        """Of how many of the engine's blocks a block is told."""
+        pieces, rest = divmod(trie.block_tokens, self._engine_tokens)
+        if rest and trie.block_tokens not in self._undivided and len(self._undivided) < _LOGGED_SIZES:
+            self._undivided.add(trie.block_tokens)
+            log.warning(
+                "blocks of %d tokens cannot be told to routers in blocks of events.block_tokens = %d, and are told as "
+                "they are: a router that counts in other blocks does not know them",
+                trie.block_tokens,
+                self._engine_tokens,
+            )
+        return 1 if rest else pieces
 
     # -- turns --------------------------------------------------------------------------------------------------
 
@@ -173,9 +214,10 @@ class KVEvents:
         for trie, announced in tries:
             if announced.news.any():
                 self._look(trie, announced)
-        if any(announced.news.any() for _, announced in tries):
+        self._left = [left for left in self._left if self._leave(left)]
+        if self._left or any(announced.news.any() for _, announced in tries):
             return True
-        if self._gone:
+        if self._gone or self._unused:
             self._publish_removals()
         else:
             for trie, announced in tries:
@@ -187,11 +229,14 @@ class KVEvents:
             self._announcing = False
             now = self._clock()
             self._earliest_s = max(self._begun_s + self._again_s, now + (_ANEW_SHARE - 1) * (now - self._begun_s))
-        return more or bool(self._gone)
+        return more or bool(self._gone or self._unused)
 
     def _begin_anew(self) -> None:
         self._anew, self._announcing, self._begun_s = False, True, self._clock()
         self._gone.clear()
+        self._unused.clear()
+        self._left.clear()
+        self._engine_blocks = EngineBlocks(len(MEDIA))
         before, self._topics = self._topics, []
         self._begun.clear()
         if EVENT_NAMESPACE not in self._topic and EVENT_TENANT not in self._topic:
@@ -235,24 +280,41 @@ class KVEvents:
     def _look(self, trie: Trie, announced: _Announced) -> None:
         """Turns news into removals and into what is to be stored."""
         start = int(announced.news.argmax())
-        rows = start + np.flatnonzero(announced.news[start : start + _TURN_ROWS])
+        rows = start + np.flatnonzero(announced.news[start : start + _looked_at(announced)])
         is_so, said = _tiers_of(trie, rows), announced.media[rows]
         same = announced.generation[rows] == trie.generation[rows]
         still = np.where(same, said & is_so, np.uint8(0))
-        for tier in self._media:
-            gone = rows[(said & ~still & np.uint8(1 << tier)) != 0]
-            if len(gone):
-                self._queue_removals(announced, gone, tier)
+        self._queue_removals(announced, rows, said & ~still)
         announced.media[rows] = still
         announced.to_store[rows] = (is_so & ~still) != 0
         announced.news[rows] = False
 
-    def _queue_removals(self, announced: _Announced, rows: Rows, tier: int) -> None:
-        topics = announced.topic[rows]
-        for number in np.unique(topics).tolist():
-            self._gone.append((self._topics[number], tier, announced.hashes[rows[topics == number]]))
+    def _leave(self, announced: _Announced) -> bool:
+        """Turns what was said of a trie's former blocks into removals; whether there is more of it."""
+        rows = np.flatnonzero(announced.media)[: _looked_at(announced)]
+        self._queue_removals(announced, rows, announced.media[rows])
+        announced.media[rows] = 0
+        return bool(announced.media.any())
+
+    def _queue_removals(self, announced: _Announced, rows: Rows, gone: Bits) -> None:
+        """Queues the removals of rows from the tiers `gone`, a bit each."""
+        unused = []
+        for tier in self._media:
+            of_tier = rows[(gone & np.uint8(1 << tier)) != 0]
+            topics = announced.topic[of_tier]
+            for number in np.unique(topics).tolist():
+                of_topic = of_tier[topics == number]
+                inner = self._engine_blocks.remove(announced.inner[of_topic].astype(np.int64), tier)
+                hashes = np.concatenate([announced.hashes[of_topic], self._engine_blocks.hashes(inner)])
+                self._gone.append((self._topics[number], tier, hashes))
+                unused.append(inner)
+        if unused:
+            ids = self._engine_blocks.unused(np.unique(np.concatenate(unused)))
+            self._unused += np.split(ids, range(_TURN_FORGOTTEN, len(ids), _TURN_FORGOTTEN)) if len(ids) else []
 
     def _publish_removals(self) -> None:
+        if self._unused:
+            self._engine_blocks.forget(self._unused.popleft())
         left = _TURN_HASHES
         by_topic: dict[bytes, list[BlockRemoved]] = {}
         while left and self._gone:
@@ -269,48 +331,82 @@ class KVEvents:
     # -- what was stored ----------------------------------------------------------------------------------------
 
     def _publish_stored(self, trie: Trie, announced: _Announced) -> None:
-        rows = _some(trie, announced.to_store, max(min(_TURN_TOKENS // trie.block_tokens, _TURN_BLOCKS), 1))
+        most = min(_TURN_TOKENS // trie.block_tokens, _TURN_BLOCKS // announced.pieces)
+        rows = _some(trie, announced.to_store, max(most, 1))
         announced.to_store[rows] = False
         told = {each: self._announces(self._cache.namespaces.at(each)) for each in set(trie.namespace[rows].tolist())}
         rows = rows[[told[ordinal] for ordinal in trie.namespace[rows].tolist()]]
         if not len(rows):
             return
-        is_so, ordinals = _tiers_of(trie, rows), trie.namespace[rows].tolist()
-        hashes = self._hashes(trie, rows)
-        fresh = is_so & ~announced.media[rows]
-        announced.media[rows] = is_so
-        announced.hashes[rows] = hashes
-        announced.generation[rows] = trie.generation[rows]
+        fresh = _tiers_of(trie, rows) & ~announced.media[rows]
+        rows, fresh = rows[fresh != 0], fresh[fresh != 0]
+        if not len(rows):
+            return
+        self._name(trie, announced, rows)
+        inner = announced.inner[rows].astype(np.int64)
+        known = np.zeros((len(rows), len(MEDIA)), np.int64)  # of its engine's blocks, in each tier
+        for tier in self._media:
+            here = np.flatnonzero(fresh & np.uint8(1 << tier))
+            known[here, tier] = self._engine_blocks.add(inner[here], tier)
+        announced.media[rows] |= fresh
+        ordinals = trie.namespace[rows].tolist()
         namespaces = {ordinal: self._cache.namespaces.at(ordinal) for ordinal in set(ordinals)}
         topics = {ordinal: self._topic_of(namespace) for ordinal, namespace in namespaces.items()}
         numbers = {ordinal: self._begin(topic) for ordinal, topic in topics.items()}
         announced.topic[rows] = [numbers[ordinal] for ordinal in ordinals]
+        hashes = np.hstack([self._engine_blocks.hashes(inner), announced.hashes[rows, None]]).ravel().tolist()
+        tokens = trie.tokens[rows].ravel().tolist()
+        pieces, width = announced.pieces, trie.block_tokens // announced.pieces
         parents = trie.parent[rows].astype(np.int64)
-        tokens, width = trie.tokens[rows].ravel().tolist(), trie.block_tokens
-        runs = 1 + np.flatnonzero((parents[1:] != rows[:-1]) | (fresh[1:] != fresh[:-1]))
+        ends = (parents[1:] != rows[:-1]) | (fresh[1:] != fresh[:-1]) | known[1:].any(axis=1)
         by_topic: dict[bytes, list[BlockStored]] = {}
-        for start, end in pairwise([0, *runs.tolist(), len(rows)]):
-            namespace = namespaces[ordinals[start]]
-            first = bool(parents[start] < 0)
-            above = None if first else self._hashes(trie, parents[start : start + 1])[0]
-            events = by_topic.setdefault(topics[ordinals[start]], [])
-            events += [
-                BlockStored(
-                    block_hashes=hashes[start:end],
-                    parent_block_hash=above,
-                    token_ids=tokens[start * width : end * width],
+        for start, end in pairwise([0, *(1 + np.flatnonzero(ends)).tolist(), len(rows)]):
+            above = None if parents[start] < 0 else self._hashes(trie, parents[start : start + 1])[0]
+            salted = _salted(namespaces[ordinals[start]]) if above is None else None
+            for tier, medium in self._media.items():
+                if not fresh[start] & (1 << tier):
+                    continue
+                skipped = int(known[start, tier])
+                first, last = pieces * start + skipped, pieces * end
+                event = BlockStored(
+                    block_hashes=hashes[first:last],
+                    parent_block_hash=hashes[first - 1] if skipped else above,
+                    token_ids=tokens[width * first : width * last],
                     block_size=width,
                     lora_id=None,
                     medium=medium,
                     lora_name=None,
-                    extra_keys=[_salted(namespace) if first else None, *[None] * (end - start - 1)],
+                    extra_keys=[None if skipped else salted, *[None] * (last - first - 1)],
                     locality=LOCALITY,
                 )
-                for tier, medium in self._media.items()
-                if fresh[start] & (1 << tier)
-            ]
+                by_topic.setdefault(topics[ordinals[start]], []).append(event)
         for topic, batch in by_topic.items():
             self._publisher.publish(topic, batch)
+
+    def _name(self, trie: Trie, announced: _Announced, rows: Rows) -> None:
+        """Finds the hashes of blocks of which nothing was said."""
+        rows = rows[announced.media[rows] == 0]
+        announced.hashes[rows] = self._hashes(trie, rows)
+        announced.generation[rows] = trie.generation[rows]
+        if announced.pieces > 1:
+            announced.inner[rows] = self._engine_blocks.enter(self._inner_hashes(trie, announced, rows))
+
+    def _inner_hashes(self, trie: Trie, announced: _Announced, rows: Rows) -> Hashes:
+        """[len(rows), pieces - 1]: the hashes of the engine's blocks but the last, of rows that have their own."""
+        above = dict(zip(rows.tolist(), announced.hashes[rows].tolist(), strict=True))
+        parents = trie.parent[rows].tolist()
+        others = sorted({parent for parent in parents if parent >= 0} - above.keys())
+        above.update(zip(others, self._hashes(trie, np.array(others, np.int64)), strict=True))
+        tokens, nbytes = trie.tokens[rows].astype("<u4", copy=False).tobytes(), 4 * trie.block_tokens
+        digests = bytearray()
+        for at, (ordinal, parent) in enumerate(zip(trie.namespace[rows].tolist(), parents, strict=True)):
+            before = above[parent].to_bytes(8, "big") if parent >= 0 else b""
+            beginning = hashlib.blake2b(self._cache.namespaces.at(ordinal).id + before, digest_size=8, person=_INNER)
+            block = memoryview(tokens)[nbytes * at : nbytes * (at + 1)]
+            for place in range(0, nbytes - nbytes // announced.pieces, nbytes // announced.pieces):
+                beginning.update(block[place : place + nbytes // announced.pieces])
+                digests += beginning.digest()
+        return np.frombuffer(digests, ">u8").astype(np.uint64).reshape(len(rows), announced.pieces - 1)
 
     def _hashes(self, trie: Trie, rows: Rows) -> list[int]:
         ids = {ordinal: self._cache.namespaces.at(ordinal).id for ordinal in np.unique(trie.namespace[rows]).tolist()}
@@ -319,6 +415,11 @@ class KVEvents:
             block_hash(ids[ordinal], keys[at * width : (at + 1) * width])
             for at, ordinal in enumerate(trie.namespace[rows].tolist())
         ]
+
+
+def _looked_at(announced: _Announced) -> int:
+    """Rows of one turn."""
+    return _TURN_ROWS if announced.pieces == 1 else max(_TURN_COUNTED // announced.pieces, 1)
 
 
 def block_hash(namespace_id: bytes, key: bytes) -> int:

@@ -28,6 +28,10 @@ SGLANG_TESTS ?= tests/sglang
 # What people would pick instead of prefixd is installed beside it and a vLLM, in an environment of its own.
 PEERS_VENV := .venv-peers
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
+
+# The routers run as processes of their own: no package of theirs is one of ours.
+ROUTERS_VENV := .venv-routers
+ROUTERS_INSTALLED := $(ROUTERS_VENV)/.installed
 PEERS_OPTIONS ?= --json benchmarks/results/peers.json --plot docs/peers.png
 
 # With it every process would compile torch anew: pip does not (see `pip` below).
@@ -36,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport VLLM_TESTS SGLANG_TESTS
 
 .PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-stores test-remote-vllm \
-	test-vllm test-sglang bench-peers check format proto gpu-check clean
+	test-vllm test-sglang test-routers bench-peers check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,13 +51,14 @@ help:
 	@echo "make test-remote   run the tests of shared stores with real servers, and with hosts that share one, also with a real vLLM"
 	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
 	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
+	@echo "make test-routers  run Dynamo's and vLLM's routers against daemons, in $(ROUTERS_VENV) (400 MB; Linux)"
 	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, a quarter of an hour)"
 	@echo "make check         style, types, import rules, generated code"
 	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang: the engines')"
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
-	@echo "make clean         remove .venv, $(VLLM_VENV), $(SGLANG_VENV), $(PEERS_VENV) and caches"
+	@echo "make clean         remove .venv, $(VLLM_VENV), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
@@ -141,6 +146,17 @@ $(PEERS_INSTALLED): pyproject.toml tests/vllm/requirements.txt $(addprefix bench
 bench-peers: $(PEERS_INSTALLED)
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(PEERS_OPTIONS)
 
+$(ROUTERS_INSTALLED): tests/routers/requirements.txt
+	@test "$$(uname -s)" = "Linux" || { \
+		echo "test-routers needs Linux, which the routers' wheels are built for; this is $$(uname -s)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(call environment,$(ROUTERS_VENV))
+	$(call pip,$(ROUTERS_VENV),--no-deps -r tests/routers/requirements.txt)
+	@touch $@
+
+test-routers: $(INSTALLED) $(ROUTERS_INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/routers
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -185,5 +201,5 @@ gpu-check:
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(PEERS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,10 +20,10 @@ VLLM_LONG := $(patsubst %,tests/vllm/test_%.py,failures vllm_examples vllm_bench
 VLLM_TESTS ?= $(VLLM_LONG) $(filter-out tests/vllm/test_remote.py $(VLLM_LONG),$(wildcard tests/vllm/test_*.py))
 REMOTE_TESTS ?= tests/remote
 
-# SGLang pins as many, most of which need a GPU: of those only what its HiCache imports is installed.
+# SGLang pins as many, most of which need a GPU: of those only what an engine on a CPU needs is installed.
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
-SGLANG_TESTS ?= tests/sglang
+SGLANG_TESTS ?= tests/sglang --ignore=tests/sglang/engine
 
 # What people would pick instead of prefixd is installed beside it and a vLLM, in an environment of its own.
 PEERS_VENV := .venv-peers
@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport VLLM_TESTS SGLANG_TESTS
 
 .PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-stores test-remote-vllm \
-	test-vllm test-sglang test-routers bench-peers check format proto gpu-check clean
+	test-vllm test-sglang test-sglang-engine test-routers bench-peers check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo "make test-remote   run the tests of shared stores with real servers, and with hosts that share one, also with a real vLLM"
 	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
 	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
+	@echo "make test-sglang-engine   the same with whole SGLang engines on the CPU, each of which takes 25 s to start"
 	@echo "make test-routers  run Dynamo's and vLLM's routers against daemons, in $(ROUTERS_VENV) (400 MB; Linux)"
 	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, a quarter of an hour)"
 	@echo "make check         style, types, import rules, generated code"
@@ -132,6 +133,9 @@ $(SGLANG_INSTALLED): pyproject.toml tests/sglang/requirements.txt
 # What takes time is importing SGLang, once a worker, and starting daemons.
 test-sglang: $(SGLANG_INSTALLED)
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_TESTS)
+
+test-sglang-engine: $(SGLANG_INSTALLED)
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) tests/sglang/engine
 
 $(PEERS_INSTALLED): pyproject.toml tests/vllm/requirements.txt $(addprefix benchmarks/peers_parts/,requirements.txt guard_dispatcher.py)
 	@test "$$(uname -sm)" = "Linux x86_64" || { \

@@ -47,6 +47,8 @@ def host_pool(shape: Shape) -> Any:
     common = dict(pin_memory=False, device="cpu", allocator_type=shape.allocator)
     sized = dict(device_capacity_tokens=tokens, start_layer=0, end_layer=shape.layers)
     info = sglang("srt.mem_cache.device_pool_info")
+    if not hasattr(info, "KVBuffers"):
+        return _of_device_pool(shape, common)
     if shape.kind == "mha":
         mha = sglang("srt.mem_cache.pool_host.mha")
         mha.make_kernel_ptr_table = lambda *args, **kwargs: None  # a table for the GPU's kernels
@@ -91,6 +93,33 @@ def _mla_pool(shape: Shape, common: dict[str, Any], sized: dict[str, Any]) -> An
     return mla.MLATokenToKVPoolHost(
         info, 1.0, 0, shape.page_tokens, shape.layout, target_layer_num=shape.layers, **common, **sized
     )
+
+
+def _of_device_pool(shape: Shape, common: dict[str, Any]) -> Any:
+    """A host pool of SGLang 0.5.22, which takes a device's pool."""
+    device = types.SimpleNamespace(
+        device="cpu",
+        store_dtype=torch.bfloat16,
+        size=shape.pages * shape.page_tokens,
+        layer_num=shape.layers,
+        start_layer=0,
+        end_layer=shape.layers,
+        layer_shard_enabled=False,
+    )
+    kind = sglang(f"srt.mem_cache.pool_host.{shape.kind}")
+    kind.make_kernel_ptr_table = lambda *args, **kwargs: None
+    if shape.kind == "mha":
+        row = (shape.heads, shape.head_dim)
+        device.head_num, device.row_dim = shape.heads, shape.heads * shape.head_dim
+        device.head_dim = device.v_head_dim = shape.head_dim
+        device.k_buffer = [torch.zeros(1, *row, dtype=torch.bfloat16) for _ in range(shape.layers)]
+        device.v_buffer = [torch.zeros(1, *row, dtype=torch.bfloat16) for _ in range(shape.layers)]
+        device.k_data_ptrs, device.v_data_ptrs = _addresses(device.k_buffer), _addresses(device.v_buffer)
+        return kind.MHATokenToKVPoolHost(device, 1.0, 0, shape.page_tokens, shape.layout, **common)
+    device.kv_lora_rank, device.qk_rope_head_dim = LATENT, ROPE
+    device.kv_buffer = [torch.zeros(1, 1, LATENT + ROPE, dtype=torch.bfloat16) for _ in range(shape.layers)]
+    device.data_ptrs = _addresses(device.kv_buffer)
+    return kind.MLATokenToKVPoolHost(device, 1.0, 0, shape.page_tokens, shape.layout, **common)
 
 
 def mamba_pool(states: int, layout: str = "page_first") -> Any:

@@ -11,7 +11,19 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-STAND_INS = ("compressed_tensors", "gguf", "sentencepiece", "torchvision", "triton", "tvm_ffi")
+STAND_INS = (
+    "compressed_tensors",
+    "gguf",
+    "llguidance",
+    "sentencepiece",
+    "sgl_kernel",
+    "tiktoken",
+    "torchvision",
+    "triton",
+    "tvm_ffi",
+    "watchfiles",
+    "zstandard",
+)
 
 
 def sglang(module: str) -> Any:
@@ -21,6 +33,11 @@ def sglang(module: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kinds of quantization that a CPU has not
         return importlib.import_module(f"sglang.{module}")
+
+
+def stand_in(name: str) -> Any:
+    """One of `STAND_INS`, once `sglang` was called."""
+    return importlib.import_module(name)
 
 
 class _Kind(type):

@@ -188,7 +188,7 @@ class TieredCache:
         self._tries: dict[int, Trie] = {}  # by the namespace's ordinal
         self._unsaved: list[bytes] = []  # ids of namespaces that were forgotten and are to leave the disk
         self._users: Counter[int] = Counter()  # namespaces that are known, by their trie's ordinal
-        self._observer: Observer | None = None
+        self._observers: tuple[Observer, ...] = ()
         self.namespace_room = NamespaceRoom(
             self.namespaces,
             self.tenants,
@@ -345,11 +345,31 @@ class TieredCache:
         self.tries.append(trie)
         return trie
 
-    def observe(self, observer: Observer | None) -> None:
-        """Has `observer`, and nobody else, told of changes in all tries from now on; nobody at all when it is None."""
-        self._observer = observer
+    def observe(self, observer: Observer) -> None:
+        """Has `observer` told of changes in all tries from now on."""
+        self._set_observers((*self._observers, observer))
+
+    def unobserve(self, observer: Observer) -> None:
+        """Has `observer` told of nothing any more."""
+        self._set_observers(tuple(each for each in self._observers if each != observer))
+
+    def _set_observers(self, observers: tuple[Observer, ...]) -> None:
+        self._observers = observers
         for trie in self.tries:
-            trie.observer = observer
+            trie.observer = self._observer
+
+    @property
+    def _observer(self) -> Observer | None:
+        """Tells all of them."""
+        observers = self._observers
+        if len(observers) < 2:
+            return observers[0] if observers else None
+
+        def tell(trie: Trie, rows: int | Rows) -> None:
+            for observer in observers:
+                observer(trie, rows)
+
+        return tell
 
     # -- finding ------------------------------------------------------------------------------------------------
 

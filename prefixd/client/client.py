@@ -28,7 +28,7 @@ from prefixd.client.session import MemoryMode, NewSession, Session
 from prefixd.client.spec import NamespaceSpec, Tier
 from prefixd.client.tokens import TokenIds
 from prefixd.clocks import elapsed_s
-from prefixd.v1 import admin_pb2, inference_pb2
+from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
 
@@ -293,6 +293,19 @@ class AsyncClient:
         async with aclosing(connection.stream(connection.inference.Generate, request, timeout_s)) as responses:
             async for response in responses:
                 yield event_from_proto(response)
+
+    async def watch_blocks(self) -> AsyncGenerator[cache_pb2.BlockChange, None]:
+        """What the daemon's tiers have of the namespaces that are registered here: first all blocks, then what changes.
+
+        Ends with `ClientError` when the session does; what it told does not hold then. Raises `UnsupportedError` with a
+        daemon of an earlier version.
+        """
+        session, connection = await self.session(), self.connection
+        request = cache_pb2.WatchBlocksRequest(session_id=session.session_id)
+        async with aclosing(connection.stream(connection.cache.WatchBlocks, request)) as answers:
+            async for answer in answers:
+                for change in answer.changes:
+                    yield change
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a generation; False when no such request waits or runs."""

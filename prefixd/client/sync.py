@@ -25,7 +25,7 @@ from prefixd.client.retention import Retention
 from prefixd.client.session import MemoryMode
 from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult, Tier
 from prefixd.client.tokens import TokenIds
-from prefixd.v1 import admin_pb2
+from prefixd.v1 import admin_pb2, cache_pb2
 
 T = TypeVar("T")
 HoldT = TypeVar("HoldT", bound=AsyncLease | AsyncReservation)
@@ -335,6 +335,10 @@ class Client:
             timeout_s=timeout_s,
         )
         yield from self._each(events)
+
+    def watch_blocks(self) -> Iterator[cache_pb2.BlockChange]:
+        """See `AsyncClient.watch_blocks`."""
+        yield from self._each(self._client.watch_blocks())
 
     def cancel(self, request_id: str) -> bool:
         """See `AsyncClient.cancel`."""

@@ -43,6 +43,9 @@ CALLS = 1024
 than its part of that half: nobody takes the last ones from others."""
 HEALTH_CALLS = 512
 """Calls that ask for the daemon's health, of all tenants (`SharedLimit`)."""
+_WATCH = "/prefixd.v1.PrefixCache/WatchBlocks"
+WATCHES = 64
+"""Calls of WatchBlocks, of all tenants (`SharedLimit`). They last, and each looks at every change in the cache."""
 GETS = 256
 """Calls of Get, of all tenants (`SharedLimit`). A piece of each waits in memory, some 4 MiB with its copies, also of
 one that is given up since nobody reads it."""
@@ -62,6 +65,7 @@ class CallLimits:
         self._tenants = tenants
         self._generations = CallPool("generations", "calls of Generate", generations, tenants)
         self._health = CallPool("health_calls", "calls to the health service", HEALTH_CALLS, tenants)
+        self._watches = CallPool("watches", "calls of WatchBlocks", WATCHES, tenants)
         self._gets = CallPool("gets", "calls of Get", GETS, tenants)
         self._calls: Counter[Tenant] = Counter()
         self._all = 0
@@ -81,6 +85,8 @@ class CallLimits:
             self._generations.begin(caller, call)
         elif method.startswith(_OPEN_SERVICES):
             self._health.begin(caller, call)
+        elif method == _WATCH:
+            self._watches.begin(caller, call)
         elif method != _SESSION:
             self._begin(caller, call)
             if method == _GET:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -30,10 +30,11 @@ from prefixd.errors import (
 )
 from prefixd.pacer import Pacer, give_way
 from prefixd.server.caller import current_caller
+from prefixd.server.kv_events import BlockWatch
 from prefixd.server.load_estimates import LoadEstimates
 from prefixd.server.put_stream import Put, give_back
 from prefixd.server.retention_messages import retention_wishes
-from prefixd.server.rpc import Context, abort, deliver, granting, unary
+from prefixd.server.rpc import Context, abort, deliver, granting, streaming, unary
 from prefixd.server.rule_messages import rule_spec
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -331,6 +332,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 put.give_back()
         except Exception as error:
             await abort(context, error)
+
+    @streaming
+    async def WatchBlocks(self, request: pb.WatchBlocksRequest) -> AsyncGenerator[pb.BlockChanges, None]:
+        """What the tiers have of the session's namespaces."""
+        async with aclosing(BlockWatch(self._cache, self._session(request.session_id)).changes()) as changes:
+            async for each in changes:
+                yield each
 
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""

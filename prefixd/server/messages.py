@@ -26,6 +26,7 @@ _MOST_BYTES = {
     "grpc.health.v1.Health": 1 << 10,
     "grpc.reflection.v1alpha.ServerReflection": 1 << 16,
     "prefixd.v1.PrefixCache/OpenSession": 1 << 16,
+    "prefixd.v1.PrefixCache/WatchBlocks": 1 << 10,
 }
 """Of a message, by service or method: those that anybody may call, and those whose calls last. Others: 16 MiB."""
 

@@ -475,3 +475,33 @@ class PutResponse(_message.Message):
     duplicates: int
     retention_refused: str
     def __init__(self, committed: _Optional[int] = ..., duplicates: _Optional[int] = ..., retention_refused: _Optional[str] = ...) -> None: ...
+
+class WatchBlocksRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class BlockChanges(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[BlockChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[BlockChange, _Mapping]]] = ...) -> None: ...
+
+class BlockChange(_message.Message):
+    __slots__ = ("namespace_id", "tier", "stored", "token_ids", "parent", "removed", "cleared")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    tier: Tier
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: bytes
+    parent: int
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    cleared: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., stored: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., parent: _Optional[int] = ..., removed: _Optional[_Iterable[int]] = ..., cleared: bool = ...) -> None: ...

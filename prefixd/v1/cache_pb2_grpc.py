@@ -84,6 +84,11 @@ class PrefixCacheStub(object):
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/prefixd.v1.PrefixCache/WatchBlocks',
+                request_serializer=prefixd_dot_v1_dot_cache__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_cache__pb2.BlockChanges.FromString,
+                _registered_method=True)
         self.Retain = channel.unary_unary(
                 '/prefixd.v1.PrefixCache/Retain',
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.RetainRequest.SerializeToString,
@@ -192,6 +197,16 @@ class PrefixCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """Tells of the blocks in the session's namespaces: first all that there are, then each that comes to a tier or leaves it. Of
+        namespaces that the session opens later, too, and of those that were closed to make room. A client that does not read
+        is told less often and misses nothing. The stream ends with the session, with NOT_FOUND; a client that watches again is told
+        everything again. At most 64 calls at a time, divided between tenants as those of Get.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Retain(self, request, context):
         """Says how long a cached prefix, or ranges of it, should stay, and how dear it is (see Retention). Also part of Commit and
         Put, for what they store.
@@ -273,6 +288,11 @@ def add_PrefixCacheServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=prefixd_dot_v1_dot_cache__pb2.PrefetchRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_cache__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=prefixd_dot_v1_dot_cache__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_cache__pb2.BlockChanges.SerializeToString,
             ),
             'Retain': grpc.unary_unary_rpc_method_handler(
                     servicer.Retain,
@@ -560,6 +580,33 @@ class PrefixCache(object):
             '/prefixd.v1.PrefixCache/Prefetch',
             prefixd_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
             prefixd_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.PrefixCache/WatchBlocks',
+            prefixd_dot_v1_dot_cache__pb2.WatchBlocksRequest.SerializeToString,
+            prefixd_dot_v1_dot_cache__pb2.BlockChanges.FromString,
             options,
             channel_credentials,
             insecure,

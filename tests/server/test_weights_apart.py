@@ -16,6 +16,7 @@ from prefixd.cache import Namespace
 from prefixd.errors import ConfigError
 from prefixd.server import model_host
 from prefixd.server.kv_events import announcer
+from prefixd.server.kv_events import events as kv_events
 from prefixd.server.kv_events.publisher import EventCounters
 from prefixd.server.kv_events.wire import BlockStored, Event
 from prefixd.server.models import Models
@@ -132,10 +133,10 @@ async def test_events_tell_their_blocks_apart(
     tmp_path: Path, directories: list[Path], monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
     """By topic, or where all have one topic, by hashes."""
-    monkeypatch.setattr(announcer, "Publisher", Heard)
+    monkeypatch.setattr(kv_events, "Publisher", Heard)
     rig = Rig(tmp_path / "disk", cpu=16)
     homes = await registered(rig, directories)
-    events = announcer.KVEvents(rig.cache, EventSettings(endpoint="ipc:///nowhere", topic=topic))
+    events = kv_events.KVEvents(rig.cache, EventSettings(endpoint="ipc:///nowhere", topic=topic))
     heard: Any = events._publisher
     hashes: list[set[int]] = []
     rig.cache.observe(events._note)
@@ -150,5 +151,5 @@ async def test_events_tell_their_blocks_apart(
         assert said == {announcer.block_hash(home.id, trie.key(row)) for row in rig.rows(PROMPT, home)}
         hashes.append(said)
     assert len(hashes[0] | hashes[1]) == 2 * len(PROMPT)
-    rig.cache.observe(None)
+    rig.cache.unobserve(events._note)
     await rig.close()

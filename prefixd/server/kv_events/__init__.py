@@ -1,7 +1,8 @@
-"""KV events: what routers are told of the blocks in each tier, in vLLM's wire format."""
+"""KV events: what routers and engines are told of the blocks in each tier; to routers in vLLM's wire format."""
 
 from __future__ import annotations
 
-from prefixd.server.kv_events.announcer import KVEvents
+from prefixd.server.kv_events.events import KVEvents
+from prefixd.server.kv_events.watch import BlockWatch
 
-__all__ = ["KVEvents"]
+__all__ = ["BlockWatch", "KVEvents"]

@@ -16,12 +16,8 @@ are in (`EngineBlocks`). A block of a size that cannot be divided so is told of 
 
 What an event says of a model with several KV groups: see `_tiers_of`.
 
-Whoever subscribes has missed what was said before: then everything is announced anew, after AllBlocksCleared. All
-subscribers get that, so it is done at most every `events.again_s`, and in at most a tenth of the time.
-
-A client names its namespaces as it likes, and a router sends a model's requests to where it is told that their prefixes
-are. So a client's namespaces are announced only where `events.namespaces` names them; what the daemon's own workers
-computed is announced in any case.
+Who has missed what was said before needs everything announced anew, after AllBlocksCleared (`announce_all`). It is
+done at most every `again_s`, and in at most a tenth of the time.
 """
 
 from __future__ import annotations
@@ -29,12 +25,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from fnmatch import translate
 from itertools import islice, pairwise
 
 import numpy as np
@@ -45,9 +40,7 @@ from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.key_index import KEY_BYTES
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows
 from prefixd.server.kv_events.engine_blocks import EngineBlocks
-from prefixd.server.kv_events.publisher import EventCounters, Publisher
-from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
-from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
+from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 log = logging.getLogger(__name__)
 
@@ -97,26 +90,26 @@ class _Announced:
                 setattr(self, name, self._memory.grown(name, getattr(self, name), rows))
 
 
-class KVEvents:
-    """Announces the blocks of all tiers.
+class Announcer(ABC):
+    """Announces the blocks of all tiers, to whom and by what name its subclass says.
 
     Args:
         cache: the cache, restored.
-        settings: where to; `endpoint` is set.
+        block_tokens: of the blocks of which it tells; None: those of the cache, whatever their size.
+        again_s: seconds from one announcement of everything to the next.
         clock: seconds, monotonic.
-
-    Raises:
-        ConfigError: a socket cannot be opened.
     """
 
     def __init__(
-        self, cache: TieredCache, settings: EventSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        cache: TieredCache,
+        block_tokens: int | None,
+        again_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
-        self._topic = settings.topic
-        self._engine_tokens = settings.block_tokens
-        self._named = pattern_of_names(settings.namespaces)
-        self._again_s = settings.again_s
+        self._engine_tokens = block_tokens
+        self._again_s = again_s
         self._clock = clock
         # What a shared store has is as far away for every host: it is no reason to send a request to this one.
         self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers if tier is not cache.tiers.remote}
@@ -134,30 +127,27 @@ class KVEvents:
         self._earliest_s = self._clock()  # it may begin again from then on
         self._beginning: Iterator[None] = iter(())  # clears one topic a step, before anything is stored on it
         self._wake = asyncio.Event()
-        self._publisher = Publisher(settings, self.announce_all)
-        self._task: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def _publish(self, topic: bytes, events: Sequence[Event]) -> None:
+        """Says something; never waits."""
+
+    @abstractmethod
+    def _topic_of(self, namespace: Namespace) -> bytes:
+        """On which a namespace's blocks are announced."""
+
+    @abstractmethod
+    def _announces(self, namespace: Namespace) -> bool:
+        """Whether its blocks are announced."""
+
+    def _wanted(self, trie: Trie, rows: Rows | slice) -> Flags | bool:
+        """Which rows may be of namespaces that are announced; all, where that is not known so fast."""
+        return True
 
     @property
-    def counters(self) -> EventCounters:
-        """What was published."""
-        return self._publisher.counters
-
-    def start(self) -> asyncio.Task[None]:
-        """Announces from now on, in a background task that ends with `stop`."""
-        self.announce_all()
-        self._cache.observe(self._note)
-        self._task = asyncio.create_task(self._run(), name="kv-events")
-        return self._task
-
-    async def stop(self) -> None:
-        """Says that nothing can be had here any more, and closes the sockets."""
-        if self._task is not None:
-            self._cache.observe(None)
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            for topic in sorted(self._begun):
-                self._publisher.publish(topic, [AllBlocksCleared()])
-        self._publisher.close()
+    def _fixed_topics(self) -> tuple[bytes, ...]:
+        """Those that begin whether there is a namespace or not."""
+        return ()
 
     def announce_all(self) -> None:
         """Has everything announced from the beginning: after the announcement that is under way, if there is one, and
@@ -181,6 +171,8 @@ class KVEvents:
 
     def _pieces(self, trie: Trie) -> int:
         """Of how many of the engine's blocks a block is told."""
+        if self._engine_tokens is None:
+            return 1
         pieces, rest = divmod(trie.block_tokens, self._engine_tokens)
         if rest and trie.block_tokens not in self._undivided and len(self._undivided) < _LOGGED_SIZES:
             self._undivided.add(trie.block_tokens)
@@ -194,15 +186,14 @@ class KVEvents:
 
     # -- turns --------------------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        while True:
-            pause_s = max(0.0, self._earliest_s - self._clock()) if self._anew and not self._announcing else None
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_s)
-            await asyncio.sleep(_GATHER_S)
-            self._wake.clear()
-            if self._turn():
-                self._wake.set()
+    async def _wait(self, most_s: float | None = None) -> None:
+        """Waits until there is something to say, at most so many seconds, and for what else comes just then."""
+        pause_s = max(0.0, self._earliest_s - self._clock()) if self._anew and not self._announcing else None
+        limits = [limit for limit in (pause_s, most_s) if limit is not None]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), min(limits, default=None))
+        await asyncio.sleep(_GATHER_S)
+        self._wake.clear()
 
     def _turn(self) -> bool:
         """Announces a bounded part of what is to be said; whether there is more that need not wait."""
@@ -239,13 +230,14 @@ class KVEvents:
         self._engine_blocks = EngineBlocks(len(MEDIA))
         before, self._topics = self._topics, []
         self._begun.clear()
-        if EVENT_NAMESPACE not in self._topic and EVENT_TENANT not in self._topic:
-            self._begin(self._topic.encode())
+        for topic in self._fixed_topics:
+            self._begin(topic)
         self._beginning = self._begin_topics(before)
         for trie in self._cache.tries:
             announced = self._of(trie)
             announced.media[:] = 0
-            announced.to_store[: trie.rows] = _tiers_of(trie, slice(0, trie.rows)) != 0
+            rows = slice(0, trie.rows)
+            announced.to_store[rows] = (_tiers_of(trie, rows) != 0) & self._wanted(trie, rows)
 
     def _begin_topics(self, before: list[bytes]) -> Iterator[None]:
         for namespace in self._cache.namespaces:
@@ -254,7 +246,7 @@ class KVEvents:
             yield
         for topic in before:
             if topic not in self._begun:  # of a namespace that was forgotten
-                self._publisher.publish(topic, [AllBlocksCleared()])
+                self._publish(topic, [AllBlocksCleared()])
             yield
 
     def _begin(self, topic: bytes) -> int:
@@ -262,18 +254,10 @@ class KVEvents:
         if topic not in self._begun:
             self._begun[topic] = len(self._topics)
             self._topics.append(topic)
-            self._publisher.publish(topic, [AllBlocksCleared()])
+            self._publish(topic, [AllBlocksCleared()])
             if len(self._topics) > 2 * len(self._cache.namespaces) + _SPARE_TOPICS:
                 self.announce_all()  # without those of namespaces that were forgotten
         return self._begun[topic]
-
-    def _topic_of(self, namespace: Namespace) -> bytes:
-        whose = self._topic.replace(EVENT_TENANT, namespace.spec.tenant)  # first: a name may have braces
-        return whose.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
-
-    def _announces(self, namespace: Namespace) -> bool:
-        spec = namespace.spec
-        return spec.worker or self._named.match(f"{spec.tenant}/{spec.name}") is not None
 
     # -- removals -----------------------------------------------------------------------------------------------
 
@@ -286,7 +270,7 @@ class KVEvents:
         still = np.where(same, said & is_so, np.uint8(0))
         self._queue_removals(announced, rows, said & ~still)
         announced.media[rows] = still
-        announced.to_store[rows] = (is_so & ~still) != 0
+        announced.to_store[rows] = ((is_so & ~still) != 0) & self._wanted(trie, rows)
         announced.news[rows] = False
 
     def _leave(self, announced: _Announced) -> bool:
@@ -326,7 +310,7 @@ class KVEvents:
             event = BlockRemoved(now.tolist(), self._media[tier], locality=LOCALITY)
             by_topic.setdefault(topic, []).append(event)
         for topic, events in by_topic.items():
-            self._publisher.publish(topic, events)
+            self._publish(topic, events)
 
     # -- what was stored ----------------------------------------------------------------------------------------
 
@@ -381,7 +365,7 @@ class KVEvents:
                 )
                 by_topic.setdefault(topics[ordinals[start]], []).append(event)
         for topic, batch in by_topic.items():
-            self._publisher.publish(topic, batch)
+            self._publish(topic, batch)
 
     def _name(self, trie: Trie, announced: _Announced, rows: Rows) -> None:
         """Finds the hashes of blocks of which nothing was said."""
@@ -474,8 +458,3 @@ def _some(trie: Trie, wanted: Flags, most: int) -> Rows:
         if len(chosen) >= most:
             break
     return np.array(chosen[:most], np.int64)
-
-
-def pattern_of_names(names: Sequence[str]) -> re.Pattern[str]:
-    """Matches TENANT/NAME of namespaces that are named; only * and ? stand for any characters."""
-    return re.compile("|".join(translate(name.replace("[", "[[]")) for name in names) or "(?!)")

@@ -1,0 +1,93 @@
+"""KV events for routers, over ZMQ.
+
+Whoever subscribes has missed what was said before, so everything is announced anew; all subscribers get that.
+
+A client names its namespaces as it likes, and a router sends a model's requests to where it is told that their prefixes
+are. So a client's namespaces are announced only where `events.namespaces` names them; what the daemon's own workers
+computed is announced in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from fnmatch import translate
+
+from prefixd.cache import Namespace, TieredCache
+from prefixd.server.kv_events.announcer import Announcer
+from prefixd.server.kv_events.publisher import EventCounters, Publisher
+from prefixd.server.kv_events.wire import AllBlocksCleared, Event
+from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
+
+
+class KVEvents(Announcer):
+    """Announces the blocks of all tiers to routers.
+
+    Args:
+        cache: the cache, restored.
+        settings: where to; `endpoint` is set.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: a socket cannot be opened.
+    """
+
+    def __init__(
+        self, cache: TieredCache, settings: EventSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(cache, settings.block_tokens, settings.again_s, clock)
+        self._topic = settings.topic
+        self._named = pattern_of_names(settings.namespaces)
+        self._publisher = Publisher(settings, self.announce_all)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def counters(self) -> EventCounters:
+        """What was published."""
+        return self._publisher.counters
+
+    def start(self) -> asyncio.Task[None]:
+        """Announces from now on, in a background task that ends with `stop`."""
+        self.announce_all()
+        self._cache.observe(self._note)
+        self._task = asyncio.create_task(self._run(), name="kv-events")
+        return self._task
+
+    async def stop(self) -> None:
+        """Says that nothing can be had here any more, and closes the sockets."""
+        if self._task is not None:
+            self._cache.unobserve(self._note)
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            for topic in sorted(self._begun):
+                self._publish(topic, [AllBlocksCleared()])
+        self._publisher.close()
+
+    async def _run(self) -> None:
+        while True:
+            await self._wait()
+            if self._turn():
+                self._wake.set()
+
+    def _publish(self, topic: bytes, events: Sequence[Event]) -> None:
+        self._publisher.publish(topic, events)
+
+    def _topic_of(self, namespace: Namespace) -> bytes:
+        whose = self._topic.replace(EVENT_TENANT, namespace.spec.tenant)  # first: a name may have braces
+        return whose.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
+
+    def _announces(self, namespace: Namespace) -> bool:
+        spec = namespace.spec
+        return spec.worker or self._named.match(f"{spec.tenant}/{spec.name}") is not None
+
+    @property
+    def _fixed_topics(self) -> tuple[bytes, ...]:
+        varies = EVENT_NAMESPACE in self._topic or EVENT_TENANT in self._topic
+        return () if varies else (self._topic.encode(),)
+
+
+def pattern_of_names(names: Sequence[str]) -> re.Pattern[str]:
+    """Matches TENANT/NAME of namespaces that are named; only * and ? stand for any characters."""
+    return re.compile("|".join(translate(name.replace("[", "[[]")) for name in names) or "(?!)")

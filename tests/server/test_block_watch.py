@@ -1,0 +1,147 @@
+"""WatchBlocks: what a session is told of the blocks in its namespaces, by a daemon and by a cache step by step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+
+from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers
+from prefixd.cache.index.trie import CPU, DISK
+from prefixd.client import Client, ClientError
+from prefixd.client import NamespaceSpec as ClientSpec
+from prefixd.client import PartSpec as ClientPart
+from prefixd.errors import SessionEndedError
+from prefixd.server.kv_events import BlockWatch
+from prefixd.v1 import cache_pb2 as pb
+from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
+from tests.cache.index.entering import enter_chain
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
+
+SIZE = 3000
+TOKENS = list(range(100, 140))  # ten blocks
+
+
+class Told:
+    """What a client believes of each namespace."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[int, list[int]] = {}
+        self.has: set[tuple[bytes, int, int]] = set()
+
+    def take(self, changes: pb.BlockChanges) -> None:
+        for change in changes.changes:
+            if change.cleared:
+                self.has = {each for each in self.has if each[0] != change.namespace_id}
+            for number in change.removed:
+                self.has.remove((change.namespace_id, change.tier, number))
+            tokens = np.frombuffer(change.token_ids, "<u4").reshape(len(change.stored), -1) if change.stored else ()
+            before = self.prompts[change.parent] if change.HasField("parent") else []
+            for number, own in zip(change.stored, tokens, strict=True):
+                before = self.prompts[number] = [*before, *own.tolist()]
+                assert (change.namespace_id, change.tier, number) not in self.has
+                self.has.add((change.namespace_id, change.tier, number))
+
+    def blocks(self, namespace: bytes, tier: int) -> list[list[int]]:
+        """The prompts that end with a block there, the shortest first."""
+        return sorted(
+            (self.prompts[number] for of, where, number in self.has if (of, where) == (namespace, tier)), key=len
+        )
+
+
+def beginnings(tokens: Sequence[int], width: int = 4) -> list[list[int]]:
+    return [list(tokens[:end]) for end in range(width, len(tokens) + 1, width)]
+
+
+@pytest.mark.slow
+def test_a_session_is_told_of_its_namespaces(launch: Callable[..., Remote]) -> None:
+    """Of what was there, what comes, moves and goes, also of one that it opens later; of no other session's."""
+    remote = launch({"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "cache.write_back": "false"})
+    with remote.session() as other, remote.session() as opened:
+        mine, salted = (remote.register(other.session_id, "m", SIZE, salt=salt) for salt in (b"", b"s"))
+        for namespace in (mine, salted):
+            remote.put(other.session_id, namespace, TOKENS, bytes(10 * SIZE))
+        stream: Iterator[pb.BlockChanges] = remote.cache.WatchBlocks(
+            pb.WatchBlocksRequest(session_id=opened.session_id), timeout=60
+        )
+        told = Told()
+        assert remote.register(opened.session_id, "m", SIZE) == mine
+        while told.blocks(mine, pb.TIER_CPU) != beginnings(TOKENS):
+            told.take(next(stream))
+        remote.put(other.session_id, mine, [*TOKENS, 1, 2, 3, 4], bytes(11 * SIZE), durable=True)
+        while told.blocks(mine, pb.TIER_DISK) != beginnings([*TOKENS, 1, 2, 3, 4]):
+            told.take(next(stream))
+        assert told.blocks(mine, pb.TIER_CPU) == beginnings([*TOKENS, 1, 2, 3, 4])
+        assert not told.blocks(salted, pb.TIER_CPU)
+        remote.register(opened.session_id, "m", SIZE, salt=b"s")
+        while told.blocks(salted, pb.TIER_CPU) != beginnings(TOKENS):
+            told.take(next(stream))
+        remote.evict(namespace_id=mine)
+        while told.blocks(mine, pb.TIER_CPU) or told.blocks(mine, pb.TIER_DISK):
+            told.take(next(stream))
+        assert told.blocks(salted, pb.TIER_CPU) == beginnings(TOKENS)
+        stream.cancel()  # type: ignore[attr-defined]
+    with pytest.raises(grpc.RpcError) as error:
+        next(remote.cache.WatchBlocks(pb.WatchBlocksRequest(session_id=opened.session_id), timeout=60))
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.fixture
+async def cache(tmp_path: Path) -> Any:
+    engine, store = create_copy_engine("cpu"), SlabStore.open(tmp_path / "disk", 1 << 20)
+    made = TieredCache(Tiers.local(store=store), engine, create_eviction_policy("lru", 1), lambda: 0.0)
+    yield made
+    await made.close()
+    engine.close()
+    store.close()
+
+
+async def test_who_does_not_read_misses_nothing(cache: TieredCache) -> None:
+    """Blocks come and go meanwhile; nothing is kept but what is so in the end. The stream ends with the session."""
+    session = cache.leases.open("engine", 1, 0.0, cache.tenants.get("default"))
+    namespace = cache.register(NamespaceSpec("m", 4, (PartSpec("a", 0, 8),)))
+    session.open_namespace(namespace)
+    trie = cache.trie(namespace)
+    watch, told = BlockWatch(cache, session), Told()
+    changes = watch.changes()
+    chain = cache.chain(namespace, np.arange(4000, dtype="<u4").tobytes())
+    rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
+    trie.put_copies(rows, DISK, np.arange(1000)[:, None], 0.0)
+    while not told.has:
+        told.take(await anext(changes))
+    assert len(told.has) == 512, "in turns"
+    for _ in range(200):
+        trie.put_copies(rows, CPU, np.arange(1000)[:, None], 0.0)
+        trie.drop_copies(rows, CPU)
+    trie.drop_copies(rows[900:], DISK)
+    assert not watch._said
+    while len(told.has) != 900:
+        told.take(await asyncio.wait_for(anext(changes), 60))
+    assert told.blocks(namespace.id, pb.TIER_DISK) == beginnings(range(3600))
+    cache.leases.close(session)
+    with pytest.raises(SessionEndedError):
+        await asyncio.wait_for(anext(changes), 60)
+    trie.drop_copies(rows[:1], DISK)
+    assert not watch._announced[trie.ordinal].news.any(), "it is told of nothing any more"
+
+
+@pytest.mark.slow
+def test_by_the_client(launch: Callable[..., Remote]) -> None:
+    """The SDK tells of its own namespaces, and says that it ended."""
+    remote = launch({"cpu.bytes": "4MiB", "disk.bytes": 0})
+    with Client(remote.daemon.address) as client:
+        cache = client.register(ClientSpec("m", 4, (ClientPart("kv", 0, 512),)))
+        cache.store(TOKENS, np.zeros(10 * 512, np.uint8))
+        changes, told = client.watch_blocks(), Told()
+        while told.blocks(cache.namespace_id, pb.TIER_CPU) != beginnings(TOKENS):
+            told.take(pb.BlockChanges(changes=[next(changes)]))
+        remote.daemon.stop()
+        with pytest.raises(ClientError):
+            list(changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import REGISTRY
 
 from benchmarks.engines.sglang_controller import Ranks, Shape, host_pool, same
 from prefixd.workloads.daemon_process import DaemonProcess
@@ -195,6 +196,27 @@ def test_metrics(daemon: DaemonProcess, make_controller: MakeController) -> None
     assert metrics.prefixd["hit_pages"] == 4
     again = controller.it.storage_backend.get_stats()
     assert (again.prefetch_pgs, again.prefixd["hit_pages"]) == ([], 4)
+
+
+def test_metrics_by_tier(own_daemon: DaemonProcess, make_controller: MakeController) -> None:
+    controller = make_controller(own_daemon, metrics=True, model="tiers")
+    prompt = new_prompt(4)
+    controller.backup(prompt, controller.random_pages(4, seed=36))
+    flush(own_daemon)
+    own_daemon.restart()
+    poll(lambda: controller.hits(prompt).storage_hit_count, "no hits after a restart of the daemon")
+    controller.prefetch(prompt)
+    counted = controller.backend.get_stats().prefixd
+    assert (counted["hit_pages_disk"], counted["hit_bytes_disk"]) == (8, 8 * Shape().page_bytes)
+
+    again = make_controller(own_daemon, metrics=True, model="tiers")  # a process can register the name of a metric once
+    again.hits(prompt)
+    assert again.backend.get_stats().prefixd["hit_pages_cpu"] == 4
+    labels = {"model_name": "tiers", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+    for tier, pages in {"disk": 8, "cpu": 4}.items():
+        found = REGISTRY.get_sample_value("sglang:prefixd_hit_pages_total", {**labels, "tier": tier})
+        assert found == pages, tier
+    assert REGISTRY.get_sample_value("sglang:prefixd_load_pages_total", labels) == 4
 
 
 def test_clear_drops_the_pages(daemon: DaemonProcess, make_controller: MakeController) -> None:

@@ -73,7 +73,7 @@ class PrefixdHiCache(HiCacheStorage):
         self._config = storage_config
         self._options = HiCacheOptions.parse(extra)
         self._flat = not extra.get("interface_v1")
-        self._counters = HiCacheCounters()
+        self._counters = HiCacheCounters(storage_config)
         self._said = SaidOnce()
         self._chains = Chains()
         self._copies = SharedCopies()
@@ -157,10 +157,12 @@ class PrefixdHiCache(HiCacheStorage):
             return 0
         chain = self._chain(keys, extra_info)
         pool = self._pool(name)
-        hits = len(keys) if pool.store is None else pool.store.leading(chain)
+        if pool.store is None:
+            return len(keys)
+        hits = pool.store.leading(chain)
         if name == names.KV:
-            self._counters.asked(len(keys), hits)
-        return hits
+            self._counters.asked(len(keys), hits, pool.store.page_bytes)
+        return sum(hits.values())
 
     def _exists_v2(
         self, keys: Sequence[str], transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None

@@ -49,6 +49,7 @@ def start_engine(model: Path) -> Iterator[StartEngine]:
             hicache_storage_prefetch_policy="wait_complete",
             hicache_storage_backend_extra_config=json.dumps(extra),
             log_level="warning",
+            enable_metrics=True,
             **arguments,
         )
         started.append(engine)
@@ -69,6 +70,11 @@ def wait_until_saved(daemon: DaemonProcess, blocks: int) -> None:
         poll(
             lambda: sum(each.blocks for each in client.stats().namespaces) >= blocks, f"{blocks} blocks were not saved"
         )
+
+
+def counted(metrics: str, name: str, tier: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith(f"{name}{{") and f'tier="{tier}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,7 @@ def test_an_engine_started_again_computes_what_it_computed(
         assert second.generate(prompt(1)) == (computed, STORED)
         assert second.generate(prompt(1), "polite") == (adapted, STORED)
         assert second.generate(prompt(2))[1] == 0
+        assert counted(second.metrics(), "sglang:prefixd_hit_pages_total", "disk") == 2 * PROMPT_PAGES
 
         poll(second.flush, "SGLang's caches were not flushed")
         assert second.generate(prompt(1)) == (computed, STORED)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from prefixd.client import (
     LeaseLost,
     MatchResult,
     NamespaceSpec,
+    Tier,
 )
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.chains import KEY_BYTES, Chain, Starts
@@ -143,30 +145,33 @@ class PageStore:
 
     # -- which pages are there ------------------------------------------------------------------------------------
 
-    def leading(self, chain: Chain) -> int:
-        """How many pages of a call, from its first on, are cached. Raises LinkDown, ClientError."""
+    def leading(self, chain: Chain) -> Counter[Tier]:
+        """How many pages of a call, from its first on, are cached, by the tier that they are in. Raises LinkDown,
+        ClientError."""
         return self._wait(self._link.start(partial(self._leading, chain)))
 
-    async def _leading(self, chain: Chain) -> int:
+    async def _leading(self, chain: Chain) -> Counter[Tier]:
         cache = await self._link.cache(self.spec)
+        hits: Counter[Tier] = Counter()
         at = chain.before
         counted = True
         while at < len(chain):
             found = at
             for begin in self._starts.of(chain, at):
-                blocks = (await cache.match(_tokens(chain.part(begin)), counted=counted)).blocks
+                match = await cache.match(_tokens(chain.part(begin)), counted=counted)
                 counted = False
-                if not blocks and begin:
+                if not match.blocks and begin:
                     self._starts.drop(chain.page(begin))  # it was evicted
-                found = begin + blocks
+                found = begin + match.blocks
                 if found > at:
+                    hits += _tiers_behind(match, at - begin)
                     break
             if found <= at:
                 break
             at = found
             if at < len(chain) and chain.page(at) not in self._starts:
                 break
-        return at - chain.before
+        return hits
 
     def each(self, digests: bytes) -> list[bool]:
         """Which pages are cached that are paths by themselves. Raises LinkDown, ClientError."""
@@ -554,6 +559,15 @@ def _timed(outcome: Outcome, clock: Callable[[], float]) -> Iterator[None]:
     began_s = clock()
     yield
     outcome.elapsed_s = clock() - began_s
+
+
+def _tiers_behind(match: MatchResult, blocks: int) -> Counter[Tier]:
+    """Of what was found behind the first `blocks` blocks, how many are in which tier."""
+    tiers: Counter[Tier] = Counter()
+    for run in match.runs:
+        tiers[run.tier] += max(0, run.blocks - blocks)
+        blocks = max(0, blocks - run.blocks)
+    return +tiers
 
 
 def _tokens(path: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:

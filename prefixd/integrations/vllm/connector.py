@@ -1,7 +1,8 @@
 """vLLM's KV connector to prefixd.
 
 vLLM makes one in its scheduler's process and one in every worker's. The first decides (`SchedulerHalf`), the others
-copy (`WorkerHalf`); what passes between them is `Orders` with every step, and `Report` back. Written against vLLM 0.32.
+copy (`WorkerHalf`); what passes between them is `Orders` with every step, and `Report` back. What differs between
+releases of vLLM is in `releases`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.vllm.contract import RELEASE, check_connector
 from prefixd.integrations.vllm.geometry import computes_from_the_middle, read_geometry
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders, Packing, Report
@@ -29,9 +27,13 @@ from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.scheduler_half import SchedulerHalf
 from prefixd.integrations.vllm.stats import PrefixdPromMetrics, PrefixdStats
 from prefixd.integrations.vllm.worker_half import WorkerHalf
+from prefixd_scheduler import Distance
+
+check_connector()
+RELEASE.install()
 
 
-class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
+class PrefixdConnector(RELEASE.ReleaseConnector):
     """KV blocks of vLLM, kept by prefixd. See docs/vllm.md; options: `ConnectorOptions`.
 
     Raises ConfigError, which ends vLLM's start, for a configuration that cannot work.
@@ -88,10 +90,9 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        if self._scheduler is None or not num_external_tokens:
-            return {}
-        return self._scheduler.sources(request, num_external_tokens)
+    def hit_distances(self, request: Any, tokens: int) -> dict[Distance, int]:
+        """For `releases`: from how far away the tokens came that were loaded for a request."""
+        return {} if self._scheduler is None else self._scheduler.distances(request, tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return Orders() if self._scheduler is None else self._scheduler.orders(scheduler_output)
@@ -168,13 +169,12 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.start_saves(self._orders())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        received, failed = self._worker.transfers.take_received()
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+    def loads_ended(self) -> tuple[set[str], dict[str, set[int]]]:
+        """For `releases`: requests whose loads have ended, and vLLM's blocks of those that failed as a whole."""
+        return (set(), {}) if self._worker is None else self._worker.transfers.take_received()
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
+    def blocks_failed(self) -> set[int]:
+        """For `releases`: vLLM's blocks that did not come, of loads of which a part can be used."""
         return set() if self._worker is None else self._worker.transfers.take_failed_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -1,6 +1,6 @@
 """What vLLM's KV cache looks like: which of its groups prefixd keeps, and where their pages lie.
 
-Reads vLLM's configuration objects (0.32) and imports nothing of it.
+Reads vLLM's configuration objects and imports nothing of it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
         )
     if options.load == "layerwise":
         _check_layerwise(vllm_config, kv_cache_config.kv_cache_groups)
-    chosen = kv_cache_config.prefix_cacheable_group_ids
-    specs = {index: kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in chosen}
+    every = kv_cache_config.kv_cache_groups
+    specs = {index: every[index].kv_cache_spec for index in kv_cache_config.transfer_group_ids}
+    specs = {index: spec for index, spec in specs.items() if spec.prefix_cacheable}
     states = {index for index, spec in specs.items() if _is_state(spec)}
     for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups):
         if _is_state(spec) and (mode := _state_spec(spec).mamba_cache_mode) != "align":
@@ -109,6 +110,11 @@ def _window_tokens(spec: Any) -> int | None:
     if not all(any(kind.__name__ == "SlidingWindowSpec" for kind in type(layer).__mro__) for layer in layers):
         return None
     return max(int(layer.sliding_window) + int(getattr(layer, "extra_retained_tokens", 0)) for layer in layers)
+
+
+def has_window(spec: Any) -> bool:
+    """Whether the layers of a group need the end of a prefix only."""
+    return _window_tokens(spec) is not None
 
 
 def _check_layerwise(vllm_config: Any, groups: Sequence[Any]) -> None:

@@ -14,7 +14,6 @@ from uuid import uuid4
 import numpy as np
 import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.client import ClientError, NamespaceSpec
 from prefixd.integrations.engine.copying.pages import NO_BLOCK
@@ -28,6 +27,7 @@ from prefixd.integrations.engine.steps import StepTimes
 from prefixd.integrations.engine.waiting.lookups import Lookups
 from prefixd.integrations.engine.waiting.ready import time_to_ready
 from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.naming.environment import environment_in_name
@@ -49,12 +49,6 @@ _COMPLAINT_S = 60.0
 # What loads are taken to cost until enough of them were seen: one that was held up by chance must not count for all.
 _ASSUMED_BYTES_PER_S = {Distance.CPU: 2e9, Distance.DISK: 3e8, Distance.REMOTE: 1e8}
 _ASSUMED_OVER_BYTES = 64 << 20
-
-_SOURCES = {
-    Distance.CPU: CacheHitSource.HOST,
-    Distance.DISK: CacheHitSource.DISK,
-    Distance.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +187,9 @@ class SchedulerHalf:
         else:
             self.lookups.refuse(request_id)
 
-    def sources(self, request: Any, external_tokens: int) -> dict[CacheHitSource, int]:
+    def distances(self, request: Any, external_tokens: int) -> dict[Distance, int]:
         loading = self._loading.get(request.request_id)
-        start = loading.start if loading else 0
-        found = self.lookups.sources(request.request_id, start, external_tokens)
-        return {_SOURCES[distance]: tokens for distance, tokens in found.items()}
+        return self.lookups.sources(request.request_id, loading.start if loading else 0, external_tokens)
 
     def orders(self, step: Any) -> Orders:
         now_s = self._clock()
@@ -209,10 +201,10 @@ class SchedulerHalf:
         # lets other requests of the step compute on them too.
         uncertain = self._options.load == "layerwise" and self._loading
         if self._options.save and self.link.up and not uncertain and step.kv_connector_block_state is not None:
-            has = step.kv_connector_block_state
+            tables_of = RELEASE.tables_of(step.kv_connector_block_state)
+            states_of = step.kv_connector_block_state.boundary_state_offloads
             for request_id, tokens in step.num_scheduled_tokens.items():
-                states = has.boundary_state_offloads.get(request_id, ())
-                self._advance(request_id, tokens, has.resolve_block_ids, states)
+                self._advance(request_id, tokens, tables_of, states_of.get(request_id, ()))
         if self.lookups.abandoned:
             self.counters.abandoned(self.lookups.abandoned)
             self.lookups.abandoned = 0

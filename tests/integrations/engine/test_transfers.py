@@ -63,8 +63,8 @@ def test_saved_and_loaded_into_other_blocks_the_bytes_are_the_same(rank: Rank) -
     assert outcome[0] == 1 and outcome[1].failed_blocks == 0
     assert outcome[1].nbytes == 3 * rank.geometry.block_bytes
     assert pages_of(rank, target) == before
-    assert rank.transfers.take_received() == ({"r"}, set())
-    assert rank.transfers.take_received() == (set(), set())
+    assert rank.transfers.take_received() == ({"r"}, {})
+    assert rank.transfers.take_received() == (set(), {})
     assert rank.transfers.take_failed_ids() == set()
     counted = rank.counted()
     assert counted["loads"] == 1 and counted["load_bytes"] == outcome[1].nbytes
@@ -182,7 +182,7 @@ def test_of_a_prefix_that_is_there_in_part_exactly_the_rest_fails(rank: Rank) ->
     assert outcome.failed_blocks == 2 and outcome.nbytes == rank.geometry.block_bytes
     assert rank.transfers.take_failed_ids() == {*range(14, 18), *range(19, 22)}
     assert rank.transfers.take_failed_ids() == set()
-    assert rank.transfers.take_received() == ({"r"}, set()), "with one group the blocks fail, not the request"
+    assert rank.transfers.take_received() == ({"r"}, {}), "with one group the blocks fail, not the request"
     assert pages_of(rank, range(10, 14)) == pages_of(rank, range(1, 5))
 
 
@@ -191,7 +191,7 @@ def test_with_several_groups_the_request_fails(daemon: DaemonProcess, make_rank:
     prefix = rank.prefix("missing", 32)
     rank.load("r", prefix, range(10, 18), range(10, 14))
     assert rank.settle().loads["r"][1].failed_blocks == 2
-    assert rank.transfers.take_received() == ({"r"}, {"r"})
+    assert rank.transfers.take_received() == ({"r"}, {"r": {*range(10, 18), *range(10, 14)}})
     assert rank.transfers.take_failed_ids() == set(), "ids of several groups would not say whose they are"
 
 
@@ -200,7 +200,9 @@ def test_beside_a_group_that_is_not_kept_the_request_fails(daemon: DaemonProcess
     rank = make_rank(daemon.address, by_block=False)
     rank.load("r", rank.prefix("nothing", 32), range(10, 18))
     assert rank.settle().loads["r"][1].failed_blocks == 2
-    assert rank.transfers.take_received() == ({"r"}, {"r"}) and rank.transfers.take_failed_ids() == set()
+    assert (
+        rank.transfers.take_received() == ({"r"}, {"r": {*range(10, 18)}}) and rank.transfers.take_failed_ids() == set()
+    )
 
 
 def test_without_a_daemon_everything_ends_at_once(
@@ -443,7 +445,7 @@ def test_a_step_that_computes_on_a_load_waits_for_each_layer(daemon: DaemonProce
         waiting.join(DEADLINE_S)
         assert np.array_equal(rank.memory[0][layer, 20:28], source.memory[0][layer, 1:9])
     rank.transfers.wait_for_loads_of_step()
-    assert rank.transfers.take_received() == (set(), set()), "the request was in the step"
+    assert rank.transfers.take_received() == (set(), {}), "the request was in the step"
     assert rank.settle().loads["r"][1].failed_blocks == 0
 
 
@@ -525,7 +527,7 @@ def test_a_load_that_wants_bytes_outside_the_window_fails_and_says_so(
     rank.saved(prefix, range(1, 13), range(1, 7))
     rank.load("r", prefix, range(13, 25), [NO_BLOCK, NO_BLOCK, NO_BLOCK, 11, 12, 13])
     assert rank.settle().loads["r"][1].failed_blocks == 3
-    assert rank.transfers.take_received() == ({"r"}, {"r"})
+    assert rank.transfers.take_received() == ({"r"}, {"r": {*range(11, 25)}})
     (line,) = lines(caplog)
     assert "KV group 1 in block 1" in line and "SlidingWindow(tokens=17)" in line
 
@@ -574,7 +576,10 @@ def test_with_windows_a_shorter_prefix_than_was_found_is_of_no_use(daemon: Daemo
     rank.load("r", prefix, range(13, 25), [*[NO_BLOCK] * 4, 15, 16])
     outcome = rank.settle().loads["r"][1]
     assert outcome.failed_blocks == 3 and outcome.nbytes == 0
-    assert rank.transfers.take_received() == ({"r"}, {"r"}) and rank.transfers.take_failed_ids() == set()
+    assert (
+        rank.transfers.take_received() == ({"r"}, {"r": {*range(13, 25), 15, 16}})
+        and rank.transfers.take_failed_ids() == set()
+    )
 
 
 # -- prefixes longer than the daemon's memory ------------------------------------------------------------------------

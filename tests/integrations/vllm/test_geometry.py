@@ -43,7 +43,7 @@ class ChunkedLocalAttentionSpec(SimpleNamespace):
 def a_group(
     layers: Sequence[str], block_size: int = 16, page: int = PAGE, kind: type = FullAttentionSpec, **spec: Any
 ) -> SimpleNamespace:
-    kv_cache_spec = kind(block_size=block_size, page_size_bytes=page, **spec)
+    kv_cache_spec = kind(block_size=block_size, page_size_bytes=page, prefix_cacheable=True, **spec)
     return SimpleNamespace(layer_names=list(layers), kv_cache_spec=kv_cache_spec)
 
 
@@ -60,7 +60,7 @@ def a_cache(groups: Sequence[SimpleNamespace], tensors: Sequence[SimpleNamespace
         num_blocks=BLOCKS,
         kv_cache_groups=list(groups),
         kv_cache_tensors=list(tensors),
-        prefix_cacheable_group_ids=tuple(range(len(groups))),
+        transfer_group_ids=tuple(range(len(groups))),
     )
 
 
@@ -216,7 +216,7 @@ def test_a_block_is_no_longer_than_a_window(window: int, chosen: int | None, tok
     ],
 )
 def test_the_rule_of_a_group(spec: SimpleNamespace, tokens: int | None) -> None:
-    spec.block_size, spec.page_size_bytes = 16, PAGE
+    spec.block_size, spec.page_size_bytes, spec.prefix_cacheable = 16, PAGE, True
     for layer in getattr(spec, "kv_cache_specs", {}).values():
         layer.page_size_bytes = PAGE
     window = SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)
@@ -239,7 +239,7 @@ def test_with_a_window_a_load_that_fails_names_no_blocks() -> None:
 
 def test_a_group_that_is_not_kept_still_makes_ids_ambiguous() -> None:
     cache = a_cache([a_group(AB), a_group(["w"])], [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
-    cache.prefix_cacheable_group_ids = (0,)
+    cache.kv_cache_groups[1].kv_cache_spec.prefix_cacheable = False
     geometry = read_geometry(a_config(), cache, ConnectorOptions())
     assert geometry is not None and len(geometry.groups) == 1 and not geometry.by_block
 

@@ -77,7 +77,7 @@ class Transfers:
         self._changed = threading.Condition()
         self._outcomes = Outcomes()
         self._received: set[str] = set()
-        self._failed_requests: set[str] = set()
+        self._failed_requests: dict[str, set[int]] = {}
         self._failed_ids: set[int] = set()
         self._loading = 0
         self._layers_there: dict[str, int] = {}  # of the loads that the present step waits for
@@ -132,11 +132,12 @@ class Transfers:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._outcomes) or not (self._loading or self._saving), timeout_s)
 
-    def take_received(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended since the last call, and those among them whose loads failed."""
+    def take_received(self) -> tuple[set[str], dict[str, set[int]]]:
+        """Requests whose loads have ended since the last call, and the engine's blocks of those among them whose loads
+        failed as a whole."""
         with self._changed:
             received, failed = self._received, self._failed_requests
-            self._received, self._failed_requests = set(), set()
+            self._received, self._failed_requests = set(), {}
             return received, failed
 
     def take_failed_ids(self) -> set[int]:
@@ -267,7 +268,8 @@ class Transfers:
                         block for block in job.block_ids[0][good * per_block :] if block != NO_BLOCK
                     )
                 else:
-                    self._failed_requests.add(job.request_id)
+                    every = {block for ids in job.block_ids for block in ids}
+                    self._failed_requests[job.request_id] = every - {NO_BLOCK}
             self._outcomes.merge(Outcomes({job.request_id: (1, LoadOutcome(nbytes, elapsed_s, failed))}))
             self._changed.notify_all()
         self._counters.loaded(nbytes, elapsed_s, failed)

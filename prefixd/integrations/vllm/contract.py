@@ -1,0 +1,100 @@
+"""What prefixd uses of vLLM, whatever the release, and what it knows of the classes that it derives from."""
+
+from __future__ import annotations
+
+import vllm
+
+from prefixd.integrations.engine.contract import BaseClass, Contract
+from prefixd.integrations.vllm.log import log
+from prefixd.integrations.vllm.releases import WORKS_WITH, find
+
+
+def _in(where: str, names: str) -> frozenset[str]:
+    return frozenset(f"{where}{name}" for name in names.split())
+
+
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:"
+
+NAMES = frozenset[str]().union(
+    _in(
+        _CONNECTOR,
+        "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole KVConnectorWorkerMetadata "
+        "SupportsHMA KVConnectorBase_V1._kv_transfer_config KVConnectorBase_V1._get_connector_metadata",
+    ),
+    _in(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics:",
+        "KVConnectorStats.data KVConnectorPromMetrics._counter_cls",
+    ),
+    _in("vllm.distributed:", "get_tensor_model_parallel_rank"),
+    _in("vllm.v1.core.kv_cache_utils:", "resolve_kv_cache_block_sizes resolve_block_hashes"),
+    _in("vllm.v1.core.block_pool:BlockPool.", "blocks touch free_blocks get_cached_block hash_block_size"),
+    _in(
+        "vllm.v1.core.sched.output:SchedulerOutput.",
+        "num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids kv_connector_block_state",
+    ),
+    _in("vllm.v1.core.sched.output:KVConnectorBlockState.", "boundary_state_offloads"),
+    _in("vllm.v1.outputs:KVConnectorOutput.", "kv_connector_worker_meta"),
+    _in(
+        "vllm.v1.request:Request.",
+        "request_id prompt_token_ids prompt_embeds all_token_ids block_hashes num_tokens num_computed_tokens "
+        "num_in_flight_tokens num_preemptions resumable skip_reading_prefix_cache cache_salt lora_request "
+        "pooling_params sampling_params kv_transfer_params mm_features arrival_time status",
+    ),
+    _in("vllm.v1.kv_cache_interface:", "FullAttentionSpec KVCacheSpec.prefix_cacheable KVCacheSpec.page_size_bytes"),
+    _in("vllm.v1.kv_cache_interface:KVCacheConfig.", "num_blocks kv_cache_tensors kv_cache_groups transfer_group_ids"),
+    _in("vllm.v1.kv_cache_interface:KVCacheTensor.", "layers layer_stride block_stride offset"),
+    _in("vllm:", "envs __version__"),
+)
+
+SCHEDULER_NAMES = frozenset[str]().union(
+    _in("vllm.v1.core.sched.async_scheduler:", "AsyncScheduler"),
+    _in("vllm.v1.core.sched.request_queue:", "RequestQueue SchedulingPolicy"),
+    _in(
+        "vllm.v1.core.sched.scheduler:Scheduler.",
+        "vllm_config connector kv_cache_manager waiting running policy max_num_running_reqs hash_block_size schedule "
+        "shutdown",
+    ),
+    _in("vllm.v1.core.kv_cache_manager:KVCacheManager.", "coordinator prefix_cache_lookup_enabled"),
+    _in("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.", "single_type_managers"),
+    _in(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.",
+        "block_pool block_size kv_cache_group_id kv_cache_spec",
+    ),
+)
+
+CALLED = _in(
+    "",
+    "requires_kv_delivery requires_piecewise_for_cudagraph bind_gpu_block_pool set_xfer_handshake_metadata "
+    "on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta update_connector_output "
+    "request_finished reset_cache has_pending_push_work register_kv_caches get_handshake_metadata start_load_kv "
+    "wait_for_layer_load save_kv_layer wait_for_save build_connector_worker_meta shutdown get_kv_connector_stats "
+    "build_kv_connector_stats build_prom_metrics",
+)
+
+# Defaults that are right for prefixd: it copies no partial blocks, needs no memory of its own from vLLM, has no state
+# of captured graphs, and holds no block after its request but by the block's reference count.
+KNOWN = _in(
+    "",
+    "role bind_connector_metadata clear_connector_metadata has_connector_metadata get_mem_pool_context "
+    "set_host_xfer_buffer_ops finish_forward reset_capture_state handle_preemptions get_finished get_transfer_results "
+    "get_kv_connector_kv_cache_events bind_kv_cache_manager get_loaded_kv_cache_group_ids take_events "
+    "register_finished_partial_tail get_required_kvcache_layout get_finished_count supports_sleep_mode "
+    "set_xfer_handshake_metadata_pp_aware supports_divergent_local_hybrid_hits unregister_kv_caches restore_kv_caches",
+)
+
+_QUEUE = _in("", "add_request pop_request peek_request prepend_request prepend_requests remove_request remove_requests")
+
+RELEASE = find(vllm.__version__)
+"""What is this release's."""
+
+
+def check_connector() -> None:
+    """Looks for what PrefixdConnector uses. Raises ConfigError."""
+    base = BaseClass(f"{_CONNECTOR}KVConnectorBase_V1", CALLED | RELEASE.CALLED, KNOWN)
+    Contract("vLLM", vllm.__version__, WORKS_WITH, NAMES | RELEASE.NAMES, (base,)).check(log)
+
+
+def check_scheduler() -> None:
+    """Looks for what FastestPrefixFirstScheduler uses besides. Raises ConfigError."""
+    queue = BaseClass("vllm.v1.core.sched.request_queue:RequestQueue", _QUEUE)
+    Contract("vLLM", vllm.__version__, WORKS_WITH, SCHEDULER_NAMES, (queue,)).check(log)

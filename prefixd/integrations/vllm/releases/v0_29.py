@@ -1,0 +1,84 @@
+"""vLLM 0.29: a load that failed is told by its blocks alone, and one block table is all that it understands then.
+
+0.30 is told the request (`KVConnectorTransferResults.failed_recving`), and computes it from the beginning. The same is
+done here, where a model has several KV cache groups or a window: vLLM 0.29 ends with a ValueError otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from prefixd.integrations.vllm.geometry import has_window
+
+NAMES = frozenset(
+    {
+        "vllm.v1.core.sched.output:KVConnectorBlockState.block_ids",
+        "vllm.v1.core.sched.scheduler:Scheduler._update_requests_with_invalid_blocks",
+        "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_config",
+    }
+)
+CALLED = frozenset({"get_finished", "get_block_ids_with_load_errors"})
+
+
+class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
+    """Says in this release's way how loads have ended."""
+
+    _failed_blocks: frozenset[int] = frozenset()
+
+    def loads_ended(self) -> tuple[set[str], dict[str, set[int]]]:
+        """Requests whose loads have ended, and the engine's blocks of those among them that failed as a whole."""
+        raise NotImplementedError
+
+    def blocks_failed(self) -> set[int]:
+        """Blocks that did not come, of loads of which a part can be used."""
+        raise NotImplementedError
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        received, failed = self.loads_ended()
+        self._failed_blocks = frozenset().union(*failed.values())
+        return None, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, frozenset()
+        return self.blocks_failed() | failed
+
+
+def tables_of(state: Any) -> Callable[[str], Sequence[Sequence[int]]]:
+    """Gives a request's block ids by group, of a step's `kv_connector_block_state`."""
+    tables: Callable[[str], Sequence[Sequence[int]]] = state.block_ids.__getitem__
+    return tables
+
+
+def install() -> None:
+    """Teaches vLLM's scheduler the other block tables. Again it changes nothing."""
+    of_one_table = Scheduler._update_requests_with_invalid_blocks
+    if hasattr(of_one_table, "of_one_table"):
+        return
+
+    def update(
+        self: Any,
+        requests: Iterable[Any],
+        invalid_block_ids: set[int],
+        num_scheduled_tokens: dict[str, int],
+        evict_blocks: bool = True,
+    ) -> Any:
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) == 1 and not has_window(groups[0].kv_cache_spec):
+            return of_one_table(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
+        failed, tokens = set(), 0
+        for request in requests:
+            tables = self.kv_cache_manager.get_block_ids(request.request_id)
+            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or invalid_block_ids.isdisjoint(*tables):
+                continue
+            failed.add(request.request_id)
+            tokens += request.num_computed_tokens
+            request.num_computed_tokens = 0
+        return failed, tokens, set()
+
+    update.of_one_table = of_one_table  # type: ignore[attr-defined]
+    Scheduler._update_requests_with_invalid_blocks = update

@@ -5,6 +5,7 @@
 # CPU_BYTES       memory for KV blocks (8GiB)      DISK_BYTES  disk for KV blocks (100GiB)
 # DATA_DIR        where the blocks are on disk (default: prefixd's own)
 # VLLM            the command that serves a model ("vllm serve")
+# HOST_POOL_BYTES vLLM's own offloading, with a host pool of so many bytes, and prefixd below it (default: the connector)
 set -euo pipefail
 model=${1:?usage: serve.sh MODEL [arguments of vllm serve ...]}
 shift
@@ -22,15 +23,33 @@ if ! prefixd stats --address "unix:$socket" >/dev/null 2>&1; then
     # vLLM need not wait for it: without a daemon it computes, and uses it as soon as it answers.
 fi
 
-# ${VLLM} is meant to be split: it may be a command with arguments.
-# shellcheck disable=SC2086
-${VLLM:-vllm serve} "$model" --kv-transfer-config '{
+connector='{
     "kv_connector": "PrefixdConnector",
     "kv_connector_module_path": "prefixd.integrations.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"address": "unix:'"$socket"'"}
-}' "$@" &
+}'
+if [ -n "${HOST_POOL_BYTES:-}" ]; then
+    connector='{
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": '"$HOST_POOL_BYTES"',
+        "blocks_per_chunk": 16,
+        "secondary_tiers": [{
+            "type": "PrefixdTier",
+            "module_path": "prefixd.integrations.vllm.offloading",
+            "address": "unix:'"$socket"'"
+        }]
+    }
+}'
+fi
+
+# ${VLLM} is meant to be split: it may be a command with arguments.
+# shellcheck disable=SC2086
+${VLLM:-vllm serve} "$model" --kv-transfer-config "$connector" "$@" &
 server=$!
 
 # Ctrl-C and SIGTERM end the server first, then the daemon, which writes to disk what is only in memory.

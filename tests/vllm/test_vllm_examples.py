@@ -101,7 +101,13 @@ def test_serve_starts_both_and_a_second_server_has_hits(
     assert hits == [0, 640]
 
 
-def test_serve_looks_for_the_daemon_where_prefixd_has_it(commands: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "connector"),
+    [({}, "PrefixdConnector"), ({"HOST_POOL_BYTES": "1073741824"}, "OffloadingConnector")],
+)
+def test_serve_looks_for_the_daemon_where_prefixd_has_it(
+    settings: dict[str, str], connector: str, commands: Path, tmp_path: Path
+) -> None:
     """So that one that was started by `prefixd serve` alone is used, and no second one started on its data."""
     with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
         done = subprocess.run(
@@ -115,13 +121,17 @@ def test_serve_looks_for_the_daemon_where_prefixd_has_it(commands: Path, tmp_pat
                 "CPU_BYTES": "16MiB",
                 "DISK_BYTES": "16MiB",
                 "VLLM": "echo",  # in place of a server: says what it was given
+                **settings,
             },
             capture_output=True,
             text=True,
             timeout=START_S,
         )
         assert done.returncode == 0, done.stderr
-        assert f'"address": "unix:{folder}/prefixd/prefixd.sock"' in done.stdout
+        said = done.stdout.partition("--kv-transfer-config ")[2]
+        given, _ = json.JSONDecoder().raw_decode(said)
+        assert given["kv_connector"] == connector
+        assert f'"address": "unix:{folder}/prefixd/prefixd.sock"' in said
 
 
 class Served:

@@ -1,0 +1,24 @@
+"""prefixd below vLLM's own offloading: a secondary tier of its `OffloadingConnector`.
+
+    {"type": "PrefixdTier", "module_path": "prefixd.integrations.vllm.offloading"}
+
+vLLM copies between the GPU and its host pool; the tier copies between that pool and the daemon's memory. See
+docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["PrefixdTier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PrefixdTier":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from prefixd.integrations.vllm.offloading.releases import check_release
+
+    check_release()
+    from prefixd.integrations.vllm.offloading.tier import PrefixdTier
+
+    return PrefixdTier

@@ -1,0 +1,58 @@
+"""vLLM's host pool, as pages that are copied from and to the daemon's memory.
+
+The pool is one table, and a chunk is one of its rows, with the bytes of all workers:
+
+    | worker 0, chunk 0 | worker 1, chunk 0 | padding |
+    | worker 0, chunk 1 | worker 1, chunk 1 | padding |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
+
+
+class Rows:
+    """The pool's memory, until it is closed: vLLM cannot let go of memory that somebody else still refers to."""
+
+    def __init__(self, pool: memoryview) -> None:
+        self._bytes: Bytes | None = np.asarray(pool).view(np.uint8)
+        self.count, self.row_bytes = self._bytes.shape
+
+    def at(self, chunks: Sequence[int]) -> RowsAt:
+        """Some chunks of it. Raises PagesUnusable for one that the pool does not have."""
+        if chunks and not 0 <= min(chunks) <= max(chunks) < self.count:
+            raise PagesUnusable(f"chunks {min(chunks)} to {max(chunks)} of a pool of {self.count}")
+        return RowsAt(self, chunks)
+
+    def row(self, chunk: int) -> Bytes:
+        """A chunk's bytes. Raises PagesUnusable once the pool is closed."""
+        if self._bytes is None:
+            raise PagesUnusable("vLLM has closed its host pool")
+        row: Bytes = self._bytes[chunk]
+        return row
+
+    def close(self) -> None:
+        """Lets go of the memory. No copy may be under way."""
+        self._bytes = None
+
+
+class RowsAt(PagesAt):
+    """Chunks, in the order of a call's keys."""
+
+    def __init__(self, rows: Rows, chunks: Sequence[int]) -> None:
+        self._rows = rows
+        self._chunks = chunks
+
+    def load(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
+        for page, offset in places:
+            check()
+            np.copyto(self._rows.row(self._chunks[page]), arena[offset : offset + self._rows.row_bytes])
+
+    def save(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
+        for page, offset in places:
+            check()
+            np.copyto(arena[offset : offset + self._rows.row_bytes], self._rows.row(self._chunks[page]))

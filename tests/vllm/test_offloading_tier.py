@@ -218,7 +218,7 @@ def test_a_release_with_a_new_method(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(SecondaryTierManager, "price", lambda self: 0, raising=False)
     _ = offloading.PrefixdTier
-    (said,) = [record.getMessage() for record in caplog.records if "does not know" in record.getMessage()]
+    (said,) = {record.getMessage() for record in caplog.records if "does not know" in record.getMessage()}
     assert "SecondaryTierManager.price" in said
 
 

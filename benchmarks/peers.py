@@ -33,12 +33,14 @@ torch sees a GPU also on vLLM with its own offloading to host memory and files. 
 
 Each of the --rounds goes through all of them in turn, beginning with another one each time, and starts each cache
 empty: chats of several turns, more of them than vLLM's own KV cache holds (--held); then the engine is restarted, the
-cache is not, and every chat has one more turn. All conversations have their turn before any has its next;
---outstanding are asked for at a time. A prompt is all that was said before, with the answers that this engine gave.
+cache is not, and every chat has one more turn. All conversations have their turn before any has its next. A prompt is
+all that was said before, with the answers that this engine gave, and ends anywhere in a block. One is asked for at a
+time (--outstanding): two fall into step with each other or out of it, which is chance and moves the median wait.
 
 The caches get the same bytes of host memory (--cpu-mib), less than all chats need, and as much of the disk as they
-want. LMCache's engine copies into the server's shared memory and its server writes files (`fs_native`); it stores
---lmcache-chunk tokens together, as prefixd does. It neither syncs its files nor checks what it reads from them.
+want. Both are as they come: prefixd stores blocks of 64 tokens, LMCache chunks of 256 (--lmcache-chunk 64: as prefixd).
+LMCache's engine copies into the server's shared memory, and its server writes files (`fs_native`), which it neither
+syncs nor checks when it reads them.
 
 The model is a Llama with random weights in float32, built for the run, on --threads cores. The run fails when any
 answer differs, or when prefixd is not ahead of LMCache in every figure by more than the rounds differ: requests a
@@ -47,16 +49,16 @@ are shown but not judged: there are too few of them."""
 
 _FULL = {
     "rounds": 3,
-    "conversations": 16,
-    "turns": 5,
-    "held": 4,
+    "conversations": 10,
+    "turns": 4,
+    "held": 2,
     "system_tokens": 256,
     "user_tokens": 192,
     "output_tokens": 16,
-    "outstanding": 2,
+    "outstanding": 1,
     "layers": 8,
     "cpu_mib": 96,
-    "lmcache_chunk": 64,
+    "lmcache_chunk": 256,
 }
 _SHORT = {**_FULL, "rounds": 1, "conversations": 4, "turns": 2, "held": 1, "layers": 4, "cpu_mib": 24}
 _HELP = {
@@ -65,17 +67,18 @@ _HELP = {
     "turns": "turns of each before the restart",
     "held": "of the conversations at their longest, how many vLLM's own KV cache holds",
     "system_tokens": "tokens that all prompts begin with",
-    "user_tokens": "tokens that a user adds each turn",
+    "user_tokens": "tokens that a user adds each turn, half as many more or fewer",
     "output_tokens": "tokens generated for a request",
     "outstanding": "requests asked for at a time",
     "layers": "layers of the model",
     "cpu_mib": "MiB of host memory that each cache has",
-    "lmcache_chunk": "tokens that LMCache stores and finds together; its own default is 256",
+    "lmcache_chunk": "tokens that LMCache stores and finds together, by default as many as it does itself",
 }
 _BLOCK = 32
 _VOCABULARY = 4096
 _WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
 _STEP_TOKENS = 1024
+_SPREAD = 0.5
 _VERSIONS = ("lmcache",)
 
 
@@ -90,6 +93,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         output_tokens=options.output_tokens,
         vocabulary=_VOCABULARY,
         seed=options.seed,
+        spread=_SPREAD,
     )
     caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, _BLOCK), dict(options.option))
     names = options.only or names_here()

@@ -21,7 +21,8 @@ Tokens = tuple[int, ...]
 class ChatPlan:
     """`conversations` chats of `turns` turns each, which all begin with the same `system_tokens` tokens.
 
-    Every turn adds `user_tokens` of the user and `output_tokens` of the engine; a prompt is everything before it.
+    Every turn adds `user_tokens` of the user, up to `spread` of that more or fewer, and `output_tokens` of the engine;
+    a prompt is everything before it.
     """
 
     conversations: int
@@ -31,10 +32,16 @@ class ChatPlan:
     output_tokens: int
     vocabulary: int
     seed: int
+    spread: float = 0.0
 
     def prompt_tokens(self, turn: int) -> int:
-        """Length of every prompt of `turn`, counted from 1."""
-        return self.system_tokens + turn * self.user_tokens + (turn - 1) * self.output_tokens
+        """The most tokens that a prompt of `turn`, counted from 1, has."""
+        return self.system_tokens + turn * (self.user_tokens + self.most_more) + (turn - 1) * self.output_tokens
+
+    @property
+    def most_more(self) -> int:
+        """Tokens by which a user's turn is longer than `user_tokens`, at the most."""
+        return int(self.spread * self.user_tokens)
 
 
 class Chats:
@@ -59,7 +66,9 @@ class Chats:
         self._asked = list(range(self.plan.conversations))
         self._order.shuffle(self._asked)
         for number in self._asked:
-            self._histories[number] += self._say(self._users[number], self.plan.user_tokens)
+            user, more = self._users[number], self.plan.most_more
+            tokens = self.plan.user_tokens + (user.randint(-more, more) if more else 0)
+            self._histories[number] += self._say(user, tokens)
         return [self._histories[number] for number in self._asked]
 
     def answered(self, outputs: Sequence[Tokens]) -> None:

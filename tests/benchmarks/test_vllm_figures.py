@@ -41,6 +41,13 @@ def test_the_same_plan_asks_the_same_and_another_seed_does_not() -> None:
     assert play(PLAN, 1) != play(replace(PLAN, seed=2), 1)
 
 
+def test_users_say_more_and_less_as_far_as_the_plan_spreads() -> None:
+    plan = replace(PLAN, user_tokens=8, spread=0.5)
+    said = [len(prompt) - 20 for prompt in play(plan, 1)[0]]
+    assert min(said) >= 4 and max(said) <= 12 and len(set(said)) > 1
+    assert plan.prompt_tokens(2) == 20 + 2 * 12 + 3
+
+
 def test_conversations_take_turns_in_changing_order() -> None:
     first, second, _ = play(PLAN, 3)
     begun = [prompt[:27] for prompt in first]

@@ -42,6 +42,7 @@ _NULL_BLOCK = 0  # vLLM's id for "no block here": outside the group's window, or
 _PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
 _BUSY_PATIENCE_S = 0.002
 _IDLE_PATIENCE_S = 0.02  # when nothing runs that waiting would hold up
+_UNLEASED_S = 0.05  # a lease takes as long as a step of a small model, and what was in memory just now still is
 _YOUNG_SAVE_S = 0.05
 _LEAST_OBSERVED_TOKENS = 32
 _COMPLAINT_S = 60.0
@@ -89,6 +90,7 @@ class SchedulerHalf:
             LookAhead(self._cost, clock, None if options.prefetch == "auto" else options.prefetch),
             self._cost if options.recompute_if_slower else None,
             clock,
+            unleased_s=_UNLEASED_S,
         )
         self.lookups.patience_s = _IDLE_PATIENCE_S
         self._blocks: Any = None

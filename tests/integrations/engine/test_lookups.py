@@ -123,10 +123,14 @@ def link() -> ScriptedLink:
 
 
 def lookups_over(
-    link: ScriptedLink, prefetch: int = 4, cost: CostModel | None = None, geometry: Geometry = GEOMETRY
+    link: ScriptedLink,
+    prefetch: int = 4,
+    cost: CostModel | None = None,
+    geometry: Geometry = GEOMETRY,
+    unleased_s: float = 0.0,
 ) -> Lookups:
     look_ahead = LookAhead(cost or CostModel(), link.clock, prefetch)
-    return Lookups(cast(Link, link), geometry, look_ahead, cost, link.clock)
+    return Lookups(cast(Link, link), geometry, look_ahead, cost, link.clock, unleased_s)
 
 
 @pytest.fixture
@@ -159,6 +163,33 @@ def test_the_engine_is_told_to_ask_again_while_answers_are_under_way(lookups: Lo
     assert lookups.hit("r", 0, 96) == 80
     assert lookups.seen("r") == SeenPrefix(80, ((Distance.CPU, 80),))
     assert lookups.sources("r", 16, 64) == {Distance.CPU: 64}
+
+
+def test_what_was_in_memory_a_moment_ago_is_loaded_without_a_lease_of_its_turn(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, unleased_s=0.05)
+    added(lookups, link, 5)
+    assert lookups.hit("r", 16, 72) == 56 and not link.calls
+    lookups.loading("r")
+    lookups.refuse("r")
+    assert link.granted == []
+
+
+def test_what_is_farther_away_or_was_seen_longer_ago_is_leased(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, unleased_s=0.05)
+    lookups.add("disk", SPEC, list(range(100)))
+    link.answer([Distance.CPU, Distance.DISK])
+    assert lookups.hit("disk", 0, 96) is None and link.pending("acquire") == 1
+    link.answer(2)
+    added(lookups, link, 5)
+    lookups.prepare("r", 0, 96)
+    assert link.pending("acquire") == 1, "ahead of its turn it is leased: nobody knows when that comes"
+    link.answer(5)
+    added(lookups, link, 5, "late")
+    link.now_s += 0.06
+    assert lookups.hit("late", 0, 96) is None and link.pending("acquire") == 1
+    windowed = lookups_over(link, geometry=WINDOWED, unleased_s=0.05)
+    added(windowed, link, 5, "w")
+    assert windowed.hit("w", 0, 96) is None, "with windows a load that lacks a block is lost as a whole"
 
 
 def test_what_was_prepared_is_there_at_its_turn(lookups: Lookups, link: ScriptedLink) -> None:

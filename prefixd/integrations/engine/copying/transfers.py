@@ -302,7 +302,7 @@ class Transfers:
     async def _save(self, job: SaveJob, fence: Fence, kept: Progress) -> None:
         if not self._link.up or self._link.draining or time.monotonic() < self._save_again_s:
             return
-        await asyncio.to_thread(fence)
+        await _Fenced(fence).may_begin()
         spec = self._geometry.spec(job.prefix.name, job.prefix.salt)
         cache = await self._link.guard(partial(self._link.cache, spec))
         done = job.first_block
@@ -487,7 +487,7 @@ class WindowMismatch(Exception):
 
 
 class _Fenced:
-    """A load that may begin once nothing uses its blocks any more.
+    """A copy that may begin once nothing uses its blocks any more.
 
     Args:
         fence: returns then.

@@ -57,6 +57,8 @@ class Lookup:
     """The prompt's token ids, as many as the daemon is asked about."""
     seen: SeenPrefix | None = None
     seen_s: float = -float("inf")
+    asked_s: float = -float("inf")
+    """When the last question was asked."""
     asking: Future[SeenPrefix] | None = None
     found: MatchResult | None = None
     """The first answer, by which the daemon has counted the prompt as asked for."""
@@ -102,6 +104,8 @@ class Lookups:
         look_ahead: says how many prompts are brought up from disk ahead of their turn, at a time.
         cost: judges how much is to be loaded; None: everything, however long that takes.
         clock: seconds, monotonic.
+        unleased_s: for so long after the question, what was in the daemon's memory is loaded without a lease at the
+            request's turn: the load gets one of its own anyhow, and what was evicted meanwhile is computed. 0: never.
 
     Attributes:
         abandoned: leases that were given up because they took too long.
@@ -114,6 +118,7 @@ class Lookups:
         look_ahead: LookAhead,
         cost: CostModel | None,
         clock: Callable[[], float] = time.monotonic,
+        unleased_s: float = 0.0,
     ) -> None:
         self._link = link
         self._geometry = geometry
@@ -121,6 +126,8 @@ class Lookups:
         self._look_ahead = look_ahead
         self._cost = cost
         self._clock = clock
+        # With windows a load that lacks one block is lost as a whole.
+        self._unleased_s = 0.0 if geometry.needs_end else unleased_s
         self.abandoned = 0
         self._lookups: dict[str, Lookup] = {}
         self._waiting: set[str] = set()  # for their turn
@@ -173,9 +180,9 @@ class Lookups:
     def hit(self, request_id: str, local_tokens: int, most_tokens: int) -> int | None:
         """How many tokens beyond `local_tokens` can be loaded; None: ask again, the answer is under way.
 
-        The tokens counted are leased when this returns more than 0. They are as many as are loaded faster than
-        computed, by what both have taken. A lease that takes so long that computing is faster is given up, and what
-        came to memory meanwhile is used.
+        The tokens counted are leased when this returns more than 0, or were in memory a moment ago. They are as many as
+        are loaded faster than computed, by what both have taken. A lease that takes so long that computing is faster is
+        given up, and what came to memory meanwhile is used.
 
         Args:
             local_tokens: what the engine has itself.
@@ -186,9 +193,11 @@ class Lookups:
             return 0
         if lookup.turn_s is None:
             lookup.turn_s = self._clock()
-        return self._hit(request_id, lookup, local_tokens, most_tokens)
+        return self._hit(request_id, lookup, local_tokens, most_tokens, self._unleased_s)
 
-    def _hit(self, request_id: str, lookup: Lookup, local_tokens: int, most_tokens: int) -> int | None:
+    def _hit(
+        self, request_id: str, lookup: Lookup, local_tokens: int, most_tokens: int, unleased_s: float
+    ) -> int | None:
         self._settle(lookup)
         if lookup.refused:
             return 0
@@ -210,6 +219,10 @@ class Lookups:
                 lookup.refused = True
                 return 0
             first_block = local_tokens // self._block_tokens
+            near = not self._far_bytes(lookup.seen, local_tokens, end)[0]
+            if near and self._clock() - lookup.asked_s < unleased_s:
+                lookup.end_block = -(-end // self._block_tokens)
+                return min(end, most_tokens) - local_tokens
             self._look_ahead.loads(lookup.seen.distance(local_tokens), self._nbytes(end - local_tokens))
             self._acquire(lookup, first_block, -(-end // self._block_tokens))
         if lookup.leasing is not None and not self._wait(lookup):
@@ -232,7 +245,7 @@ class Lookups:
         if lookup is None or not self._link.up or not self._may_lease(_LEASES // 2, _LEASED_SLICES // 2):
             return
         patience_s, self.patience_s = self.patience_s, 0.0
-        self._hit(request_id, lookup, local_tokens, most_tokens)
+        self._hit(request_id, lookup, local_tokens, most_tokens, 0.0)
         self.patience_s = patience_s
 
     def loading(self, request_id: str) -> None:
@@ -362,6 +375,7 @@ class Lookups:
                 tuple((_DISTANCES[run.tier], run.blocks * self._block_tokens) for run in match.runs),
             )
 
+        lookup.asked_s = self._clock()
         lookup.asking = self._link.start(ask)
         return lookup.asking
 

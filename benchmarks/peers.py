@@ -49,7 +49,7 @@ are shown but not judged: there are too few of them."""
 
 _FULL = {
     "rounds": 3,
-    "conversations": 10,
+    "conversations": 6,
     "turns": 4,
     "held": 2,
     "system_tokens": 256,

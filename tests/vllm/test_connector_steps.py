@@ -12,6 +12,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -28,12 +32,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCa
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from benchmarks.engines.vllm_engine import connector
 from prefixd.client import Client
 from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.vllm import scheduler_half
 from prefixd.integrations.vllm.connector import PrefixdConnector
-from prefixd.integrations.vllm.messages import Orders, Packing, Report
+from prefixd.integrations.vllm.messages import Orders, Report
+from prefixd.integrations.vllm.scheduling.scheduler import find_connector
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.other_connectors import Handshake, beside, multi
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
 from tests.vllm.served import PATIENCE_S, make_prompt, poll
 
@@ -41,14 +48,16 @@ from tests.vllm.served import PATIENCE_S, make_prompt, poll
 class Steps:
     """A scheduler with the connector, and what stands for the workers: they do what the test says."""
 
-    def __init__(self, scheduler: Scheduler, address: str, packing: str) -> None:
-        connector = scheduler.connector
-        assert isinstance(connector, PrefixdConnector) and connector._scheduler is not None
-        self.scheduler, self.connector, self.half = scheduler, connector, connector._scheduler
+    def __init__(self, scheduler: Scheduler, address: str, packing: str, named: bool = True) -> None:
+        ours = find_connector(scheduler.connector)
+        assert isinstance(ours, PrefixdConnector) and ours._scheduler is not None
+        self.scheduler, self.connector, self.half = scheduler, ours, ours._scheduler
         self.address = address
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        connector.bind_gpu_block_pool(scheduler.kv_cache_manager.block_pool)
-        connector.set_xfer_handshake_metadata({0: Packing(packing)})
+        ours.bind_gpu_block_pool(scheduler.kv_cache_manager.block_pool)
+        self.packing = packing
+        if named:
+            self.half.name_model([packing])
 
     def add(
         self, name: str, prompt: list[int], max_tokens: int = 1, images: Sequence[MultiModalFeatureSpec] = ()
@@ -56,8 +65,8 @@ class Steps:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         request = Request(name, prompt, sampling, None, block_hasher=self.hasher, mm_features=list(images))
         self.scheduler.add_request(request)
-        lookup = self.half.lookups._lookups[name]
-        poll(lambda: lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
+        lookup = self.half.lookups._lookups.get(name)
+        poll(lambda: lookup is None or lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
         return request
 
     def cached(self, prompt: list[int]) -> None:
@@ -70,9 +79,7 @@ class Steps:
 
     def schedule(self) -> tuple[Any, Orders]:
         output = self.scheduler.schedule()
-        orders = output.kv_connector_metadata
-        assert isinstance(orders, Orders)
-        return output, orders
+        return output, orders_of(output)
 
     def until_scheduled(self) -> tuple[Any, Orders]:
         """Steps that compute nothing are over at once."""
@@ -85,7 +92,11 @@ class Steps:
 
     def answer(self, output: Any, outcomes: Outcomes | None = None, **transfers: Any) -> None:
         """The step has been computed."""
-        report = Report(outcomes or Outcomes(), output.kv_connector_metadata.step)
+        orders = orders_of(output)
+        report: Any = Report(outcomes or Outcomes(), orders.step, (self.packing,) if orders.ask_packing else ())
+        if isinstance(output.kv_connector_metadata, MultiKVConnectorMetadata):
+            others = len(output.kv_connector_metadata.metadata) - 1
+            report = MultiKVConnectorWorkerMetadata((*[None] * others, report))
         connector_output = KVConnectorOutput(kv_connector_worker_meta=report, **transfers)
         answer = computed(self.scheduler, output)
         answer.kv_connector_output = connector_output
@@ -118,12 +129,21 @@ class Steps:
         return loaded
 
 
+def orders_of(output: Any) -> Orders:
+    """What a step tells the connector's workers; in MultiConnector it is the last child."""
+    metadata = output.kv_connector_metadata
+    orders = metadata.metadata[-1] if isinstance(metadata, MultiKVConnectorMetadata) else metadata
+    assert isinstance(orders, Orders)
+    return orders
+
+
 MakeSteps = Callable[..., Steps]
 
 
 @pytest.fixture
 def make_steps(llama: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSteps]:
-    """Makes one; arguments are those of vLLM, `options` the connector's.
+    """Makes one; arguments are those of vLLM, `options` the connector's, `before` what comes before it in
+    MultiConnector. Unless `named`, the workers have not said yet how their bytes lie.
 
     While nothing runs a step waits for the daemon's answers for as long as they take: which requests go into one step
     must not hang on the machine.
@@ -136,17 +156,14 @@ def make_steps(llama: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPat
         blocks: int = 400,
         options: dict[str, object] | None = None,
         asynchronous: bool = False,
+        before: Sequence[dict[str, Any]] = (),
+        named: bool = True,
         kind: type[FullAttentionSpec] = FullAttentionSpec,
         **arguments: Any,
     ) -> Steps:
         extra = {"address": daemon.address, "recompute_if_slower": False, "timeout_s": PATIENCE_S, **(options or {})}
-        transfer = KVTransferConfig(
-            kv_connector="PrefixdConnector",
-            kv_connector_module_path="prefixd.integrations.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=extra,
-        )
+        ours = connector(**extra)
+        transfer = KVTransferConfig(**(multi(*before, ours) if before else ours))
         config = make_config(llama, asynchronous=asynchronous, blocks=blocks, **{"max_num_seqs": 8, **arguments})
         spec = kind(**SHAPE)
         page = spec.page_size_bytes
@@ -154,7 +171,7 @@ def make_steps(llama: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPat
         groups = [KVCacheGroupSpec(["layer"], spec)]
         scheduler = make_scheduler(config, groups, [tensor], transfer)
         made.append(scheduler)
-        return Steps(scheduler, daemon.address, kind.__name__)
+        return Steps(scheduler, daemon.address, kind.__name__, named)
 
     yield make
     for scheduler in made:
@@ -178,6 +195,63 @@ def test_what_a_step_computes_on_bytes_that_it_waits_for_is_saved_by_the_next(ma
     assert sorted((job.first_block, job.blocks) for job in orders.saves) == [(2, 3), (2, 3)]
     steps.answer(output, Outcomes(saves={job.id: 1 for job in orders.saves}))
     assert not steps.half.saves.under_way
+
+
+def test_what_a_step_computes_on_bytes_that_another_connector_loads_is_saved_by_the_next(make_steps: MakeSteps) -> None:
+    """They may fail to come as well."""
+    steps = make_steps(before=[beside("LoadingConnector", tokens=128)])
+    steps.add("a", make_prompt(171, 328), max_tokens=9)
+    output, orders = steps.until_scheduled()
+    assert output.num_scheduled_tokens == {"a": 200}
+    assert orders.saves == []
+    invalid = set(steps.scheduler.kv_cache_manager.get_block_ids("a")[0][:2])
+    steps.answer(output, invalid_block_ids=invalid)
+    output, orders = steps.until_scheduled()
+    assert output.num_scheduled_tokens == {"a": 328}
+    assert [(job.first_block, job.blocks) for job in orders.saves] == [(0, 5)]
+    steps.answer(output, Outcomes(saves={job.id: 1 for job in orders.saves}))
+    assert not steps.half.saves.under_way
+
+
+def test_a_lease_ends_when_another_connector_loads_the_prefix(make_steps: MakeSteps) -> None:
+    steps = make_steps(before=[beside("LoadingConnector", tokens=64)])
+    prompt = make_prompt(172, 300)
+    steps.cached(prompt)
+    steps.add("a", prompt, max_tokens=3)
+    output, orders = steps.until_scheduled()
+    assert output.num_scheduled_tokens == {"a": 236} and orders.loads == []
+    assert steps.half.lookups._leases == 0
+    steps.answer(output)
+    steps.run("a")
+    assert not steps.half._hits and not steps.half._loading
+
+
+def test_requests_wait_until_the_workers_have_said_how_their_bytes_lie(make_steps: MakeSteps) -> None:
+    """One step, in which nothing is computed. Those that came before it have their hits."""
+    prompt = make_prompt(173, 300)
+    for before in ([], [beside("ShakingConnector")]):
+        make_steps().cached(prompt)
+        steps = make_steps(before=before, named=False)
+        steps.scheduler.connector.set_xfer_handshake_metadata({0: Handshake(1)})
+        steps.add("a", prompt, max_tokens=3)
+        steps.add("gone", make_prompt(174, 100))
+        steps.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+        output, orders = steps.schedule()
+        assert orders.ask_packing and orders.idle and not output.num_scheduled_tokens
+        steps.answer(output)
+        assert steps.run("a") == 256
+        output, orders = steps.schedule()
+        assert not orders.ask_packing and not steps.half._unnamed
+
+
+def test_a_reset_before_the_workers_have_said_how_their_bytes_lie(make_steps: MakeSteps) -> None:
+    """What the engine has from then on is its own."""
+    prompt = make_prompt(175, 300)
+    make_steps().cached(prompt)
+    steps = make_steps(named=False)
+    steps.half.reset()
+    steps.add("a", prompt, max_tokens=3)
+    assert steps.run("a") == 0
 
 
 def test_running_requests_can_be_made_to_start_over_with_an_empty_cache(make_steps: MakeSteps) -> None:

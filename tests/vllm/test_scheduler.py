@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from prefixd.errors import ConfigError
 from prefixd.integrations.engine.waiting.arrivals import FRONT_END_S
 from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
+from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd_scheduler import Distance
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
 from tests.vllm.served import make_prompt
@@ -34,8 +36,9 @@ class Stub(KVConnectorBase_V1):
 
     requires_kv_delivery = False
 
-    def __init__(self, seen: dict[str, SeenPrefix]) -> None:
+    def __init__(self, seen: dict[str, SeenPrefix], options: ConnectorOptions) -> None:
         self.seen = seen
+        self.options = options
         self.late: set[str] = set()
         self.most_prepared = 0
         self.prepared: list[tuple[str, int]] = []
@@ -142,7 +145,7 @@ def drive(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDrive]:
             transfer = KVTransferConfig(
                 kv_connector="PrefixdConnector", kv_role="kv_both", kv_connector_extra_config=options or {}
             )
-            stub = Stub(seen or {})
+            stub = Stub(seen or {}, ConnectorOptions.parse(options))
             monkeypatch.setattr(KVConnectorFactory, "create_connector", lambda **_: stub)
         groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**SHAPE))]
         if hybrid:
@@ -158,6 +161,17 @@ def drive(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDrive]:
 
 def cpu(blocks: int) -> SeenPrefix:
     return SeenPrefix.of([Distance.CPU] * blocks, BLOCK)
+
+
+def test_the_log_says_when_there_is_no_connector(
+    drive: MakeDrive, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("INFO", "vllm.prefixd"):
+        drive(seen={}, options={"policy": "lpm", "starvation_bound_s": 9.0})
+        assert "there is no PrefixdConnector" not in caplog.text and "in the order of lpm" in caplog.text
+        drive()
+    assert "there is no PrefixdConnector" in caplog.text
 
 
 def test_what_vllm_itself_holds_goes_first(drive: MakeDrive) -> None:

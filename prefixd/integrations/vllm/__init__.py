@@ -3,8 +3,9 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "PrefixdConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "prefixd.integrations.vllm", "kv_load_failure_policy": "recompute"}'
 
-Both classes need vLLM and are imported when they are asked for; the modules beside them that need no vLLM can be
-imported without it. See docs/vllm.md.
+The module's path may be left out where prefixd is installed: plugin.py tells vLLM the name. Both classes need vLLM and
+are imported when they are asked for; the modules beside them that need no vLLM can be imported without it. See
+docs/vllm.md.
 """
 
 from __future__ import annotations

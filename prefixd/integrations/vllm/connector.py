@@ -11,8 +11,8 @@ import math
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -20,10 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from prefixd.integrations.engine.waiting.seen import SeenPrefix
 from prefixd.integrations.vllm.contract import RELEASE, check_connector
-from prefixd.integrations.vllm.geometry import computes_from_the_middle, read_geometry
+from prefixd.integrations.vllm.geometry import check_failure_policy, computes_from_the_middle, read_geometry
 from prefixd.integrations.vllm.log import log
-from prefixd.integrations.vllm.messages import Orders, Packing, Report
+from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.options import ConnectorOptions
+from prefixd.integrations.vllm.plugin import register
 from prefixd.integrations.vllm.scheduler_half import SchedulerHalf
 from prefixd.integrations.vllm.stats import PrefixdPromMetrics, PrefixdStats
 from prefixd.integrations.vllm.worker_half import WorkerHalf
@@ -31,6 +32,8 @@ from prefixd_scheduler import Distance
 
 check_connector()
 RELEASE.install()
+
+register()  # where VLLM_PLUGINS leaves the entry point out, for whoever is told the module's path
 
 
 class PrefixdConnector(RELEASE.ReleaseConnector):
@@ -42,6 +45,9 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config)
+        if role == KVConnectorRole.WORKER:
+            # MultiConnector gives its children copies of vLLM's configuration. The original is set while workers start.
+            check_failure_policy((get_current_vllm_config_or_none() or vllm_config).kv_transfer_config)
         self.geometry = read_geometry(vllm_config, kv_cache_config, self.options)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -72,10 +78,6 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        if self._scheduler is not None:
-            self._scheduler.name_model([metadata[rank].digest for rank in sorted(metadata)])
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
@@ -151,9 +153,6 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
         if self._worker is not None:
             self._worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._worker is None else Packing(self._worker.packing)
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._orders())
@@ -181,7 +180,8 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
         if self._worker is None:
             return None
         orders, outcomes = self._orders(), self._worker.transfers.take_outcomes()
-        return Report(outcomes, orders.step) if outcomes or not orders.idle else None
+        packings = (self._worker.packing,) if orders.ask_packing else ()
+        return Report(outcomes, orders.step, packings) if outcomes or packings or not orders.idle else None
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -18,19 +18,21 @@ _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:"
 NAMES = frozenset[str]().union(
     _in(
         _CONNECTOR,
-        "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole KVConnectorWorkerMetadata "
+        "KVConnectorBase_V1 KVConnectorMetadata KVConnectorRole KVConnectorWorkerMetadata "
         "SupportsHMA KVConnectorBase_V1._kv_transfer_config KVConnectorBase_V1._get_connector_metadata",
     ),
     _in(
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics:",
         "KVConnectorStats.data KVConnectorPromMetrics._counter_cls",
     ),
+    _in("vllm.config:", "get_current_vllm_config_or_none"),
+    _in("vllm.distributed.kv_transfer.kv_connector.factory:", "KVConnectorFactory.register_connector"),
     _in("vllm.distributed:", "get_tensor_model_parallel_rank"),
     _in("vllm.v1.core.kv_cache_utils:", "resolve_kv_cache_block_sizes resolve_block_hashes"),
     _in("vllm.v1.core.block_pool:BlockPool.", "blocks touch free_blocks get_cached_block hash_block_size"),
     _in(
         "vllm.v1.core.sched.output:SchedulerOutput.",
-        "num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids kv_connector_block_state",
+        "num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids kv_connector_block_state has_sync_kv_loads",
     ),
     _in("vllm.v1.core.sched.output:KVConnectorBlockState.", "boundary_state_offloads"),
     _in("vllm.v1.outputs:KVConnectorOutput.", "kv_connector_worker_meta"),
@@ -64,22 +66,24 @@ SCHEDULER_NAMES = frozenset[str]().union(
 
 CALLED = _in(
     "",
-    "requires_kv_delivery requires_piecewise_for_cudagraph bind_gpu_block_pool set_xfer_handshake_metadata "
+    "requires_kv_delivery requires_piecewise_for_cudagraph bind_gpu_block_pool "
     "on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta update_connector_output "
-    "request_finished reset_cache has_pending_push_work register_kv_caches get_handshake_metadata start_load_kv "
+    "request_finished reset_cache has_pending_push_work register_kv_caches start_load_kv "
     "wait_for_layer_load save_kv_layer wait_for_save build_connector_worker_meta shutdown get_kv_connector_stats "
     "build_kv_connector_stats build_prom_metrics",
 )
 
 # Defaults that are right for prefixd: it copies no partial blocks, needs no memory of its own from vLLM, has no state
-# of captured graphs, and holds no block after its request but by the block's reference count.
+# of captured graphs, and holds no block after its request but by the block's reference count. Handshake metadata are
+# for other engines.
 KNOWN = _in(
     "",
     "role bind_connector_metadata clear_connector_metadata has_connector_metadata get_mem_pool_context "
     "set_host_xfer_buffer_ops finish_forward reset_capture_state handle_preemptions get_finished get_transfer_results "
     "get_kv_connector_kv_cache_events bind_kv_cache_manager get_loaded_kv_cache_group_ids take_events "
     "register_finished_partial_tail get_required_kvcache_layout get_finished_count supports_sleep_mode "
-    "set_xfer_handshake_metadata_pp_aware supports_divergent_local_hybrid_hits unregister_kv_caches restore_kv_caches",
+    "get_handshake_metadata set_xfer_handshake_metadata set_xfer_handshake_metadata_pp_aware "
+    "supports_divergent_local_hybrid_hits unregister_kv_caches restore_kv_caches",
 )
 
 _QUEUE = _in("", "add_request pop_request peek_request prepend_request prepend_requests remove_request remove_requests")

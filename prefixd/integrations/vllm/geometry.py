@@ -25,11 +25,6 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     for what in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, what, 1) > 1:
             raise ConfigError(f"{what} = {getattr(parallel, what)}: PrefixdConnector works with 1 only")
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            'kv_load_failure_policy = "fail" makes vLLM fail requests whose prefix could not be loaded; set '
-            '"kv_load_failure_policy": "recompute" beside "kv_connector"'
-        )
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         raise ConfigError(
             f'kv_role = "{vllm_config.kv_transfer_config.kv_role}": PrefixdConnector loads and saves; set "kv_both", '
@@ -88,6 +83,19 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     # window it would go on behind the first block that failed, where it has no bytes of the window before that block.
     by_block = len(kv_cache_config.kv_cache_groups) == 1 and not windows
     return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size, "vllm", by_block)
+
+
+def check_failure_policy(kv_transfer_config: Any) -> None:
+    """Raises ConfigError if vLLM is to fail requests whose prefix could not be loaded.
+
+    Args:
+        kv_transfer_config: vLLM's own, not that of a child of MultiConnector: vLLM goes by its own.
+    """
+    if kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            'kv_load_failure_policy = "fail" makes vLLM fail requests whose prefix could not be loaded; set '
+            f'"kv_load_failure_policy": "recompute" beside "kv_connector": "{kv_transfer_config.kv_connector}"'
+        )
 
 
 def _is_state(spec: Any) -> bool:

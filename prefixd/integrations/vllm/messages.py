@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from prefixd.integrations.engine.jobs import LoadJob, Outcomes, SaveJob
 
@@ -23,6 +19,8 @@ class Orders(KVConnectorMetadata):
     """The step computes nothing."""
     step: int = 0
     """Its number."""
+    ask_packing: bool = False
+    """The scheduler does not know yet how the workers' KV bytes lie; their report is to say it."""
 
 
 @dataclass
@@ -31,14 +29,11 @@ class Report(KVConnectorWorkerMetadata):
 
     outcomes: Outcomes
     step: int
+    packings: tuple[str, ...] = ()
+    """How the workers' KV bytes lie, as digests in the order of ranks; empty unless asked for."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Report)
         self.outcomes.merge(other.outcomes)
+        self.packings += other.packings
         return self
-
-
-@dataclass
-class Packing(KVConnectorHandshakeMetadata):
-    """How a worker's KV bytes lie, as a digest."""
-
-    digest: str

@@ -77,7 +77,6 @@ class SchedulerHalf:
     ) -> None:
         self._options = options
         self._geometry = geometry
-        self._vllm_config = vllm_config
         self._clock = clock
         self.link = Link(options.address, "vllm scheduler", options.timeout_s, log)
         self.link.wait_first()
@@ -107,7 +106,11 @@ class SchedulerHalf:
         self._branches = Branches()
         self._names: dict[tuple[str, bytes], NamespaceSpec] = {}
         self._adapters = Adapters()
-        self._model = ""
+        version = vllm.__version__ if options.strict_version else None
+        self._model_facts = model_name(vllm_config, version, environment_in_name())
+        self._reset_mark = ""  # ends the names of namespaces after a reset
+        self._model = ""  # until the workers have said how their bytes lie
+        self._unnamed: dict[str, Any] = {}  # requests that came before that
         self._hits: dict[str, int] = {}  # where the tokens found for a request begin
         self._requests: dict[str, Any] = {}
         self._contents = MediaContents(
@@ -123,19 +126,29 @@ class SchedulerHalf:
         self._regret = Regret()
         self.counters = ConnectorCounters()
         self._steps = StepTimes()
+        self._uncertain_step = 0  # the last step with loads that it waits for itself; 0: all of them have ended
         self._last_save_s = 0.0
 
     def bind(self, blocks: Any) -> None:
         self._blocks = blocks
 
-    def name_model(self, packings: list[str]) -> None:
-        """Once the workers have said how their bytes lie."""
-        version = vllm.__version__ if self._options.strict_version else None
-        model = model_name(self._vllm_config, version, environment_in_name())
+    def name_model(self, packings: Sequence[str]) -> None:
+        """The workers have said how their bytes lie, each in a digest: namespaces have names from now on, and the
+        daemon is asked about the requests that have waited for that."""
         # Engines that cut prompts otherwise share nothing; under one name the daemon would refuse the second of them.
-        self._model = f"{model}/{self._geometry.block_tokens}/{'-'.join(dict.fromkeys(packings))}"
+        packing = "-".join(dict.fromkeys(packings))
+        self._model = f"{self._model_facts}/{self._geometry.block_tokens}/{packing}{self._reset_mark}"
+        unnamed, self._unnamed = self._unnamed, {}
+        for request in unnamed.values():
+            self.arrived(request)
+            if request.num_computed_tokens:  # one that reads no cache has not waited
+                self.lookups.began(request.request_id)
+                self.lookups.refuse(request.request_id)
 
     def arrived(self, request: Any) -> None:
+        if not self._model:
+            self._unnamed[request.request_id] = request
+            return
         if request.resumable:
             self._contents.distrust()  # what else it will bring is not shown to connectors
         self._media_of(request)  # of every request: vLLM's caches have the media of all
@@ -154,6 +167,8 @@ class SchedulerHalf:
         self.lookups.add(request.request_id, spec, self._known(request, tokens))
 
     def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        if request.request_id in self._unnamed:
+            return None, False  # the next step's report has the name
         if request.skip_reading_prefix_cache or (request.num_preemptions and request.request_id in self._loading):
             return 0, False
         most = self._geometry.most_loadable(request.num_tokens)
@@ -195,16 +210,19 @@ class SchedulerHalf:
 
     def orders(self, step: Any) -> Orders:
         now_s = self._clock()
+        number = self._steps.begin(step.total_num_scheduled_tokens, now_s)
+        if step.has_sync_kv_loads:
+            self._uncertain_step = number
         for request_id in step.preempted_req_ids or ():
             self.saves.end(request_id)
             if (request := self._requests.get(request_id)) is not None:
                 self.lookups.again(request_id, self._known(request, request.all_token_ids))
-        # What a step computes on bytes that it still waits for, the next one saves: they may fail to come, and vLLM
-        # lets other requests of the step compute on them too.
-        uncertain = self._options.load == "layerwise" and self._loading
-        if self._options.save and self.link.up and not uncertain and step.kv_connector_block_state is not None:
-            tables_of = RELEASE.tables_of(step.kv_connector_block_state)
-            states_of = step.kv_connector_block_state.boundary_state_offloads
+        # What a step computes on bytes that it still waits for, from prefixd or from a connector beside it, is saved
+        # when the step has ended: they may fail to come, and vLLM lets other requests of the step compute on them too.
+        has = step.kv_connector_block_state
+        if self._options.save and self.link.up and not self._uncertain_step and has is not None:
+            tables_of = RELEASE.tables_of(has)
+            states_of = has.boundary_state_offloads
             for request_id, tokens in step.num_scheduled_tokens.items():
                 self._advance(request_id, tokens, tables_of, states_of.get(request_id, ()))
         if self.lookups.abandoned:
@@ -216,9 +234,13 @@ class SchedulerHalf:
         saves = self.saves.take()
         if saves:
             self._last_save_s = now_s
-        return Orders(loads, saves, idle, self._steps.begin(step.total_num_scheduled_tokens, now_s))
+        return Orders(loads, saves, idle, number, not self._model)
 
     def reported(self, report: Report) -> None:
+        if report.packings and not self._model:
+            self.name_model(report.packings)
+        if report.step >= self._uncertain_step:
+            self._uncertain_step = 0
         tokens, elapsed_s = self._steps.ended(report.step, self._clock())
         if tokens >= _LEAST_OBSERVED_TOKENS:
             self._cost.observe_compute(tokens, elapsed_s)
@@ -249,6 +271,7 @@ class SchedulerHalf:
 
     def finished(self, request: Any, tables: tuple[list[int], ...]) -> None:
         request_id = request.request_id
+        self._unnamed.pop(request_id, None)
         known = self._requests.pop(request_id, None)
         if known is not None and request_id in self.saves and self._options.save and self.link.up:
             # The last token was sampled and not computed.
@@ -272,7 +295,9 @@ class SchedulerHalf:
         self._requests.clear()
         self._wishes.clear()
         self._names.clear()
-        self._model = f"{self._model.partition('#')[0]}#{uuid4().hex}"
+        model = self._model.removesuffix(self._reset_mark)
+        self._reset_mark = f"#{uuid4().hex}"
+        self._model = model and model + self._reset_mark
 
     # -- inside -------------------------------------------------------------------------------------------------
 

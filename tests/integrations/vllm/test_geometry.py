@@ -14,7 +14,7 @@ import torch
 
 from prefixd.client import RecurrentState, SlidingWindow
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm.geometry import layer_names, read_geometry, read_pages
+from prefixd.integrations.vllm.geometry import check_failure_policy, layer_names, read_geometry, read_pages
 from prefixd.integrations.vllm.options import ConnectorOptions
 
 BLOCKS, PAGE = 5, 64
@@ -65,7 +65,6 @@ def a_cache(groups: Sequence[SimpleNamespace], tensors: Sequence[SimpleNamespace
 
 
 def a_config(
-    policy: str = "recompute",
     role: str = "kv_both",
     asynchronous: bool = False,
     speculative: object = None,
@@ -73,7 +72,7 @@ def a_config(
 ) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1, **parallel}),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy, kv_role=role),
+        kv_transfer_config=SimpleNamespace(kv_role=role),
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
         speculative_config=speculative,
     )
@@ -289,7 +288,6 @@ WINDOW_OF_100 = a_cache([a_window_group(AB, 100)], LAYERS_OUTERMOST.kv_cache_ten
     ("config", "cache", "options", "message"),
     [
         (a_config(), LAYERS_OUTERMOST, {"block_tokens": 24}, "block_tokens = 24 is no multiple of 16"),
-        (a_config("fail"), LAYERS_OUTERMOST, {}, '"kv_load_failure_policy": "recompute"'),
         (a_config(pipeline_parallel_size=2), LAYERS_OUTERMOST, {}, "pipeline_parallel_size = 2"),
         (a_config(decode_context_parallel_size=4), LAYERS_OUTERMOST, {}, "decode_context_parallel_size = 4"),
         (a_config(), TWO_GROUPS, {"load": "layerwise"}, 'use "async"'),
@@ -308,3 +306,9 @@ def test_what_cannot_work_is_refused_in_one_line(config: Any, cache: Any, option
     with pytest.raises(ConfigError) as refused:
         read_geometry(config, cache, ConnectorOptions(**options))
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_failure_policy_that_fails_requests_is_refused() -> None:
+    check_failure_policy(SimpleNamespace(kv_connector="PrefixdConnector", kv_load_failure_policy="recompute"))
+    with pytest.raises(ConfigError, match='"recompute" beside "kv_connector": "MultiConnector"'):
+        check_failure_policy(SimpleNamespace(kv_connector="MultiConnector", kv_load_failure_policy="fail"))

@@ -57,7 +57,8 @@ class FastestPrefixFirstScheduler(Scheduler):
     **Time** is measured by a clock that nobody sets (`prefixd.clocks.elapsed_s`): steps of the wall clock change
     neither order nor promise.
 
-    Settings: `policy`, `starvation_bound_s` and `look_ahead` in `kv_connector_extra_config` (see ConnectorOptions).
+    Settings: `policy`, `starvation_bound_s` and `look_ahead` in the connector's `kv_connector_extra_config` (see
+    ConnectorOptions); inside MultiConnector too.
 
     Raises:
         ConfigError: an option is wrong, or the model needs a scheduler of its own.
@@ -79,17 +80,18 @@ class FastestPrefixFirstScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         if self.vllm_config.model_config.is_diffusion:
             raise ConfigError("vLLM schedules diffusion models with a class of its own; start without --scheduler-cls")
-        options = _options(self.vllm_config.kv_transfer_config)
-        ask: Callable[[str], SeenPrefix | None] = getattr(self.connector, "seen_prefix", _nothing_seen)
-        self._prepare: Callable[[Any, int], None] = getattr(
-            self.connector, "prepare", lambda request, local_tokens: None
-        )
-        self._prepared: Callable[[], int] = getattr(self.connector, "prepared_requests", lambda: 0)
+        connector = find_connector(self.connector)
+        if connector is None:
+            log.info("there is no PrefixdConnector: waiting requests are ordered by vLLM's own prefix cache alone")
+        options: ConnectorOptions = getattr(connector, "options", ConnectorOptions())
+        ask: Callable[[str], SeenPrefix | None] = getattr(connector, "seen_prefix", _nothing_seen)
+        self._prepare: Callable[[Any, int], None] = getattr(connector, "prepare", lambda request, local_tokens: None)
+        self._prepared: Callable[[], int] = getattr(connector, "prepared_requests", lambda: 0)
         self._local = LocalPrefixes(self.kv_cache_manager)
 
         unobserved = CostModel()
         ready_s: Callable[[Any, int, SeenPrefix], float] = getattr(
-            self.connector,
+            connector,
             "ready_s",
             lambda request, local, seen: time_to_ready(unobserved, request.num_tokens, local, seen, lambda tokens: 0),
         )
@@ -178,7 +180,9 @@ def _due_after_s(request: Any) -> float:
     return seconds
 
 
-def _options(kv_transfer_config: Any) -> ConnectorOptions:
-    if kv_transfer_config is None or kv_transfer_config.kv_connector != "PrefixdConnector":
-        return ConnectorOptions()
-    return ConnectorOptions.parse(kv_transfer_config.kv_connector_extra_config)
+def find_connector(connector: Any) -> Any:
+    """The PrefixdConnector that vLLM's connector is, or has as MultiConnector; None where there is none."""
+    if connector is None or hasattr(connector, "seen_prefix"):
+        return connector
+    children = getattr(connector, "_connectors", ())  # in 0.29 they have no public name
+    return next((found for child in children if (found := find_connector(child)) is not None), None)

@@ -184,7 +184,7 @@ def test_the_version_counts_where_pages_do_not_say_how_they_are_packed_or_where_
     tokens = new_prompt(4)
 
     def found(version: str, **prefixd: Any) -> int:
-        monkeypatch.setattr(backend, "_sglang_version", lambda: version)
+        monkeypatch.setattr(backend, "VERSION", version)
         controller = make_controller(daemon, prefixd=prefixd)
         hits = int(controller.hits(tokens).storage_hit_count)
         controller.backup(tokens, controller.random_pages(4, seed=1))

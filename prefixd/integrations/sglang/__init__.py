@@ -5,8 +5,8 @@
         "module_path": "prefixd.integrations.sglang", "class_name": "PrefixdHiCache", "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": true}'
 
-The class needs SGLang and is imported when it is asked for; only `backend` and `stats` import SGLang. See
-docs/sglang.md.
+The class needs SGLang and is imported when it is asked for, once `contract` has found in SGLang what it needs; only
+`backend` and `stats` import SGLang. See docs/sglang.md.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ __all__ = ["PrefixdHiCache"]
 def __getattr__(name: str) -> Any:
     if name != "PrefixdHiCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from prefixd.integrations.sglang.contract import check
+
+    check()
     from prefixd.integrations.sglang.backend import PrefixdHiCache
 
     return PrefixdHiCache

@@ -37,6 +37,7 @@ from prefixd.integrations.engine.pages_by_key.page_store import Outcome, PageSto
 from prefixd.integrations.engine.pages_by_key.pages import PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 from prefixd.integrations.sglang import names
+from prefixd.integrations.sglang.contract import RELEASE, VERSION
 from prefixd.integrations.sglang.hit_policies import TrailingPool, usable_lengths
 from prefixd.integrations.sglang.keys import digests_of
 from prefixd.integrations.sglang.log import SaidOnce, log
@@ -86,7 +87,7 @@ class PrefixdHiCache(HiCacheStorage):
         server_args = _server_args()
         self._arguments = names.arguments_in_name(server_args)
         self._model = names.model_of(storage_config.model_name, self._options.model, server_args)
-        self._version = f"sglang {_sglang_version()}, torch {torch.__version__.partition('+')[0]}"
+        self._version = f"sglang {VERSION}, torch {torch.__version__.partition('+')[0]}"
         if (link := self._open()) is not None:
             link.wait_first()
 
@@ -316,7 +317,7 @@ class PrefixdHiCache(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
         pool = self._pool(name)
-        written_elsewhere = not self._options.save or (pool.shared and not self._config.is_storage_writer)
+        written_elsewhere = not self._options.save or (pool.shared and not RELEASE.is_storage_writer(self._config))
         if pool.store is None or not keys or written_elsewhere:
             return [True] * len(keys)
         pages = at(pool.pages, len(keys))
@@ -437,12 +438,3 @@ def _server_args() -> Any:
         return get_server_args()
     except ValueError:  # none has been published
         return None
-
-
-def _sglang_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "unknown"

@@ -1,6 +1,6 @@
 """What must be equal for the bytes of a page to be usable elsewhere, as the name of a namespace.
 
-Reads SGLang's configuration objects (0.5.23) and imports nothing of it.
+Reads SGLang's configuration objects and imports nothing of it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -40,6 +40,7 @@ from prefixd.client import (
 from prefixd.client.portal import Portal
 from prefixd.client.slices import SLICE_SHARE
 from prefixd.errors import ConfigError
+from prefixd.v1.cache_pb2 import BlockChange
 
 T = TypeVar("T")
 
@@ -166,6 +167,22 @@ class Link:
                 self._caches.pop(next(iter(self._caches)))  # the least recently used
         self._caches[spec] = known
         return known
+
+    async def reopen(self, spec: NamespaceSpec) -> None:
+        """Registers a namespace in the session of now, which may be a new one. For use in the link's thread."""
+        self._caches.pop(spec, None)
+        await self.cache(spec)
+
+    def spec_of(self, namespace_id: bytes) -> NamespaceSpec | None:
+        """The namespace with this id, if it is one of those last used here. For use in the link's thread."""
+        return next((spec for spec, cache in self._caches.items() if cache.namespace_id == namespace_id), None)
+
+    def watch_blocks(self) -> AsyncGenerator[BlockChange, None]:
+        """What the daemon's tiers have of the namespaces that are used here (`AsyncClient.watch_blocks`).
+
+        For use in the link's thread. It has no limit in time.
+        """
+        return self._client.watch_blocks()
 
     async def evict(self, spec: NamespaceSpec) -> int:
         """Has the daemon drop what it has in a namespace: how many blocks are kept, since somebody holds them.

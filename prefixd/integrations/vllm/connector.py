@@ -8,10 +8,12 @@ releases of vLLM is in `releases`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -118,7 +120,11 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
         return self._scheduler is not None and self._scheduler.frees_soon
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.saves.under_way
+        return self._scheduler is not None and self._scheduler.needs_steps
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = None if self._scheduler is None else self._scheduler.events
+        return () if events is None else events.take()
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
@@ -185,7 +191,7 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.link.close()
+            self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
 

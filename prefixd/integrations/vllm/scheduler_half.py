@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
@@ -38,12 +38,16 @@ from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.wishes import NO_WISHES, RequestWishes, read_wishes
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
 
+if TYPE_CHECKING:
+    from prefixd.integrations.vllm.kv_events import BlockEvents
+
 _NULL_BLOCK = 0  # vLLM's id for "no block here": outside the group's window, or freed
 _PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
 _BUSY_PATIENCE_S = 0.002
 _IDLE_PATIENCE_S = 0.02  # when nothing runs that waiting would hold up
 _UNLEASED_S = 0.05  # a lease takes as long as a step of a small model, and what was in memory just now still is
 _YOUNG_SAVE_S = 0.05
+_TOLD_S = 0.2  # after blocks were saved, until the daemon has told of them
 _LEAST_OBSERVED_TOKENS = 32
 _COMPLAINT_S = 60.0
 
@@ -102,6 +106,12 @@ class SchedulerHalf:
             no_block=_NULL_BLOCK,
             every=options.resume_every,
         )
+        self.events: BlockEvents | None = None
+        if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
+            from prefixd.integrations.vllm.kv_events import BlockEvents
+
+            self.events = BlockEvents(vllm_config, self.link, geometry, self.saves.hash_tokens)
+        self._saved_s = -math.inf
         self._block_tokens = {group.index: group.block_tokens for group in geometry.groups}
         self._branches = Branches()
         self._names: dict[tuple[str, bytes], NamespaceSpec] = {}
@@ -138,6 +148,8 @@ class SchedulerHalf:
         # Engines that cut prompts otherwise share nothing; under one name the daemon would refuse the second of them.
         packing = "-".join(dict.fromkeys(packings))
         self._model = f"{self._model_facts}/{self._geometry.block_tokens}/{packing}{self._reset_mark}"
+        if self.events is not None:
+            self.events.begin(self._geometry.spec(self._model, b""))
         unnamed, self._unnamed = self._unnamed, {}
         for request in unnamed.values():
             self.arrived(request)
@@ -156,6 +168,8 @@ class SchedulerHalf:
         if spec is None:
             return
         self._requests[request.request_id] = request
+        if self.events is not None:
+            self.events.arrived(spec, request)
         tokens = request.prompt_token_ids
         wishes, wrong = read_wishes(request.kv_transfer_params, len(tokens))
         if wishes != NO_WISHES:
@@ -247,6 +261,7 @@ class SchedulerHalf:
         outcomes = report.outcomes
         for job_id, ranks in outcomes.saves.items():
             self.saves.acknowledge(job_id, ranks)
+            self._saved_s = self._clock()
         self._loaded.merge(Outcomes(loads=outcomes.loads))
         for request_id in outcomes.loads:
             ranks, outcome = self._loaded.loads[request_id]
@@ -263,6 +278,18 @@ class SchedulerHalf:
                     compute_s = self._cost.compute_s(loading.blocks * self._geometry.block_tokens, loading.start)
                     self.counters.judged(waited_s, self._regret.judge(waited_s, compute_s))
                 self.lookups.refuse(request_id)
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether vLLM is to make steps though it has no requests: for saves, and for events to be taken with one."""
+        tells = self.events is not None and (self.events.waiting or self._clock() - self._saved_s < _TOLD_S)
+        return self.saves.under_way or tells
+
+    def close(self) -> None:
+        """Ends the session."""
+        if self.events is not None:
+            self.events.close()
+        self.link.close()
 
     @property
     def frees_soon(self) -> bool:
@@ -295,6 +322,8 @@ class SchedulerHalf:
         self._requests.clear()
         self._wishes.clear()
         self._names.clear()
+        if self.events is not None:
+            self.events.reset()
         model = self._model.removesuffix(self._reset_mark)
         self._reset_mark = f"#{uuid4().hex}"
         self._model = model and model + self._reset_mark

@@ -6,6 +6,8 @@
 # DATA_DIR        where the blocks are on disk (default: prefixd's own)
 # VLLM            the command that serves a model ("vllm serve")
 # HOST_POOL_BYTES vLLM's own offloading, with a host pool of so many bytes, and prefixd below it (default: the connector)
+# ROLE            prefill or decode: one of two servers between which vLLM's NIXL connector hands over prompts' KV
+# KV_BUFFER       where NIXL has its buffers: cuda, or cpu where vLLM runs on a CPU (cuda)
 set -euo pipefail
 model=${1:?usage: serve.sh MODEL [arguments of vllm serve ...]}
 shift
@@ -13,14 +15,6 @@ socket=${PREFIXD_SOCKET:-}
 if [ -z "$socket" ]; then
     settings=$(prefixd config show --json)
     socket=$(python3 -c 'import json, sys; print(json.load(sys.stdin)["server.socket"]["value"])' <<<"$settings")
-fi
-
-daemon=
-if ! prefixd stats --address "unix:$socket" >/dev/null 2>&1; then
-    prefixd serve --socket "$socket" --cpu-bytes "${CPU_BYTES:-8GiB}" --disk-bytes "${DISK_BYTES:-100GiB}" \
-        ${DATA_DIR:+--data-dir "$DATA_DIR"} &
-    daemon=$!
-    # vLLM need not wait for it: without a daemon it computes, and uses it as soon as it answers.
 fi
 
 connector='{
@@ -45,6 +39,29 @@ if [ -n "${HOST_POOL_BYTES:-}" ]; then
         }]
     }
 }'
+fi
+
+# multi ROLE CHILD CHILD: both connectors; where both have a prompt's KV, the first loads it.
+multi() {
+    printf '{"kv_connector": "MultiConnector", "kv_role": "%s", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [%s, %s]}}' "$@"
+}
+nixl() {
+    printf '{"kv_connector": "NixlConnector", "kv_role": "%s", "kv_buffer_device": "%s"}' "$1" "${KV_BUFFER:-cuda}"
+}
+case ${ROLE:-} in
+    "") ;;
+    prefill) connector=$(multi kv_producer "$connector" "$(nixl kv_producer)") ;;
+    decode) connector=$(multi kv_consumer "$(nixl kv_consumer)" "$connector") ;;
+    *) echo "ROLE=$ROLE: set prefill or decode, or leave it out" >&2 && exit 2 ;;
+esac
+
+daemon=
+if ! prefixd stats --address "unix:$socket" >/dev/null 2>&1; then
+    prefixd serve --socket "$socket" --cpu-bytes "${CPU_BYTES:-8GiB}" --disk-bytes "${DISK_BYTES:-100GiB}" \
+        ${DATA_DIR:+--data-dir "$DATA_DIR"} &
+    daemon=$!
+    # vLLM need not wait for it: without a daemon it computes, and uses it as soon as it answers.
 fi
 
 # ${VLLM} is meant to be split: it may be a command with arguments.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engines.vllm_engine import EngineRequest
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.remote.processes import free_port
-from tests.vllm.served import poll
+from tests.vllm.served import Expected, poll
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "vllm"
@@ -101,9 +103,49 @@ def test_serve_starts_both_and_a_second_server_has_hits(
     assert hits == [0, 640]
 
 
+def test_prefill_and_decode_by_nixl_beside_prefixd(
+    llama: Path, commands: Path, tmp_path: Path, on_a_cpu: dict[str, str], expected: Expected
+) -> None:
+    """The second server gets every prompt from the first, which has it from prefixd after it was started again."""
+    complete = runpy.run_path(str(EXAMPLES / "prefill_then_decode.py"))["complete"]
+    prompt = [11 + 29 * number % 4001 for number in range(700)]
+    body = {"model": str(llama), "prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    answers, hits = [], []
+    with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": "256MiB"}) as daemon:
+        env = on_a_cpu | {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "PREFIXD_SOCKET": daemon.address.removeprefix("unix:"),
+            "VLLM": f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
+            "KV_BUFFER": "cpu",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        }
+
+        def server(role: str) -> Served:
+            folder = tmp_path / role
+            folder.mkdir(exist_ok=True)
+            return Served(llama, env | {"ROLE": role, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}, folder)
+
+        with server("decode") as decode:
+            for _ in range(2):
+                with server("prefill") as prefill:
+                    answer = complete(prefill.url, decode.url, body)
+                    answers.append(tuple(answer["choices"][0]["token_ids"]))
+                    hits.append((prefill.hits(), decode.hits()))
+                    with Client(daemon.address) as client:
+                        poll(lambda: sum(each.blocks for each in client.stats().namespaces) >= 10, "not all is saved")
+                urllib.request.urlopen(f"{decode.url}/reset_prefix_cache", b"", timeout=60).close()
+    assert answers[0] == answers[1] == expected([EngineRequest(prompt, 6)])[0]
+    assert [at_prefill for at_prefill, _ in hits] == [0, 640]
+    assert hits[0][1] > 640 and hits[1][1] == 2 * hits[0][1]
+
+
 @pytest.mark.parametrize(
     ("settings", "connector"),
-    [({}, "PrefixdConnector"), ({"HOST_POOL_BYTES": "1073741824"}, "OffloadingConnector")],
+    [
+        ({}, "PrefixdConnector"),
+        ({"HOST_POOL_BYTES": "1073741824"}, "OffloadingConnector"),
+        ({"ROLE": "prefill"}, "MultiConnector"),
+    ],
 )
 def test_serve_looks_for_the_daemon_where_prefixd_has_it(
     settings: dict[str, str], connector: str, commands: Path, tmp_path: Path
@@ -139,6 +181,7 @@ class Served:
 
     def __init__(self, model: Path, env: dict[str, str], folder: Path) -> None:
         self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "serve.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -182,13 +225,13 @@ class Served:
 
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
             return answer.read().decode()
 
     def hits(self) -> int:

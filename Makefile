@@ -168,7 +168,8 @@ $(ROUTERS_INSTALLED): tests/routers/requirements.txt
 	$(call pip,$(ROUTERS_VENV),--no-deps -r tests/routers/requirements.txt)
 	@touch $@
 
-test-routers: $(INSTALLED) $(ROUTERS_INSTALLED)
+# One of them starts a vLLM that publishes events.
+test-routers: $(INSTALLED) $(ROUTERS_INSTALLED) $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/routers
 
 check: $(INSTALLED)

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +83,9 @@ def hold(stack: ExitStack) -> Callable[[], Holder]:
 class Dynamo:
     """Dynamo's router, in a process of its own."""
 
-    def __init__(self, stack: ExitStack, endpoint: str) -> None:
+    def __init__(self, stack: ExitStack, endpoint: str, block_tokens: int = 16) -> None:
         self._process = subprocess.Popen(
-            [ROUTERS / "python", Path(__file__).with_name("dynamo_router.py"), endpoint],
+            [ROUTERS / "python", Path(__file__).with_name("dynamo_router.py"), endpoint, str(block_tokens)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -95,12 +96,14 @@ class Dynamo:
 
     def known(self, prompt: Sequence[int]) -> tuple[int, int]:
         """How many of the prompt's blocks the worker has in host memory, from its start on, and behind them on disk."""
+        return self.overlap(prompt, "host_pinned_blocks"), self.overlap(prompt, "disk_extension_blocks")
+
+    def overlap(self, prompt: Sequence[int], what: str) -> int:
+        """One of the router's figures about a prompt."""
         assert self._process.stdin is not None
         print(json.dumps(list(prompt)), file=self._process.stdin, flush=True)
         workers = json.loads(self._read())["workers"]  # none before the router has found it
-        return sum(worker["host_pinned_blocks"] for worker in workers), sum(
-            worker["disk_extension_blocks"] for worker in workers
-        )
+        return sum(worker[what] for worker in workers)
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -112,15 +115,15 @@ class Dynamo:
 
 
 @pytest.fixture
-def dynamo(stack: ExitStack) -> Callable[[str], Dynamo]:
+def dynamo(stack: ExitStack) -> Callable[..., Dynamo]:
     """Starts Dynamo's router over one worker, which is told of its blocks by an endpoint."""
-    return lambda endpoint: Dynamo(stack, endpoint)
+    return partial(Dynamo, stack)
 
 
 class VllmRouter:
     """vLLM's router over workers that say which prompts they were sent."""
 
-    def __init__(self, stack: ExitStack, endpoints: Sequence[str]) -> None:
+    def __init__(self, stack: ExitStack, endpoints: Sequence[str], *options: str) -> None:
         self.workers = [stack.enter_context(StandInWorker()) for _ in endpoints]
         self._url = f"http://127.0.0.1:{(port := free_port())}"
         urls = [worker.url for worker in self.workers]
@@ -128,7 +131,7 @@ class VllmRouter:
         ports = ("--port", str(port), "--prometheus-port", str(free_port()))
         router = subprocess.Popen(
             [
-                *(ROUTERS / "vllm-router", "--policy", "kv_aware", "--kv-event-model", "m", *ports),
+                *(ROUTERS / "vllm-router", "--policy", "kv_aware", "--kv-event-model", "m", *ports, *options),
                 *("--worker-urls", *urls, *sources),
             ]
         )
@@ -157,6 +160,6 @@ class VllmRouter:
 
 
 @pytest.fixture
-def vllm_router(stack: ExitStack) -> Callable[[Sequence[str]], VllmRouter]:
+def vllm_router(stack: ExitStack) -> Callable[..., VllmRouter]:
     """Starts vLLM's router over a worker for each endpoint, by which it is told of the worker's blocks."""
-    return lambda endpoints: VllmRouter(stack, endpoints)
+    return partial(VllmRouter, stack)

@@ -22,14 +22,12 @@ from dynamo.llm import (
 )
 from dynamo.runtime import DistributedRuntime
 
-BLOCK_TOKENS = 16  # vLLM's default
-
 
 async def nothing(request: Any) -> AsyncIterator[Any]:
     yield {}
 
 
-async def main(events: str) -> None:
+async def main(events: str, block_tokens: int) -> None:
     runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "tcp", event_plane="zmq")
     endpoint = runtime.endpoint("prefixd.worker.generate")
     serving = asyncio.ensure_future(endpoint.serve_endpoint(nothing))
@@ -43,12 +41,12 @@ async def main(events: str) -> None:
             empty,
             "m",
             worker_type=WorkerType.Aggregated,
-            kv_cache_block_size=BLOCK_TOKENS,
+            kv_cache_block_size=block_tokens,
             runtime_config=config,
             skip_model_assets=True,
         )
-    publisher = KvEventPublisher(endpoint, kv_block_size=BLOCK_TOKENS, zmq_endpoint=events, enable_local_indexer=True)
-    router = KvRouter(endpoint, BLOCK_TOKENS, KvRouterConfig())
+    publisher = KvEventPublisher(endpoint, kv_block_size=block_tokens, zmq_endpoint=events, enable_local_indexer=True)
+    router = KvRouter(endpoint, block_tokens, KvRouterConfig())
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(await router.get_overlap_scores(json.loads(line))), flush=True)
@@ -56,4 +54,4 @@ async def main(events: str) -> None:
     del publisher
 
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))

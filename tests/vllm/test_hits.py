@@ -127,10 +127,12 @@ def test_after_the_daemon_was_restarted_prefixes_come_from_disk(
     # The engine finds out with its next request.
     poll(lambda: run(engine, [other])[1], "no hits after the daemon's return")
     wait_until_back(engine)
-    before = engine.metrics().cached_by_source["disk"]
+    before = engine.metrics().cached_by_source
     second, hits = run(engine, requests)
     assert first[:-1] == second == expected(requests)
-    assert hits == engine.metrics().cached_by_source["disk"] - before == cacheable(requests)
+    assert hits == cacheable(requests)
+    if before:  # vLLM says so from 0.32 on
+        assert engine.metrics().cached_by_source["disk"] - before["disk"] == hits
 
 
 @pytest.fixture(scope="module", params=["async", "layerwise"])

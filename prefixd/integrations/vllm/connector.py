@@ -176,7 +176,10 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
 
     def loads_ended(self) -> tuple[set[str], dict[str, set[int]]]:
         """For `releases`: requests whose loads have ended, and vLLM's blocks of those that failed as a whole."""
-        return (set(), {}) if self._worker is None else self._worker.transfers.take_received()
+        if self._worker is None:
+            return set(), {}
+        self._worker.start_saves(self._orders())  # before 0.31 vLLM waits for saves only in steps that compute
+        return self._worker.transfers.take_received()
 
     def blocks_failed(self) -> set[int]:
         """For `releases`: vLLM's blocks that did not come, of loads of which a part can be used."""

@@ -34,6 +34,7 @@ class WorkerHalf:
         self.packing = ""
         self._ordinal: int | None = None
         self._transfers: Transfers | None = None
+        self._saved_step = -1
         self._layers = {name: place for place, name in enumerate(layer_names(kv_cache_config, geometry))}
 
     @property
@@ -70,7 +71,10 @@ class WorkerHalf:
             self.transfers.wait_for_layer(place)
 
     def start_saves(self, orders: Orders) -> None:
-        """After the step was submitted; on a GPU it may still be computing."""
+        """After the step was submitted; on a GPU it may still be computing. Again for the same step it does nothing."""
+        if orders.step == self._saved_step:
+            return
+        self._saved_step = orders.step
         if any(job.waits for job in orders.loads):
             self.transfers.wait_for_loads_of_step()
         if orders.saves:

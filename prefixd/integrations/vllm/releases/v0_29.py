@@ -1,7 +1,11 @@
-"""vLLM 0.29: a load that failed is told by its blocks alone, and one block table is all that it understands then.
+"""vLLM 0.29, whose scheduler learns here two things that 0.30 knows.
 
-0.30 is told the request (`KVConnectorTransferResults.failed_recving`), and computes it from the beginning. The same is
-done here, where a model has several KV cache groups or a window: vLLM 0.29 ends with a ValueError otherwise.
+**Failed loads.** They are told by their blocks alone, and one block table is all that it understands: where a model has
+several KV cache groups it ends with a ValueError. 0.30 is told the request, which it computes from the beginning
+(`KVConnectorTransferResults.failed_recving`); that is also right where a group has a window.
+
+**Block tables.** A step shows those of requests that got new blocks. 0.30 shows that of every request
+(`KVConnectorBlockState.resolve_block_ids`); blocks that the last tokens of a step fill were got earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from prefixd.integrations.vllm.geometry import has_window
 
 NAMES = frozenset(
     {
-        "vllm.v1.core.sched.output:KVConnectorBlockState.block_ids",
+        "vllm.v1.core.sched.scheduler:Scheduler._build_kv_connector_meta",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids",
         "vllm.v1.core.sched.scheduler:Scheduler._update_requests_with_invalid_blocks",
         "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_config",
     }
@@ -50,15 +55,32 @@ class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
 
 def tables_of(state: Any) -> Callable[[str], Sequence[Sequence[int]]]:
     """Gives a request's block ids by group, of a step's `kv_connector_block_state`."""
-    tables: Callable[[str], Sequence[Sequence[int]]] = state.block_ids.__getitem__
+    tables: Callable[[str], Sequence[Sequence[int]]] = state.resolve_block_ids  # by `install`
     return tables
 
 
 def install() -> None:
-    """Teaches vLLM's scheduler the other block tables. Again it changes nothing."""
-    of_one_table = Scheduler._update_requests_with_invalid_blocks
-    if hasattr(of_one_table, "of_one_table"):
+    """Changes vLLM's scheduler. Again it changes nothing."""
+    if hasattr(Scheduler, "_taught_by_prefixd"):
         return
+    Scheduler._taught_by_prefixd = True
+    _show_every_table()
+    _recompute_failed_requests()
+
+
+def _show_every_table() -> None:
+    build = Scheduler._build_kv_connector_meta
+
+    def build_with_tables(self: Any, connector: Any, scheduler_output: Any) -> Any:
+        if scheduler_output.kv_connector_block_state is not None:
+            scheduler_output.kv_connector_block_state.resolve_block_ids = self.kv_cache_manager.get_block_ids
+        return build(self, connector, scheduler_output)
+
+    Scheduler._build_kv_connector_meta = build_with_tables
+
+
+def _recompute_failed_requests() -> None:
+    of_one_table = Scheduler._update_requests_with_invalid_blocks
 
     def update(
         self: Any,
@@ -73,12 +95,13 @@ def install() -> None:
         failed, tokens = set(), 0
         for request in requests:
             tables = self.kv_cache_manager.get_block_ids(request.request_id)
-            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or invalid_block_ids.isdisjoint(*tables):
+            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or invalid_block_ids.isdisjoint(
+                block for table in tables for block in table
+            ):
                 continue
             failed.add(request.request_id)
             tokens += request.num_computed_tokens
             request.num_computed_tokens = 0
         return failed, tokens, set()
 
-    update.of_one_table = of_one_table  # type: ignore[attr-defined]
     Scheduler._update_requests_with_invalid_blocks = update

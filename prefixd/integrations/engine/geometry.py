@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 from prefixd.client import NamespaceSpec, PartSpec, RecurrentState, Rule, SlidingWindow
@@ -23,6 +24,9 @@ class Group:
 
     state: bool = False
     """A block's bytes are the state after it. The engine has it after some blocks only, and says when."""
+
+    replicated: bool = False
+    """Every rank has the same bytes, as of latents. They are kept once: one rank saves them, all ranks load them."""
 
     @property
     def rule(self) -> Rule | None:
@@ -71,7 +75,7 @@ class Geometry:
     @property
     def block_bytes(self) -> int:
         """Bytes of a prefixd block, all groups and ranks."""
-        return self.ranks * sum(group.part_bytes for group in self.groups)
+        return sum(self._copies(group) * group.part_bytes for group in self.groups)
 
     @property
     def needs_end(self) -> bool:
@@ -107,11 +111,14 @@ class Geometry:
         total = 0
         for group in self.groups:
             span = group.span(self.block_tokens)
-            total += (blocks if span is None else min(blocks, span)) * group.part_bytes
-        return self.ranks * total
+            total += (blocks if span is None else min(blocks, span)) * self._copies(group) * group.part_bytes
+        return total
 
     def spec(self, name: str, salt: bytes) -> NamespaceSpec:
-        """The namespace: rank-major, one part per (rank, group)."""
+        """The namespace: rank-major, one part per (rank, group); of replicated groups rank 0 alone has one.
+
+        2 ranks, group 0 replicated: (rank 0, group 0) (rank 0, group 1) (rank 1, group 1)
+        """
         return NamespaceSpec(
             name=name,
             salt=salt,
@@ -121,9 +128,29 @@ class Geometry:
                 PartSpec(f"group{group.index}", rank, group.part_bytes, group.rule)
                 for rank in range(self.ranks)
                 for group in self.groups
+                if rank == 0 or not group.replicated
             ),
         )
 
     def parts_of(self, rank: int) -> list[int]:
-        """Indexes of a rank's parts in `spec`."""
-        return list(range(rank * len(self.groups), (rank + 1) * len(self.groups)))
+        """Indexes in `spec` of the parts that a rank loads, in the order of the groups."""
+        if rank == 0:
+            return list(range(len(self.groups)))
+        own = [place for place, group in enumerate(self.groups) if not group.replicated]
+        first = len(self.groups) + (rank - 1) * len(own)
+        return [first + own.index(place) if place in own else place for place in range(len(self.groups))]
+
+    def saved_by(self, rank: int, tokens: bytes, groups: tuple[int, ...]) -> tuple[int, ...]:
+        """Places of those of `groups` that a rank saves of a prompt.
+
+        Prompts that begin with the same block have one rank that saves their replicated groups: blocks are saved in
+        the order of the prefix only by one and the same rank. Other prompts have other ranks, which shares the work.
+
+        Args:
+            tokens: the prompt's, as in `Namespaced`; at least one block.
+        """
+        writer = zlib.crc32(tokens[: 4 * self.block_tokens]) % self.ranks
+        return tuple(place for place in groups if rank == writer or not self.groups[place].replicated)
+
+    def _copies(self, group: Group) -> int:
+        return 1 if group.replicated else self.ranks

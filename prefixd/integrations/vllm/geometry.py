@@ -15,6 +15,18 @@ from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.options import DEFAULT_BLOCK_TOKENS
 from prefixd.integrations.vllm.options import ConnectorOptions
 
+_SPLIT_BLOCKS = (
+    "each rank has some of a block's tokens, and PrefixdConnector keeps whole blocks of every rank; set it to 1"
+)
+_REFUSED_PARALLELISM = {  # fields of vLLM's parallel_config, of the same names from 0.29 to 0.33
+    "pipeline_parallel_size": (
+        "each stage has other layers, and PrefixdConnector keeps ranks that all have the same ones; "
+        "use tensor_parallel_size instead"
+    ),
+    "decode_context_parallel_size": _SPLIT_BLOCKS,
+    "prefill_context_parallel_size": _SPLIT_BLOCKS,
+}
+
 
 def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Geometry | None:
     """The geometry; None for a model that prefixd does not keep (states and no attention, KV in host memory).
@@ -22,9 +34,9 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     Raises ConfigError for what the connector cannot work with; the message names it.
     """
     parallel = vllm_config.parallel_config
-    for what in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, what, 1) > 1:
-            raise ConfigError(f"{what} = {getattr(parallel, what)}: PrefixdConnector works with 1 only")
+    for what, why in _REFUSED_PARALLELISM.items():
+        if (size := getattr(parallel, what, 1)) > 1:
+            raise ConfigError(f"{what} = {size}: {why}, or leave out --kv-transfer-config")
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         raise ConfigError(
             f'kv_role = "{vllm_config.kv_transfer_config.kv_role}": PrefixdConnector loads and saves; set "kv_both", '
@@ -78,7 +90,8 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
         names = [name for name in kv_cache_config.kv_cache_groups[index].layer_names if name in runs]
         page_bytes = sum(run.nbytes for name in names for run in runs[name])
         part_bytes = block_tokens // spec.block_size * page_bytes
-        groups.append(Group(index, spec.block_size, part_bytes, windows.get(index), index in states))
+        group = Group(index, spec.block_size, part_bytes, windows.get(index), index in states, _is_replicated(spec))
+        groups.append(group)
     # Groups that are not kept here count too: vLLM refuses ids of failed blocks where it has several groups. With a
     # window it would go on behind the first block that failed, where it has no bytes of the window before that block.
     by_block = len(kv_cache_config.kv_cache_groups) == 1 and not windows
@@ -105,6 +118,17 @@ def _is_state(spec: Any) -> bool:
 def _state_spec(spec: Any) -> Any:
     """A group's spec; where its layers differ, the first layer's."""
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+
+
+def _is_replicated(spec: Any) -> bool:
+    """Whether every tensor-parallel rank has the same bytes: latents (`MLAAttentionSpec`, `SlidingWindowMLASpec`), of
+    which all heads are made. vLLM 0.32 also says so itself (`max_tp_shards` = 1)."""
+    layers = getattr(spec, "kv_cache_specs", {}).values() or (spec,)
+    return all(
+        getattr(layer, "max_tp_shards", None) == 1
+        or any(kind.__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec") for kind in type(layer).__mro__)
+        for layer in layers
+    )
 
 
 def _window_tokens(spec: Any) -> int | None:

@@ -70,7 +70,7 @@ class Rank:
     """`Transfers` of one rank with memory of its own.
 
     Group 0 has a block of the engine every 4 tokens, group 1 every 8; a prefixd block has 16 tokens. `window_tokens`
-    is the window of the last group.
+    is the window of the last group, `replicated` has the groups of which all ranks have the same bytes.
     """
 
     def __init__(
@@ -90,13 +90,14 @@ class Rank:
         page_bytes: int = PAGE_BYTES,
         by_block: bool | None = None,
         window_tokens: int | None = None,
+        replicated: Sequence[int] = (),
     ) -> None:
         tokens = [4, 8][:groups]
         self.page_bytes = page_bytes
         windows = [None] * (groups - 1) + [window_tokens]
         self.geometry = Geometry(
             tuple(
-                Group(index, each, 16 // each * LAYERS * page_bytes, window)
+                Group(index, each, 16 // each * LAYERS * page_bytes, window, replicated=index in replicated)
                 for index, (each, window) in enumerate(zip(tokens, windows, strict=True))
             ),
             block_tokens=16,

@@ -102,6 +102,49 @@ def test_a_block_is_there_only_when_every_rank_has_saved_its_part(daemon: Daemon
     assert pages_of(ranks[0], [20]) != pages_of(ranks[1], [20])
 
 
+def test_what_all_ranks_have_alike_is_saved_by_one_of_them_and_loaded_by_all(
+    daemon: DaemonProcess, make_rank: MakeRank
+) -> None:
+    ranks = [make_rank(daemon.address, rank=index, ranks=2, replicated=[0]) for index in range(2)]
+    for rank in ranks:
+        fill(rank)
+    prefixes = [ranks[0].prefix("latents", 48, seed) for seed in range(6)]
+    counted = [[rank.saved(prefix, range(1, 13)) for rank in ranks] for prefix in prefixes]
+    saved = [[each.get("saved_blocks", 0) for each in of_prefix] for of_prefix in counted]
+    assert all(sorted(of_prefix) == [0, 3] for of_prefix in saved), "each prompt's once"
+    assert [3, 0] in saved and [0, 3] in saved, "the work is shared"
+    assert not any(
+        "dropped_blocks" in each or "duplicate_blocks" in each for of_prefix in counted for each in of_prefix
+    )
+    for rank in ranks:
+        rank.memory[0][:, 20:] = 0
+        for prefix in prefixes:
+            rank.load("r", prefix, range(20, 32))
+            outcome = rank.settle().loads["r"][1]
+            assert (outcome.failed_blocks, outcome.nbytes) == (0, 3 * rank.geometry.block_bytes)
+            assert pages_of(rank, range(20, 32)) == pages_of(rank, range(1, 13))
+
+
+def test_of_groups_that_differ_each_rank_saves_its_own_and_one_the_others(
+    daemon: DaemonProcess, make_rank: MakeRank
+) -> None:
+    ranks = [make_rank(daemon.address, rank=index, ranks=2, groups=2, replicated=[0]) for index in range(2)]
+    for index, rank in enumerate(ranks):
+        fill(rank)
+        rank.memory[1][:] = index + 1
+    prefix = ranks[0].prefix("latents and heads", 32)
+    for rank in ranks:
+        rank.saved(prefix, range(1, 9), range(1, 5))
+    assert sum(rank.saved_bytes for rank in ranks) == 2 * ranks[0].geometry.block_bytes
+    for index, rank in enumerate(ranks):
+        for array in rank.memory:
+            array[:, 20:] = 0
+        rank.load("r", prefix, range(20, 28), range(20, 24))
+        assert rank.settle().loads["r"][1].failed_blocks == 0
+        assert pages_of(rank, range(20, 28)) == pages_of(rank, range(1, 9))
+        assert (rank.memory[1][:, 20:24] == index + 1).all()
+
+
 @pytest.mark.slow
 def test_what_the_daemon_will_not_retain_is_saved_all_the_same(
     tmp_path: Path, make_rank: MakeRank, caplog: pytest.LogCaptureFixture

@@ -174,6 +174,39 @@ def test_blocks_parts_and_ranks() -> None:
     assert layer_names(cache, geometry) == AB
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"kind": MLAAttentionSpec},
+        {"kind": FullAttentionSpec, "max_tp_shards": 1},
+        {"kind": FullAttentionSpec, "kv_cache_specs": {name: MLAAttentionSpec(page_size_bytes=PAGE) for name in AB}},
+    ],
+    ids=["by its class", "as vLLM says", "layers that differ"],
+)
+def test_what_all_ranks_have_alike_is_one_part(spec: dict[str, Any]) -> None:
+    groups = [a_group(AB, **spec), a_group(["w"])]
+    cache = a_cache(groups, [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
+    geometry = read_geometry(a_config(tensor_parallel_size=2), cache, ConnectorOptions())
+    assert geometry is not None
+    parts = geometry.spec("model", b"").parts
+    assert [(part.group, part.rank) for part in parts] == [("group0", 0), ("group1", 0), ("group1", 1)]
+    assert [geometry.parts_of(rank) for rank in (0, 1)] == [[0, 1], [0, 2]]
+    assert geometry.block_bytes == geometry.nbytes(1) == sum(part.nbytes for part in parts) == (8 + 2 * 4) * PAGE
+    prompts = [bytes([seed]) * 4 * 64 for seed in range(16)]
+    saved = [[geometry.saved_by(rank, prompt, (0, 1)) for rank in (0, 1)] for prompt in prompts]
+    assert all(sorted(of_ranks) == [(0, 1), (1,)] for of_ranks in saved)
+    assert len({tuple(of_ranks) for of_ranks in saved}) == 2, "the work is shared"
+    longer = [[geometry.saved_by(rank, prompt + b"more", (0, 1)) for rank in (0, 1)] for prompt in prompts]
+    assert longer == saved, "one rank saves all of a prefix"
+
+
+def test_layers_of_which_some_are_split_are_a_part_of_every_rank() -> None:
+    layers = {"a": MLAAttentionSpec(page_size_bytes=PAGE), "b": FullAttentionSpec(page_size_bytes=PAGE)}
+    cache = a_cache([a_group(AB, kv_cache_specs=layers)], LAYERS_OUTERMOST.kv_cache_tensors)
+    geometry = read_geometry(a_config(tensor_parallel_size=2), cache, ConnectorOptions())
+    assert geometry is not None and [part.rank for part in geometry.spec("model", b"").parts] == [0, 1]
+
+
 @pytest.mark.parametrize(("block_size", "chosen", "tokens"), [(16, None, 64), (128, None, 128), (16, 32, 32)])
 def test_tokens_of_a_block(block_size: int, chosen: int | None, tokens: int) -> None:
     cache = a_cache([a_group(AB, block_size=block_size)], LAYERS_OUTERMOST.kv_cache_tensors)
@@ -288,8 +321,14 @@ WINDOW_OF_100 = a_cache([a_window_group(AB, 100)], LAYERS_OUTERMOST.kv_cache_ten
     ("config", "cache", "options", "message"),
     [
         (a_config(), LAYERS_OUTERMOST, {"block_tokens": 24}, "block_tokens = 24 is no multiple of 16"),
-        (a_config(pipeline_parallel_size=2), LAYERS_OUTERMOST, {}, "pipeline_parallel_size = 2"),
-        (a_config(decode_context_parallel_size=4), LAYERS_OUTERMOST, {}, "decode_context_parallel_size = 4"),
+        (
+            a_config(pipeline_parallel_size=2),
+            LAYERS_OUTERMOST,
+            {},
+            "pipeline_parallel_size = 2: each stage has other layers",
+        ),
+        (a_config(decode_context_parallel_size=4), LAYERS_OUTERMOST, {}, "decode_context_parallel_size = 4: each rank"),
+        (a_config(prefill_context_parallel_size=2), LAYERS_OUTERMOST, {}, "2: each rank has some of a block's tokens"),
         (a_config(), TWO_GROUPS, {"load": "layerwise"}, 'use "async"'),
         (a_config(), WINDOW_OF_100, {"block_tokens": 128}, "sliding window of 100 tokens holds; set 96 or less"),
         (a_config(), a_state_model(mode="none"), {}, "set --enable-prefix-caching --mamba-cache-mode align"),

@@ -68,6 +68,7 @@ class Transfers:
         self._link = link
         self._geometry = geometry
         self._pages = list(pages)
+        self._rank = rank
         self._parts = geometry.parts_of(rank)
         self._counts_hits = rank == 0
         self._engine = engine
@@ -279,9 +280,11 @@ class Transfers:
     async def _drain(self) -> None:
         while self._saves:
             job, fence = self._saves[0]
+            groups = self._geometry.saved_by(self._rank, job.prefix.tokens, job.groups)
             kept = Progress()
             try:
-                await self._save(job, fence, kept)
+                if groups:  # else another rank saves all of it
+                    await self._save(job, groups, fence, kept)
             except (LinkDown, LeaseLost):
                 pass  # counted below as dropped
             except (ClientError, SwapError) as error:
@@ -289,7 +292,8 @@ class Transfers:
             except Exception as error:  # whatever it is, the engine gets its blocks back
                 self._link.log.error("prefixd: %d blocks could not be saved", job.blocks, exc_info=error)
             self._counters.saved(kept.nbytes)
-            if job.groups[0] in self._geometry.body:  # bytes of other groups come to blocks that are counted already
+            # Bytes of other groups than the body's come to blocks that are counted already.
+            if groups and groups[0] in self._geometry.body:
                 self._counters.saved_blocks(kept.blocks, kept.duplicates, job.blocks - kept.blocks - kept.duplicates)
             with self._changed:
                 self._saves.popleft()
@@ -299,7 +303,8 @@ class Transfers:
                 if not self._saving:
                     return
 
-    async def _save(self, job: SaveJob, fence: Fence, kept: Progress) -> None:
+    async def _save(self, job: SaveJob, groups: Sequence[int], fence: Fence, kept: Progress) -> None:
+        """Saves the bytes that a job has of `groups`."""
         if not self._link.up or self._link.draining or time.monotonic() < self._save_again_s:
             return
         await _Fenced(fence).may_begin()
@@ -308,10 +313,11 @@ class Transfers:
         done = job.first_block
         end = job.first_block + job.blocks
         tokens = np.frombuffer(job.prefix.tokens, "<u4")[: end * self._geometry.block_tokens]  # no slots for others
-        block_bytes = sum(self._geometry.groups[group].part_bytes for group in job.groups)
+        block_bytes = sum(self._geometry.groups[group].part_bytes for group in groups)
+        block_ids = [ids for group, ids in zip(job.groups, job.block_ids, strict=True) if group in groups]
         while done < end:
             reservation = await self._link.guard(
-                partial(self._reserve, cache, tokens, done, job.groups), 2 * self._link.timeout_s
+                partial(self._reserve, cache, tokens, done, groups), 2 * self._link.timeout_s
             )
             if reservation is None:
                 return
@@ -328,9 +334,7 @@ class Transfers:
                         parts = [
                             part
                             for block in blocks
-                            for part in self._parts_at(
-                                reservation, base, block, job.groups, job.block_ids, skipped + block
-                            )
+                            for part in self._parts_at(reservation, base, block, groups, block_ids, skipped + block)
                         ]
                         await self._copy(parts, None, Way.SAVE)
                 wishes = job.retention if time.monotonic() >= self._retain_again_s else ()

@@ -33,7 +33,6 @@ SGLANG_TESTS ?= tests/sglang --ignore=tests/sglang/engine
 # An older release, in a folder that comes before the environment on the path, and the tests that run with it.
 SGLANG_OLDER := 0.5.22
 SGLANG_OLDER_INSTALLED := $(SGLANG_VENV)/releases/$(SGLANG_OLDER)/.installed
-SGLANG_OLDER_TESTS := $(patsubst %,tests/sglang/test_%.py,contract controller pools)
 
 # What people would pick instead of prefixd is installed beside it and a vLLM, in an environment of its own.
 PEERS_VENV := .venv-peers
@@ -178,10 +177,8 @@ $(SGLANG_OLDER_INSTALLED): $(SGLANG_INSTALLED)
 	@touch $@
 
 # What takes time is importing SGLang, once a worker, and starting daemons.
-test-sglang: $(SGLANG_INSTALLED) $(SGLANG_OLDER_INSTALLED)
+test-sglang: $(SGLANG_INSTALLED)
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_TESTS)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(dir $(SGLANG_OLDER_INSTALLED))) \
-		$(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_OLDER_TESTS)
 
 # SGLang's newest is the one that tests/sglang/requirements.txt has.
 test-sglang-matrix: $(INSTALLED) $(SGLANG_INSTALLED) $(SGLANG_OLDER_INSTALLED)

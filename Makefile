@@ -131,7 +131,7 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 
 # What takes time is starting engines, which keeps one core busy.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m $(PYTEST) $(VLLM_TESTS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m $(PYTEST) $(PYTEST_OPTIONS) $(VLLM_TESTS)
 
 $(VLLM_OTHERS)/%/.installed: $(VLLM_INSTALLED)
 	rm -rf $(@D)

@@ -33,6 +33,7 @@ _CAUSES = {
     "Retain": "any session room",
     "Renew": "any session",
     "Prefetch": "any session",
+    "WatchBlocks": "any session room",
     "Get": "any session room",
     "Put": "any session room state",
     "Generate": "any known room taken none",
@@ -93,7 +94,7 @@ def all_methods() -> list[Method]:
             method.name,
             method.input_type,
             method.client_streaming,
-            endless=method.name in ("OpenSession", "Watch"),
+            endless=method.name in ("OpenSession", "Watch", "WatchBlocks"),
         )
         for service in (module.DESCRIPTOR.services_by_name[name] for module, name in files)
         for method in service.methods

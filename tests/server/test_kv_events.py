@@ -434,6 +434,7 @@ def test_nothing_is_watched_without_an_endpoint(launch: Callable[..., Remote]) -
     assert not launch({"disk.bytes": 0}).stats().HasField("kv_events")
 
 
+@pytest.mark.slow
 def test_blocks_are_told_in_the_engines_size(
     start: Callable[..., Remote], subscriber: Callable[..., Subscriber]
 ) -> None:

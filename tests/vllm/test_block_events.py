@@ -157,3 +157,10 @@ def test_extra_keys_of_a_salt(told: Told) -> None:
     told.events.arrived(salted, request)
     (event,) = told.tell(stored=[1], tokens=range(8), tier=TIER_CPU)
     assert event.extra_keys == [("s",), None] and event.block_hashes != hashes(*range(8))
+
+
+def test_a_block_whose_parent_is_not_told_of_any_more(told: Told) -> None:
+    told.tell(tier=TIER_CPU, stored=[1, 2], tokens=range(1, 17))
+    told.tell(tier=TIER_CPU, removed=[1])
+    assert told.tell(tier=TIER_DISK, stored=[2], parent=1, tokens=range(9, 17)) == []
+    assert told.tell(tier=TIER_CPU, removed=[2]) == [removed(hashes(*range(1, 17))[2:])]

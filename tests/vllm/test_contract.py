@@ -9,7 +9,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.request_queue import RequestQueue
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm.contract import check_connector, check_scheduler
+from prefixd.integrations.vllm import PrefixdConnector
+from prefixd.integrations.vllm.contract import CALLED, KNOWN, RELEASE, check_connector, check_scheduler
 
 
 def test_this_release_has_everything(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,3 +38,11 @@ def test_a_release_with_a_method_that_is_new(
     check_scheduler()
     (record,) = caplog.records
     assert f"does not know, and leaves at their defaults: {base.__name__}.take_blocks_back;" in record.getMessage()
+
+
+def test_the_methods_that_are_said_to_be_overridden_are_and_no_others() -> None:
+    ours = PrefixdConnector.__mro__[: PrefixdConnector.__mro__.index(KVConnectorBase_V1)]
+    overridden = {name for kind in ours for name in vars(kind)}
+    called = CALLED | RELEASE.CALLED
+    assert called <= overridden
+    assert not (KNOWN - called) & overridden

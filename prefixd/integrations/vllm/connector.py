@@ -178,7 +178,9 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
         """For `releases`: requests whose loads have ended, and vLLM's blocks of those that failed as a whole."""
         if self._worker is None:
             return set(), {}
-        self._worker.start_saves(self._orders())  # before 0.31 vLLM waits for saves only in steps that compute
+        # Before 0.31 vLLM waits for saves only in steps that compute; in those it asks this before a draft computes.
+        if (orders := self._orders()).idle:
+            self._worker.start_saves(orders)
         return self._worker.transfers.take_received()
 
     def blocks_failed(self) -> set[int]:

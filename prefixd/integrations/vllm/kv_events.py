@@ -259,10 +259,12 @@ class BlockEvents:
 
     def _hashes(self, namespace: _Namespace, number: int, parent: int | None, tokens: Any) -> tuple[bytes, ...] | None:
         """vLLM's of one of the daemon's blocks; None where they are not known: behind a medium, whose ids are drawn."""
+        if parent is not None and parent not in namespace.hashes:
+            return None
         known = namespace.hashes.get(number)
         if known is not None:
             return known
-        if (parent is not None and parent not in namespace.hashes) or int(tokens.max()) >= self._vocabulary:
+        if int(tokens.max()) >= self._vocabulary:
             return None
         if self._known >= _MOST_BLOCKS:
             if not self._full:

@@ -130,7 +130,7 @@ async def test_breaches_are_found(tmp_path: Path) -> None:
                 return admin_pb2.StatsResponse(namespaces=[known]).SerializeToString()
         return b""
 
-    findings = await fuzzed(StandIn(allow), tmp_path, 1500)
+    findings = await fuzzed(StandIn(allow), tmp_path, 3000)
     assert any("foreign namespace" in breach for breach in findings.breaches)
     assert any("foreign grant" in breach for breach in findings.breaches)
     assert not any("foreign session" in breach for breach in findings.breaches)

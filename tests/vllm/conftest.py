@@ -31,7 +31,28 @@ def new_requests() -> NewRequests:
 
 
 @pytest.fixture(scope="session")
-def make_engine(tmp_path_factory: pytest.TempPathFactory) -> StartEngine:
+def engine_logs() -> list[Path]:
+    """Of all engines that `make_engine` has made."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def show_log(engine_logs: list[Path]) -> Iterator[None]:
+    """Prints what prefixd has logged in engines during the test, for pytest to show where the test fails."""
+    before = {log: log.stat().st_size for log in engine_logs if log.exists()}
+    yield
+    for log in engine_logs:
+        if not log.exists():
+            continue
+        with log.open("rb") as file:
+            file.seek(before.get(log, 0))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if "prefixd" in line]
+        if lines:
+            print(f"{log}:", *lines, sep="\n  ")
+
+
+@pytest.fixture(scope="session")
+def make_engine(tmp_path_factory: pytest.TempPathFactory, engine_logs: list[Path]) -> StartEngine:
     """`make_engine(model, daemon or None, connector's options, **arguments)`: an EngineProcess, not yet started.
 
     It is forked from one that has vLLM imported, unless `forked=False`: see forked.py.
@@ -48,7 +69,8 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> StartEngine:
         if daemon is not None:
             arguments.setdefault("kv_transfer", always(daemon.address, **(options or {})))
         engine = ForkedEngine if forked else EngineProcess
-        return engine(model, log=tmp_path_factory.mktemp("engine") / "engine.log", **arguments)
+        engine_logs.append(tmp_path_factory.mktemp("engine") / "engine.log")
+        return engine(model, log=engine_logs[-1], **arguments)
 
     return make
 

@@ -50,7 +50,7 @@ def make_tiered(make_engine: StartEngine) -> Iterator[MakeTiered]:
             "type": "PrefixdTier",
             "module_path": "prefixd.integrations.vllm.offloading",
             "address": address,
-            "timeout_s": 5.0,
+            "timeout_s": PATIENCE_S,  # a slow machine must not decide what is found
         }
         transfer = {
             "kv_connector": "OffloadingConnector",

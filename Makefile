@@ -16,7 +16,7 @@ TESTS ?= tests
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 # The files that take minutes come first, so that both workers end at about the same time. One belongs to `make test-remote`.
-VLLM_LONG := $(patsubst %,tests/vllm/test_%.py,failures offloading vllm_examples vllm_benchmark scheduler_engine models media)
+VLLM_LONG := $(patsubst %,tests/vllm/test_%.py,failures offloading vllm_examples vllm_benchmark scheduler_engine models media parallelism)
 VLLM_TESTS ?= $(VLLM_LONG) $(filter-out tests/vllm/test_remote.py $(VLLM_LONG),$(wildcard tests/vllm/test_*.py))
 REMOTE_TESTS ?= tests/remote
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
@@ -43,7 +43,16 @@ PRELOAD = [
 
 
 class ForkedEngine(EngineProcess):
-    """As EngineProcess, but that it ends with the process that started it, not with the thread."""
+    """As EngineProcess, but that it ends with the process that started it, not with the thread.
+
+    `loop` runs in the new process, with the socket and the setup of `vllm_engine_child`.
+    """
+
+    def __init__(
+        self, *arguments: Any, loop: Callable[[socket.socket, dict[str, Any]], None] | None = None, **named: Any
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self._loop = loop or _run_engine
 
     def _spawn(
         self, channel: socket.socket, log: IO[bytes], setup: Mapping[str, Any], env: Mapping[str, str]
@@ -54,7 +63,7 @@ class ForkedEngine(EngineProcess):
                 patch.setenv(name, value)
             forkserver.ensure_running()
         process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(channel, DupFd(log.fileno()), setup, dict(env))
+            target=_run, args=(self._loop, channel, DupFd(log.fileno()), setup, dict(env))
         )
         process.start()
         return _Forked(process)
@@ -78,7 +87,17 @@ class _Forked:
         return self._process.exitcode
 
 
-def _run(channel: socket.socket, log: Any, setup: dict[str, Any], env: dict[str, str]) -> None:
+def _run_engine(channel: socket.socket, setup: dict[str, Any]) -> None:
+    EngineLoop(channel, setup).run()
+
+
+def _run(
+    loop: Callable[[socket.socket, dict[str, Any]], None],
+    channel: socket.socket,
+    log: Any,
+    setup: dict[str, Any],
+    env: dict[str, str],
+) -> None:
     os.setsid()  # its tensor-parallel ranks are in its group
     threading.Thread(target=_end_with_pytest, name="end-with-pytest", daemon=True).start()
     descriptor = log.detach()
@@ -89,7 +108,7 @@ def _run(channel: socket.socket, log: Any, setup: dict[str, Any], env: dict[str,
     tempfile.tempdir = None  # vLLM's imports have looked for it
     gc.freeze()  # vLLM collects garbage several times while it starts
     with channel:
-        EngineLoop(channel, setup).run()
+        loop(channel, setup)
 
 
 def _end_with_pytest() -> None:

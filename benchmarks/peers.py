@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from rich.table import Table
 from benchmarks.common import harness
 from benchmarks.engines.vllm_chat import ChatPlan, Chats, play_turn
 from benchmarks.engines.vllm_engine import EngineProcess
-from benchmarks.engines.vllm_figures import Run
+from benchmarks.engines.vllm_figures import Run, Stage
 from benchmarks.peers_parts import figures
 from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
 from benchmarks.peers_parts.plot import draw
@@ -31,27 +32,30 @@ torch sees a GPU also on vLLM with its own offloading to host memory and files. 
 
     make bench-peers
 
-Each of the --rounds goes through all of them in turn, beginning with another one each time, and starts each cache
-empty: chats of several turns, more of them than vLLM's own KV cache holds (--held); then the engine is restarted, the
-cache is not, and every chat has one more turn. All conversations have their turn before any has its next. A prompt is
-all that was said before, with the answers that this engine gave, and ends anywhere in a block. One is asked for at a
-time (--outstanding): two fall into step with each other or out of it, which is chance and moves the median wait.
+In each of the --rounds every cache is started empty, with an engine of its own: chats of several turns, more of them
+than vLLM's own KV cache holds (--held); then the engines are restarted, the caches are not, and every chat has one more
+turn, --restarts times: a process of vLLM may be faster than another for as long as it lives. The caches take turns with
+every turn of the chats, beginning with another one each time, so that what else the machine does is in all of them;
+while one is measured the others wait. All conversations have their turn before any has its next. A prompt is all that
+was said before, with the answers that this engine gave, and ends anywhere in a block. One is asked for at a time
+(--outstanding): two fall into step with each other or out of it, which is chance and moves the median wait.
 
 The caches get the same bytes of host memory (--cpu-mib), less than all chats need, and as much of the disk as they
-want. Both are as they come: prefixd stores blocks of 64 tokens, LMCache chunks of 256 (--lmcache-chunk 64: as prefixd).
+want. Both are as they come: prefixd stores blocks of 32 tokens, LMCache chunks of 256 (--lmcache-chunk 32: as prefixd).
 LMCache's engine copies into the server's shared memory, and its server writes files (`fs_native`), which it neither
 syncs nor checks when it reads them.
 
 The model is a Llama with random weights in float32, built for the run, on --threads cores. The run fails when any
-answer differs, or when prefixd is not ahead of LMCache in every figure by more than the rounds differ: requests a
-second and the median and 95% of the waits for the first token, before the restart and after it. With --short times
-are shown but not judged: there are too few of them."""
+answer differs, or when prefixd is not ahead of LMCache in every figure by more than its lead differs between the
+rounds: requests a second and the median and 95% of the waits for the first token, before the restart and after it.
+With --short times are shown but not judged: there are too few of them."""
 
 _FULL = {
     "rounds": 3,
-    "conversations": 6,
+    "conversations": 8,
     "turns": 4,
-    "held": 2,
+    "restarts": 3,
+    "held": 1,
     "system_tokens": 256,
     "user_tokens": 192,
     "output_tokens": 16,
@@ -60,11 +64,12 @@ _FULL = {
     "cpu_mib": 96,
     "lmcache_chunk": 256,
 }
-_SHORT = {**_FULL, "rounds": 1, "conversations": 4, "turns": 2, "held": 1, "layers": 4, "cpu_mib": 24}
+_SHORT = {**_FULL, "rounds": 1, "conversations": 4, "turns": 2, "restarts": 1, "layers": 4, "cpu_mib": 24}
 _HELP = {
     "rounds": "times that each of them has its turn",
     "conversations": "chats",
-    "turns": "turns of each before the restart",
+    "turns": "turns of each before the first restart",
+    "restarts": "restarts of the engines, each with another turn behind it",
     "held": "of the conversations at their longest, how many vLLM's own KV cache holds",
     "system_tokens": "tokens that all prompts begin with",
     "user_tokens": "tokens that a user adds each turn, half as many more or fewer",
@@ -79,6 +84,8 @@ _VOCABULARY = 4096
 _WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
 _STEP_TOKENS = 1024
 _SPREAD = 0.5
+_SETTLE_S = 0.5  # in which a cache writes what it still has to, before another is measured
+_GPU_SHARE = 0.2  # the engines of all caches are there at once
 _VERSIONS = ("lmcache",)
 
 
@@ -97,18 +104,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, _BLOCK), dict(options.option))
     names = options.only or names_here()
-    steps = options.rounds * len(names) * (plan.turns + 3)
+    steps = options.rounds * len(names) * (1 + plan.turns + 2 * options.restarts)
     with harness.progress("peers", steps) as step, ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
         _save_model(model, options)
-        rounds = []
-        for number in range(options.rounds):
-            order = names[number % len(names) :] + names[: number % len(names)]
-            played = {}
-            for name in order:
-                with caches.open(name) as config:
-                    played[name] = _chat(name, model, plan, config, options, step)
-            rounds.append({name: played[name] for name in names})
+        rounds = [_play_round(number, names, caches, model, plan, options, step) for number in range(options.rounds)]
     compared = [LMCACHE] if {PREFIXD, LMCACHE} <= set(names) else []
     broken = figures.other_tokens(rounds)
     if not options.short:
@@ -124,33 +124,56 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _chat(
-    name: str, model: Path, plan: ChatPlan, config: Config, options: argparse.Namespace, step: Callable[[], None]
-) -> Run:
-    """All turns, the engine restarted before the last."""
-    chats = Chats(plan)
-    stages = []
-    longest = plan.prompt_tokens(plan.turns + 1) + plan.output_tokens
-    blocks = -(-longest // _BLOCK)
-    with ThreadPoolExecutor(options.outstanding) as askers:
-        for turns in ([f"turn {turn}" for turn in range(1, plan.turns + 1)], ["after restart"]):
-            with EngineProcess(
-                model,
-                kv_transfer=config,
-                threads=options.threads,
-                block_size=_BLOCK,
-                max_model_len=blocks * _BLOCK,
-                max_num_seqs=max(4, options.outstanding),
-                max_num_batched_tokens=_STEP_TOKENS,
-                # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
-                num_gpu_blocks_override=1 + blocks * max(options.held, options.outstanding),
-            ) as engine:
-                step()
-                for turn in turns:
-                    stages.append(play_turn(turn, engine, chats, askers))
+def _play_round(
+    number: int,
+    names: Sequence[str],
+    caches: Caches,
+    model: Path,
+    plan: ChatPlan,
+    options: argparse.Namespace,
+    step: Callable[[], None],
+) -> dict[str, Run]:
+    """All turns with every cache, the engines restarted before each of the last."""
+    chats = {name: Chats(plan) for name in names}
+    stages: dict[str, list[Stage]] = {name: [] for name in names}
+    engines: dict[str, EngineProcess] = {}
+    with ExitStack() as stack, ThreadPoolExecutor(options.outstanding) as askers:
+        for name in names:
+            config = stack.enter_context(caches.open(name))
+            engines[name] = stack.enter_context(_engine(model, plan, config, options))
+            step()
+        for turn in range(plan.turns + options.restarts):
+            restarts = max(0, turn + 1 - plan.turns)
+            if restarts:
+                for engine in engines.values():
+                    engine.stop()
+                    engine.start()
                     step()
-                engine.wait_until_idle()
-    return Run(name, tuple(stages), ())
+            first = (number + turn) % len(names)
+            for name in [*names[first:], *names[:first]]:
+                title = figures.after_restart(restarts) if restarts else f"turn {turn + 1}"
+                stages[name].append(play_turn(title, engines[name], chats[name], askers))
+                engines[name].wait_until_idle()
+                time.sleep(_SETTLE_S)
+                step()
+    return {name: Run(name, tuple(stages[name]), ()) for name in names}
+
+
+def _engine(model: Path, plan: ChatPlan, config: Config, options: argparse.Namespace) -> EngineProcess:
+    longest = plan.prompt_tokens(plan.turns + options.restarts) + plan.output_tokens
+    blocks = -(-longest // _BLOCK)
+    return EngineProcess(
+        model,
+        kv_transfer=config,
+        threads=options.threads,
+        block_size=_BLOCK,
+        max_model_len=blocks * _BLOCK,
+        max_num_seqs=max(4, options.outstanding),
+        max_num_batched_tokens=_STEP_TOKENS,
+        gpu_memory_utilization=_GPU_SHARE,
+        # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
+        num_gpu_blocks_override=1 + blocks * max(options.held, options.outstanding),
+    )
 
 
 def _save_model(directory: Path, options: argparse.Namespace) -> None:
@@ -184,7 +207,7 @@ def show(result: dict[str, Any]) -> None:
         for lead in leads:
             console.print(
                 f"{lead['part']}, {lead['figure']}: ahead of {other} by {lead['ahead']:.3f}, "
-                f"where the rounds differ by {lead['spread']:.3f}"
+                f"which differs between the rounds by {lead['spread']:.3f}"
             )
 
 

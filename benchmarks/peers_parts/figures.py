@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.engines.vllm_figures import Run, Stage
 
-PARTS = ("cold", "after restart")
-"""All turns before the engine's restart, and the one after it."""
+COLD, RESTARTED = PARTS = ("cold", "after restart")
+"""All turns before the engine's first restart, and the others."""
 HIGHER_IS_BETTER = {"requests_per_s": True, "ttft_p50_s": False, "ttft_p95_s": False}
 
 
@@ -25,19 +25,28 @@ class Lead:
     ours: float
     """The median of the rounds."""
     theirs: float
-    ahead: float
-    """The difference of the medians; positive where prefixd is better."""
-    spread: float
-    """From the least to the most of the rounds, of prefixd or of the other, whichever is more."""
+    by_round: tuple[float, ...]
+    """By how much prefixd is better in each round. The two of a round are neighbours in time, so what else the machine
+    did is in both."""
+
+    @property
+    def ahead(self) -> float:
+        """The median of the rounds' leads; positive where prefixd is better."""
+        return statistics.median(self.by_round)
+
+    @property
+    def spread(self) -> float:
+        """From the least lead of a round to the most."""
+        return max(self.by_round) - min(self.by_round)
 
     @property
     def clear(self) -> bool:
-        """Whether prefixd is ahead by more than the rounds differ."""
+        """Whether prefixd is ahead by more than its lead differs between the rounds."""
         return self.ahead > self.spread
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON types."""
-        names = ("part", "figure", "ours", "theirs", "ahead", "spread", "clear")
+        names = ("part", "figure", "ours", "theirs", "by_round", "ahead", "spread", "clear")
         return {name: getattr(self, name) for name in names}
 
 
@@ -52,9 +61,8 @@ def leads(rounds: Sequence[Mapping[str, Run]], ours: str, theirs: str) -> list[L
     for part in PARTS:
         for figure, higher in HIGHER_IS_BETTER.items():
             mine, other = ([figures(each[name])[part][figure] for each in rounds] for name in (ours, theirs))
-            spread = max(max(values) - min(values) for values in (mine, other))
-            us, them = statistics.median(mine), statistics.median(other)
-            found.append(Lead(part, figure, us, them, us - them if higher else them - us, spread))
+            by_round = tuple(us - them if higher else them - us for us, them in zip(mine, other, strict=True))
+            found.append(Lead(part, figure, statistics.median(mine), statistics.median(other), by_round))
     return found
 
 
@@ -95,14 +103,20 @@ def not_ahead(rounds: Sequence[Mapping[str, Run]], ours: str, theirs: str) -> li
     """A line for each figure in which `ours` is not clearly ahead of `theirs`."""
     return [
         f"{lead.part}, {lead.figure}: {lead.ours:.3f} with {ours}, {lead.theirs:.3f} with {theirs}, "
-        f"where the rounds differ by {lead.spread:.3f}"
+        f"ahead by {lead.ahead:.3f}, which differs between the rounds by {lead.spread:.3f}"
         for lead in leads(rounds, ours, theirs)
         if not lead.clear
     ]
 
 
+def after_restart(number: int) -> str:
+    """The name of the stage behind the engine's restart of this number, counted from 1."""
+    return f"{RESTARTED} {number}"
+
+
 def _parts(run: Run) -> dict[str, tuple[Stage, ...]]:
-    return dict(zip(PARTS, (run.stages[:-1], run.stages[-1:]), strict=True))
+    later = tuple(stage for stage in run.stages if stage.name.startswith(RESTARTED))
+    return {COLD: run.stages[: -len(later)], RESTARTED: later}
 
 
 def _figures(stages: Sequence[Stage]) -> dict[str, float]:

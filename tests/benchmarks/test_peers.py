@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Run, Stage
 from benchmarks.peers_parts import guard_dispatcher
-from benchmarks.peers_parts.figures import figures, leads, not_ahead, other_tokens, summary
+from benchmarks.peers_parts.figures import after_restart, figures, leads, not_ahead, other_tokens, summary
 from benchmarks.peers_parts.plot import draw
 
 
@@ -19,9 +19,10 @@ def stage(name: str, waits_s: list[float], elapsed_s: float, tokens: tuple[int, 
 
 
 def run(name: str, factor: float, tokens: tuple[int, ...] = (1, 2)) -> Run:
-    """Two turns and one after the restart, all `factor` times as slow."""
+    """Two turns and one after each of two restarts, all `factor` times as slow."""
     turns = [stage(f"turn {turn}", [0.1 * factor, 0.3 * factor], factor, tokens) for turn in (1, 2)]
-    return Run(name, (*turns, stage("after restart", [0.2 * factor], 0.5 * factor, tokens)), ())
+    restarts = [stage(after_restart(number), [0.2 * factor], 0.5 * factor, tokens) for number in (1, 2)]
+    return Run(name, (*turns, *restarts), ())
 
 
 def rounds(ours: list[float], theirs: list[float]) -> list[dict[str, Run]]:
@@ -31,14 +32,14 @@ def rounds(ours: list[float], theirs: list[float]) -> list[dict[str, Run]]:
     ]
 
 
-def test_the_last_stage_is_the_one_after_the_restart() -> None:
+def test_the_stages_before_and_after_the_first_restart() -> None:
     assert figures(run("prefixd", 1.0)) == {
         "cold": {"requests_per_s": 2.0, "ttft_p50_s": pytest.approx(0.2), "ttft_p95_s": pytest.approx(0.3)},
         "after restart": {"requests_per_s": 2.0, "ttft_p50_s": pytest.approx(0.2), "ttft_p95_s": pytest.approx(0.2)},
     }
 
 
-def test_ahead_is_by_more_than_the_rounds_differ() -> None:
+def test_ahead_is_by_more_than_the_lead_differs_between_rounds() -> None:
     clear = leads(rounds([1.0, 1.1, 0.9], [2.0, 2.1, 1.9]), "prefixd", "lmcache")
     assert len(clear) == 6 and all(lead.clear for lead in clear)
     assert not_ahead(rounds([1.0, 1.1, 0.9], [2.0, 2.1, 1.9]), "prefixd", "lmcache") == []
@@ -47,11 +48,18 @@ def test_ahead_is_by_more_than_the_rounds_differ() -> None:
     assert len(not_ahead(near, "prefixd", "lmcache")) == 6
 
 
+def test_a_round_in_which_the_machine_was_slow_for_both_is_no_spread() -> None:
+    slow = leads(rounds([1.0, 2.0, 1.0], [1.2, 2.2, 1.2]), "prefixd", "lmcache")
+    waits = [lead for lead in slow if lead.figure != "requests_per_s"]
+    assert len(waits) == 4 and all(lead.clear for lead in waits)
+    assert [lead.by_round for lead in waits if lead.part == "after restart"] == 2 * [pytest.approx((0.04, 0.04, 0.04))]
+
+
 def test_other_tokens_of_any_cache_are_told() -> None:
     played = rounds([1.0], [2.0])
     assert other_tokens(played) == []
     played[0]["lmcache"] = run("lmcache", 2.0, tokens=(1, 3))
-    assert other_tokens(played) == ["round 1: 5 of 5 requests got other tokens with lmcache"]
+    assert other_tokens(played) == ["round 1: 6 of 6 requests got other tokens with lmcache"]
 
 
 def test_the_summary_is_drawn(tmp_path: Path) -> None:

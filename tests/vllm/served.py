@@ -15,7 +15,7 @@ from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, RecurrentStat
 
 T = TypeVar("T")
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 32
 VLLM_BLOCK_TOKENS = 32
 DAEMON = {"cpu.bytes": "256MiB", "disk.bytes": "512MiB"}
 PATIENCE_S = 120.0

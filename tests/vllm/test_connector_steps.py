@@ -161,8 +161,8 @@ def make_steps(llama: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPat
         kind: type[FullAttentionSpec] = FullAttentionSpec,
         **arguments: Any,
     ) -> Steps:
-        extra = {"address": daemon.address, "recompute_if_slower": False, "timeout_s": PATIENCE_S, **(options or {})}
-        ours = connector(**extra)
+        given = {"recompute_if_slower": False, "timeout_s": PATIENCE_S, "block_tokens": 64, **(options or {})}
+        ours = connector(daemon.address, **given)
         transfer = KVTransferConfig(**(multi(*before, ours) if before else ours))
         config = make_config(llama, asynchronous=asynchronous, blocks=blocks, **{"max_num_seqs": 8, **arguments})
         spec = kind(**SHAPE)

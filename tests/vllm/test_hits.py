@@ -11,6 +11,7 @@ from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import (
+    BLOCK_TOKENS,
     Expected,
     NewRequests,
     StartEngine,
@@ -61,7 +62,7 @@ def test_what_it_generates_is_cached_too(engine: EngineProcess, expected: Expect
     turn = EngineRequest([*asked.prompt, *answer, *asked.prompt], 12)
     tokens, hits = run(engine, [turn])
     assert tokens == expected([turn])
-    assert hits == (100 + 199) // 64 * 64, "the last token that was generated was never computed"
+    assert hits == (100 + 199) // BLOCK_TOKENS * BLOCK_TOKENS, "the last token that was generated was never computed"
 
 
 def test_salts_are_kept_apart(engine: EngineProcess, expected: Expected, new_requests: NewRequests) -> None:

@@ -21,8 +21,8 @@ BFLOAT16 = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}  # vLLM's g
 # Of each how it is made, vLLM's arguments, the rules of its groups, and the least tokens of a block.
 # PREFIXD_VLLM_MODELS names others than these three: Gemma 2 has the rules of GPT-OSS.
 MODELS = {
-    "gemma2": (save_gemma2, {}, WINDOWS, 64),
-    "gpt_oss": (save_gpt_oss, {}, WINDOWS, 64),
+    "gemma2": (save_gemma2, {}, WINDOWS, 32),
+    "gpt_oss": (save_gpt_oss, {}, WINDOWS, 32),
     "qwen3_next": (save_qwen3_next, BFLOAT16, [RecurrentState()] * 3 + [None], 144),
     "lfm2": (save_lfm2, {}, [RecurrentState()] * 3 + [None], 32),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.remote.valkey_server import valkey_server
-from tests.vllm.served import DAEMON, Expected, NewRequests, StartEngine, cacheable, poll, run
+from tests.vllm.served import BLOCK_TOKENS, DAEMON, Expected, NewRequests, StartEngine, cacheable, poll, run
 
 
 def test_an_engine_of_another_host_hits_what_the_first_has_computed(
@@ -22,7 +22,7 @@ def test_an_engine_of_another_host_hits_what_the_first_has_computed(
         with DaemonProcess({**DAEMON, **shared}) as a, make_engine(llama, a) as engine, Client(a.address) as client:
             tokens, hits = run(engine, requests)
             assert (tokens, hits) == (expected(requests), 0)
-            blocks = sum(len(request.prompt) // 64 for request in requests)
+            blocks = sum(len(request.prompt) // BLOCK_TOKENS for request in requests)
             poll(lambda: client.stats().remote.shared_blocks >= blocks, "the blocks are not shared")
         with (
             DaemonProcess({**DAEMON, **shared, "remote.lookup_s": 10, "remote.timeout_s": 10}) as b,

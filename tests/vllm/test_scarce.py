@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from prefixd.workloads.daemon_process import DaemonProcess
-from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, run
+from tests.vllm.served import BLOCK_TOKENS, Expected, NewRequests, StartEngine, cacheable, run
 
 
 @pytest.fixture(scope="module")
@@ -59,4 +59,4 @@ def test_prompts_computed_in_chunks(
     assert grown == expected(longer)
     assert none == 0
     assert hits == cacheable(requests)
-    assert shared == sum(len(one.prompt) // 64 * 64 for one in requests)
+    assert shared == sum(len(one.prompt) // BLOCK_TOKENS * BLOCK_TOKENS for one in requests)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-DEFAULT_BLOCK_TOKENS = 64
+DEFAULT_BLOCK_TOKENS = 32
 
 Seconds = Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)]
 
@@ -20,7 +20,7 @@ class EngineOptions(BaseModel):
     """The daemon's unix socket ("unix:/path"); by default where `prefixd serve` listens unless told otherwise."""
     block_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of a prefixd block: what is found, moved and kept as a whole. A multiple of the engine's block size; by
-    default the least that is at least 64."""
+    default the least that is at least 32."""
     save: bool = True
     """Whether this engine gives the cache what it computes; false for one that only reads."""
     resume_every: Annotated[int, Field(ge=0)] = 8

@@ -65,7 +65,7 @@ help:
 	@echo "make test-sglang-engine   the same with whole SGLang engines on the CPU, each of which takes 25 s to start"
 	@echo "make test-sglang-matrix   run a few of both with SGLang 0.5.22 and 0.5.23, and write docs/compatibility.md"
 	@echo "make test-routers  run Dynamo's and vLLM's routers against daemons, in $(ROUTERS_VENV) (400 MB; Linux)"
-	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, ten minutes)"
+	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, a quarter of an hour)"
 	@echo "make check         style, types, import rules, generated code"
 	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang: the engines')"
 	@echo "make format        let ruff fix and format"

@@ -98,9 +98,9 @@ def test_serve_starts_both_and_a_second_server_has_hits(
             answers.append(answer["choices"][0]["token_ids"])
             hits.append(served.hits())
             with Client(env["PREFIXD_SOCKET"]) as client:  # the engine's end gives up what is not saved yet
-                poll(lambda: sum(each.blocks for each in client.stats().namespaces) >= 10, "not all is saved")
+                poll(lambda: sum(each.blocks for each in client.stats().namespaces) >= 21, "not all is saved")
     assert answers[0] == answers[1] and len(answers[0]) == 6
-    assert hits == [0, 640]
+    assert hits == [0, 672]
 
 
 def test_prefill_and_decode_by_nixl_beside_prefixd(
@@ -132,11 +132,11 @@ def test_prefill_and_decode_by_nixl_beside_prefixd(
                     answers.append(tuple(answer["choices"][0]["token_ids"]))
                     hits.append((prefill.hits(), decode.hits()))
                     with Client(daemon.address) as client:
-                        poll(lambda: sum(each.blocks for each in client.stats().namespaces) >= 10, "not all is saved")
+                        poll(lambda: sum(each.blocks for each in client.stats().namespaces) >= 21, "not all is saved")
                 urllib.request.urlopen(f"{decode.url}/reset_prefix_cache", b"", timeout=60).close()
     assert answers[0] == answers[1] == expected([EngineRequest(prompt, 6)])[0]
-    assert [at_prefill for at_prefill, _ in hits] == [0, 640]
-    assert hits[0][1] > 640 and hits[1][1] == 2 * hits[0][1]
+    assert [at_prefill for at_prefill, _ in hits] == [0, 672]
+    assert hits[0][1] >= 672 and hits[1][1] == 2 * hits[0][1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from prefixd.errors import ConfigError
 from prefixd.integrations.engine.pages_by_key.pages import PagesUnusable
-from prefixd.integrations.vllm.offloading.naming import own_name, prefix_groups, unsure_keys
+from prefixd.integrations.vllm.offloading.naming import own_name, prefix_groups, unsure_names
 from prefixd.integrations.vllm.offloading.options import TierOptions
 from prefixd.integrations.vllm.offloading.rows import Rows
 
@@ -61,6 +61,9 @@ def test_the_pool_can_be_let_go_of_though_pages_are_known_still() -> None:
         pages.load(np.zeros(1024, np.uint8), [(0, 0)], lambda: None)
 
 
+LAYOUT = SimpleNamespace(kv_cache_layout="NHD")
+
+
 def engine(
     algorithm: str = "sha256", *, caching: bool = True, lora: object = None, media_gb: float | None = None
 ) -> Any:
@@ -76,7 +79,7 @@ def engine(
 @pytest.mark.parametrize("config", [engine(), engine("sha256_cbor"), engine(caching=False), engine(media_gb=4.0)])
 def test_keys_that_mean_the_same_everywhere(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert list(unsure_keys(config)) == []
+    assert list(unsure_names(config, LAYOUT)) == []
 
 
 @pytest.mark.parametrize(
@@ -90,13 +93,20 @@ def test_keys_that_mean_the_same_everywhere(config: Any, monkeypatch: pytest.Mon
 )
 def test_keys_that_do_not(config: Any, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    (why,) = unsure_keys(config)
+    (why,) = unsure_names(config, LAYOUT)
     assert word in why
+
+
+@pytest.mark.parametrize("silent", [SimpleNamespace(), SimpleNamespace(kv_cache_layout=None)])
+def test_a_layout_that_vllm_does_not_tell(silent: Any) -> None:
+    """Two engines may lay out the same chunk in two ways: no bytes of the one may come to the other."""
+    (why,) = unsure_names(engine(), silent)
+    assert "kv_cache_layout" in why
 
 
 def test_a_seed_for_all_engines_makes_xxhash_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert list(unsure_keys(engine("xxhash"))) == []
+    assert list(unsure_names(engine("xxhash"), LAYOUT)) == []
 
 
 def test_an_own_name_replaces_an_own_name() -> None:

@@ -64,7 +64,7 @@ def namespace_of(
     }
     digest = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())
     name = f"{model}/offloading/{VERIFY}/{digest}"
-    for why in unsure_keys(vllm_config):
+    for why in unsure_names(vllm_config, offloading_config):
         log.warning("prefixd: %s: chunks are this engine's alone, until it is started again", why)
         name = own_name(name)
     return NamespaceSpec(
@@ -81,8 +81,10 @@ def own_name(name: str) -> str:
     return f"{name.partition('#')[0]}#{uuid4().hex}"
 
 
-def unsure_keys(vllm_config: Any) -> Iterator[str]:
-    """Why vLLM's keys may mean something else in another engine, or after a restart."""
+def unsure_names(vllm_config: Any, offloading_config: Any) -> Iterator[str]:
+    """Why a chunk with vLLM's key may have other bytes in another engine, or after a restart."""
+    if getattr(offloading_config, "kv_cache_layout", None) is None:
+        yield "this vLLM does not tell tiers how keys and values lie in a chunk (kv_cache_layout)"
     cache, model = vllm_config.cache_config, vllm_config.model_config
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:

@@ -89,19 +89,23 @@ def _recompute_failed_requests() -> None:
         num_scheduled_tokens: dict[str, int],
         evict_blocks: bool = True,
     ) -> Any:
+        def lacks_bytes(request: Any) -> bool:
+            tables = self.kv_cache_manager.get_block_ids(request.request_id)
+            return not invalid_block_ids.isdisjoint(block for table in tables for block in table)
+
         groups = self.kv_cache_config.kv_cache_groups
-        if len(groups) == 1 and not has_window(groups[0].kv_cache_spec):
+        requests = list(requests)
+        # Asked about running requests, with `evict_blocks`: loads of another connector that the step has computed on.
+        # Those are vLLM's to undo, or to end with its ValueError; it ends with that also where none of them failed.
+        as_vllm = len(groups) == 1 if evict_blocks else len(groups) == 1 and not has_window(groups[0].kv_cache_spec)
+        if as_vllm or (evict_blocks and any(map(lacks_bytes, requests))):
             return of_one_table(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
         failed, tokens = set(), 0
         for request in requests:
-            tables = self.kv_cache_manager.get_block_ids(request.request_id)
-            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or invalid_block_ids.isdisjoint(
-                block for table in tables for block in table
-            ):
-                continue
-            failed.add(request.request_id)
-            tokens += request.num_computed_tokens
-            request.num_computed_tokens = 0
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and lacks_bytes(request):
+                failed.add(request.request_id)
+                tokens += request.num_computed_tokens
+                request.num_computed_tokens = 0
         return failed, tokens, set()
 
     Scheduler._update_requests_with_invalid_blocks = update

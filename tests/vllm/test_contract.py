@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -27,6 +31,42 @@ def test_a_release_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     line = str(error.value)
     assert line.startswith(f"vLLM {vllm.__version__} lacks what prefixd needs of it: ") and "\n" not in line
     assert "KVConnectorBase_V1.build_connector_worker_meta, vllm.v1.core.kv_cache_utils:resolve_kv_cache" in line
+
+
+PLANTED = [
+    ("vllm.v1.core.kv_cache_utils", "resolve_kv_cache_block_sizes", "vllm:PrefixdConnector"),
+    ("vllm.config", "get_current_vllm_config_or_none", "vllm:PrefixdConnector"),
+    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA", "vllm:PrefixdConnector"),  # by RELEASE
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "vllm:FastestPrefixFirstScheduler"),
+    ("vllm.v1.kv_offload.tiering.async_lookup", "AsyncLookupManager", "vllm.offloading:PrefixdTier"),
+]
+_CHILD = """
+import importlib, json, sys
+for module, name, wanted in json.loads(sys.argv[1]):
+    home = importlib.import_module(module)
+    kept = getattr(home, name)
+    delattr(home, name)
+    where, _, kind = wanted.partition(":")
+    try:
+        getattr(importlib.import_module(f"prefixd.integrations.{where}"), kind)
+        print("nothing was said")
+    except Exception as error:
+        print(type(error).__name__, error, sep=": ")
+    setattr(home, name, kept)
+    for ours in [ours for ours in sys.modules if ours.startswith("prefixd.integrations")]:
+        del sys.modules[ours]
+"""
+
+
+def test_a_name_that_is_missing_when_vllm_starts_is_told_in_one_line() -> None:
+    """In a process that has imported nothing of prefixd yet, as vLLM's own."""
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD, json.dumps(PLANTED)], capture_output=True, text=True, check=True, timeout=300
+    )
+    lines = [line for line in child.stdout.splitlines() if "prefixd" in line or "nothing" in line]
+    for line, (_, name, _) in zip(lines, PLANTED, strict=True):
+        assert line.startswith(f"ConfigError: vLLM {vllm.__version__} lacks what prefixd needs of it: ")
+        assert name in line
 
 
 @pytest.mark.parametrize("base", [KVConnectorBase_V1, RequestQueue])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -57,10 +58,7 @@ class Contract:
             ConfigError: names of what the release lacks, in one line.
         """
         if missing := sorted(self.missing()):
-            raise ConfigError(
-                f"{self.engine} {self.version} lacks what prefixd needs of it: {', '.join(missing)}; install "
-                f"{self.engine} {self.works_with}, or a prefixd that is made for this release"
-            )
+            raise _lacks(self.engine, self.version, self.works_with, ", ".join(missing))
         if unknown := sorted(self.unknown()):
             log.warning(
                 "prefixd: %s %s calls methods that this prefixd does not know, and leaves at their defaults: %s; "
@@ -79,6 +77,25 @@ class Contract:
             here = _public_methods(_find(base.path))
             unknown |= {f"{base.path.rpartition(':')[2]}.{name}" for name in here - base.called - base.known}
         return unknown
+
+
+@contextmanager
+def imports_of(engine: str, version: str, works_with: str) -> Iterator[None]:
+    """A context in which modules import an engine's names. Raises ConfigError, in one line, for a name that is not
+    there; arguments as those of `Contract`."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != engine.lower():
+            raise
+        raise _lacks(engine, version, works_with, str(error).partition(" (")[0]) from None
+
+
+def _lacks(engine: str, version: str, works_with: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{engine} {version} lacks what prefixd needs of it: {what}; install {engine} {works_with}, or a prefixd that "
+        "is made for this release"
+    )
 
 
 def _methods_called(bases: Iterable[BaseClass]) -> Iterable[str]:

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from prefixd.integrations.engine.waiting.seen import SeenPrefix
-from prefixd.integrations.vllm.contract import RELEASE, check_connector
+from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.geometry import check_failure_policy, computes_from_the_middle, read_geometry
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders, Report
@@ -32,7 +32,6 @@ from prefixd.integrations.vllm.stats import PrefixdPromMetrics, PrefixdStats
 from prefixd.integrations.vllm.worker_half import WorkerHalf
 from prefixd_scheduler import Distance
 
-check_connector()
 RELEASE.install()
 
 register()  # where VLLM_PLUGINS leaves the entry point out, for whoever is told the module's path

@@ -34,7 +34,7 @@ NAMES = frozenset[str]().union(
         "maybe_convert_block_hash",
     ),
     _in("vllm.utils.hashing:", "get_hash_fn_by_name"),
-    _in("vllm.distributed.kv_events:", "BlockRemoved BlockStored MEDIUM_CPU MEDIUM_STORAGE"),
+    _in("vllm.distributed.kv_events:", "BlockRemoved BlockStored KVCacheEvent MEDIUM_CPU MEDIUM_STORAGE"),
     _in("vllm.v1.core.block_pool:BlockPool.", "blocks touch free_blocks get_cached_block hash_block_size"),
     _in(
         "vllm.v1.core.sched.output:SchedulerOutput.",

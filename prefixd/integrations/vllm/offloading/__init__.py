@@ -16,9 +16,14 @@ __all__ = ["PrefixdTier"]
 def __getattr__(name: str) -> Any:
     if name != "PrefixdTier":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import vllm
+
+    from prefixd.integrations.engine.contract import imports_of
     from prefixd.integrations.vllm.offloading.releases import check_release
+    from prefixd.integrations.vllm.releases import WORKS_WITH
 
     check_release()
-    from prefixd.integrations.vllm.offloading.tier import PrefixdTier
+    with imports_of("vLLM", vllm.__version__, WORKS_WITH):
+        from prefixd.integrations.vllm.offloading.tier import PrefixdTier
 
     return PrefixdTier

@@ -18,14 +18,11 @@ from prefixd.integrations.engine.waiting.arrivals import Arrivals
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits
 from prefixd.integrations.engine.waiting.ready import time_to_ready
 from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
-from prefixd.integrations.vllm.contract import check_scheduler
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.scheduling.local import LocalPrefixes
 from prefixd.integrations.vllm.scheduling.waiting_queue import PolicyRequestQueue
 from prefixd_scheduler import CostModel, create_policy
-
-check_scheduler()
 
 
 class FastestPrefixFirstScheduler(Scheduler):

@@ -121,8 +121,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         text += "|---" * (len(features) + 3) + "|\n"
         for row in mine:
             signs = [_sign(row["features"].get(feature)) for feature in features]
-            text += f"| {row['release']} | {' | '.join(signs)} | {row['date'][:10]} | {row['commit'][:7]} |\n"
+            text += f"| {row['release']} | {' | '.join(signs)} | {row['date'][:10]} | {_commit(row)} |\n"
     return text
+
+
+def _commit(row: Mapping[str, Any]) -> str:
+    commit, changed, _ = row["commit"].partition("+")
+    return commit[:7] + (" and changes" if changed else "")
 
 
 def _sign(outcome: str | None) -> str:

@@ -9,8 +9,15 @@
 # ROLE            prefill or decode: one of two servers between which vLLM's NIXL connector hands over prompts' KV
 # KV_BUFFER       where NIXL has its buffers: cuda, or cpu where vLLM runs on a CPU (cuda)
 set -euo pipefail
-model=${1:?usage: serve.sh MODEL [arguments of vllm serve ...]}
+if [ $# = 0 ]; then
+    echo "usage: serve.sh MODEL [arguments of vllm serve ...]" >&2
+    exit 2
+fi
+model=$1
 shift
+case ${HOST_POOL_BYTES:-0} in
+    *[!0-9]*) echo "HOST_POOL_BYTES=$HOST_POOL_BYTES: write bytes as a number, such as 17179869184 for 16 GiB" >&2 && exit 2 ;;
+esac
 socket=${PREFIXD_SOCKET:-}
 if [ -z "$socket" ]; then
     settings=$(prefixd config show --json)

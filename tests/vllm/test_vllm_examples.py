@@ -140,6 +140,21 @@ def test_prefill_and_decode_by_nixl_beside_prefixd(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "settings", "words"),
+    [
+        ([], {}, "usage: serve.sh MODEL"),
+        (["a-model"], {"HOST_POOL_BYTES": "16GiB"}, "HOST_POOL_BYTES=16GiB: write bytes as a number"),
+        (["a-model"], {"ROLE": "decoder", "PREFIXD_SOCKET": "s"}, "ROLE=decoder: set prefill or decode"),
+    ],
+)
+def test_serve_refuses_what_it_cannot_use(arguments: list[str], settings: dict[str, str], words: str) -> None:
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "serve.sh"), *arguments], env=os.environ | settings, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(words) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("settings", "connector"),
     [
         ({}, "PrefixdConnector"),

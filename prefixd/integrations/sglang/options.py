@@ -47,7 +47,5 @@ class HiCacheOptions(BaseModel):
                 known = ", ".join(cls.model_fields)
                 raise ConfigError(
                     f'"{SECTION}" in the extra config has no option {name!r}; there are {known}'
-                ) from error
-            raise ConfigError(
-                f'"{SECTION}" in the extra config: {name} = {first["input"]!r}: {first["msg"]}'
-            ) from error
+                ) from None
+            raise ConfigError(f'"{SECTION}" in the extra config: {name} = {first["input"]!r}: {first["msg"]}') from None

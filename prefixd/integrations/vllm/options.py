@@ -45,5 +45,5 @@ class ConnectorOptions(EngineOptions):
             name = ".".join(str(part) for part in first["loc"]) or "the configuration"
             if first["type"] == "extra_forbidden":
                 known = ", ".join(cls.model_fields)
-                raise ConfigError(f"kv_connector_extra_config has no option {name!r}; there are {known}") from error
-            raise ConfigError(f"kv_connector_extra_config: {name} = {first['input']!r}: {first['msg']}") from error
+                raise ConfigError(f"kv_connector_extra_config has no option {name!r}; there are {known}") from None
+            raise ConfigError(f"kv_connector_extra_config: {name} = {first['input']!r}: {first['msg']}") from None

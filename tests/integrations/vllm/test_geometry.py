@@ -158,7 +158,7 @@ def test_blocks_parts_and_ranks() -> None:
     groups = [a_group(AB, block_size=16), a_group(["w"], block_size=48)]
     tensors = [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)]
     cache = a_cache(groups, tensors)
-    geometry = read_geometry(a_config(tensor_parallel_size=2), cache, ConnectorOptions())
+    geometry = read_geometry(a_config(tensor_parallel_size=2), cache, ConnectorOptions(block_tokens=96))
     assert geometry is not None
     assert (geometry.unit_tokens, geometry.block_tokens, geometry.ranks) == (48, 96, 2)
     assert [group.part_bytes for group in geometry.groups] == [6 * 2 * PAGE, 2 * PAGE]
@@ -186,7 +186,7 @@ def test_blocks_parts_and_ranks() -> None:
 def test_what_all_ranks_have_alike_is_one_part(spec: dict[str, Any]) -> None:
     groups = [a_group(AB, **spec), a_group(["w"])]
     cache = a_cache(groups, [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
-    geometry = read_geometry(a_config(tensor_parallel_size=2), cache, ConnectorOptions())
+    geometry = read_geometry(a_config(tensor_parallel_size=2), cache, ConnectorOptions(block_tokens=64))
     assert geometry is not None
     parts = geometry.spec("model", b"").parts
     assert [(part.group, part.rank) for part in parts] == [("group0", 0), ("group1", 0), ("group1", 1)]
@@ -207,7 +207,9 @@ def test_layers_of_which_some_are_split_are_a_part_of_every_rank() -> None:
     assert geometry is not None and [part.rank for part in geometry.spec("model", b"").parts] == [0, 1]
 
 
-@pytest.mark.parametrize(("block_size", "chosen", "tokens"), [(16, None, 64), (128, None, 128), (16, 32, 32)])
+@pytest.mark.parametrize(
+    ("block_size", "chosen", "tokens"), [(16, None, 32), (48, None, 48), (128, None, 128), (16, 64, 64)]
+)
 def test_tokens_of_a_block(block_size: int, chosen: int | None, tokens: int) -> None:
     cache = a_cache([a_group(AB, block_size=block_size)], LAYERS_OUTERMOST.kv_cache_tensors)
     geometry = read_geometry(a_config(), cache, ConnectorOptions(block_tokens=chosen))
@@ -215,7 +217,7 @@ def test_tokens_of_a_block(block_size: int, chosen: int | None, tokens: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("window", "chosen", "tokens"), [(128, None, 64), (50, None, 48), (8, None, 16), (128, 128, 128)]
+    ("window", "chosen", "tokens"), [(128, None, 32), (30, None, 16), (8, None, 16), (128, 128, 128)]
 )
 def test_a_block_is_no_longer_than_a_window(window: int, chosen: int | None, tokens: int) -> None:
     """Of a longer one vLLM would have let go of the first part before the last is computed."""

@@ -33,7 +33,5 @@ class TierOptions(BaseModel):
             name = ".".join(str(part) for part in first["loc"])
             if first["type"] == "extra_forbidden":
                 known = ", ".join(cls.model_fields)
-                raise ConfigError(
-                    f"PrefixdTier in secondary_tiers has no option {name!r}; there are {known}"
-                ) from error
-            raise ConfigError(f"PrefixdTier in secondary_tiers: {name} = {first['input']!r}: {first['msg']}") from error
+                raise ConfigError(f"PrefixdTier in secondary_tiers has no option {name!r}; there are {known}") from None
+            raise ConfigError(f"PrefixdTier in secondary_tiers: {name} = {first['input']!r}: {first['msg']}") from None

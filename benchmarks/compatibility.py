@@ -126,7 +126,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _commit(row: Mapping[str, Any]) -> str:
-    commit, changed, _ = row["commit"].partition("+")
+    commit, changed, _ = str(row["commit"]).partition("+")
     return commit[:7] + (" and changes" if changed else "")
 
 

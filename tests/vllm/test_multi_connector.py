@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from benchmarks.engines.vllm_engine import EngineProcess
+from prefixd.integrations.vllm.plugin import register
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.other_connectors import beside, multi
 from tests.vllm.served import Expected, NewRequests, StartEngine, always, cacheable, run
@@ -41,6 +43,14 @@ def test_vllm_finds_the_connector_by_its_name() -> None:
     for _ in range(2):
         plugin.load()()
     assert KVConnectorFactory.get_connector_class_by_name("PrefixdConnector").__name__ == "PrefixdConnector"
+
+
+def test_a_release_whose_factory_is_elsewhere_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM guards a plugin's import, not its call."""
+    monkeypatch.setattr(KVConnectorFactory, "register_connector", lambda name: None)
+    register()
+    monkeypatch.setitem(sys.modules, KVConnectorFactory.__module__, None)
+    register()
 
 
 @pytest.mark.parametrize(

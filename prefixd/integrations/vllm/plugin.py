@@ -3,12 +3,16 @@ metrics, which know connectors by their names only."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from prefixd.integrations.vllm.log import log
 
 
 def register() -> None:
     """The entry point in vLLM's group `vllm.general_plugins`; vLLM calls it in every process, maybe several times."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    with suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector("PrefixdConnector", "prefixd.integrations.vllm", "PrefixdConnector")
+    except ValueError:
+        pass  # it is registered already
+    except Exception as error:  # it would end every vLLM here; who uses the connector hears of it in contract.py
+        log.debug("prefixd: this vLLM is not told the connector's name: %r", error)

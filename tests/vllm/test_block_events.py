@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash, maybe_convert_block_hash
 
-from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.client import ExhaustedError, NamespaceSpec, PartSpec
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.vllm import kv_events
 from prefixd.integrations.vllm.kv_events import BlockEvents
@@ -42,7 +45,7 @@ class Told:
         self.events.begin(SPEC)
 
     def _spawn(self, work: Any) -> Future[None]:
-        if self.events is not None and work.__name__ == "forget":
+        if self.events is not None and work.__name__ == "_forget":
             asyncio.run(work())
         return Future()
 
@@ -164,3 +167,146 @@ def test_a_block_whose_parent_is_not_told_of_any_more(told: Told) -> None:
     told.tell(tier=TIER_CPU, removed=[1])
     assert told.tell(tier=TIER_DISK, stored=[2], parent=1, tokens=range(9, 17)) == []
     assert told.tell(tier=TIER_CPU, removed=[2]) == [removed(hashes(*range(1, 17))[2:])]
+
+
+def request_of(salt: str) -> Any:
+    return SimpleNamespace(
+        mm_features=[], block_hashes=[], all_token_ids=[], lora_request=None, cache_salt=salt, prompt_embeds=None
+    )
+
+
+def follow(told: Told, watch: Callable[[], AsyncGenerator[BlockChange, None]], lasts_s: float) -> list[NamespaceSpec]:
+    """Follows what `watch` tells for so long; the namespaces that were opened again."""
+    opened: list[NamespaceSpec] = []
+
+    async def reopen(spec: NamespaceSpec) -> None:
+        opened.append(spec)
+
+    async def run() -> None:
+        following = asyncio.ensure_future(told.events._follow())
+        await asyncio.sleep(lasts_s)
+        assert following.cancel(), "it has ended"
+
+    link = told.events._link
+    link.up, link.reopen, link.watch_blocks = True, reopen, watch
+    asyncio.run(run())
+    return opened
+
+
+def test_a_change_that_is_not_understood(
+    told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was told before is taken back, and the daemon is asked again; one error in the log."""
+    monkeypatch.setattr(kv_events, "_AWAY_S", 0.01)
+    caplog.set_level(logging.WARNING)
+    watches = 0
+
+    async def watch() -> AsyncGenerator[BlockChange, None]:
+        nonlocal watches
+        watches += 1
+        tokens = np.arange(8, dtype="<u4").tobytes()
+        yield BlockChange(namespace_id=ID, tier=TIER_CPU, stored=[1], token_ids=tokens)
+        yield BlockChange(namespace_id=ID, tier=TIER_CPU, stored=[2, 3], token_ids=tokens[:-4])
+
+    follow(told, watch, 0.5)
+    assert watches > 1
+    keys, tokens = hashes(*range(8)), list(range(8))
+    assert told.events.take()[:4] == 2 * [stored(keys, None, tokens), removed(keys)]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and record.exc_info is not None
+
+
+def test_a_watch_that_is_refused(told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked for less and less often, opens no namespaces, and is told once."""
+    monkeypatch.setattr(kv_events, "_AWAY_S", 0.01)
+    caplog.set_level(logging.WARNING)
+    watches = 0
+
+    async def watch() -> AsyncGenerator[BlockChange, None]:
+        nonlocal watches
+        watches += 1
+        raise ExhaustedError("tenant a: 64 calls of WatchBlocks are under way")
+        yield
+
+    assert follow(told, watch, 1.0) == []
+    assert 2 <= watches <= 7  # after 10, 20, 40, ... ms and 10 ms more
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert all(part in record.getMessage() for part in ("64 calls of WatchBlocks", "events in fewer engines"))
+
+
+def test_a_watch_that_is_granted_opens_namespaces_again(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the daemon has nothing to tell before."""
+    monkeypatch.setattr(kv_events, "_ANSWER_S", 0.01)
+
+    async def watch() -> AsyncGenerator[BlockChange, None]:
+        await asyncio.sleep(60.0)
+        yield BlockChange()
+
+    assert follow(told, watch, 0.2) == [SPEC]
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_all_is_taken_back_in_slices(told: Told, cleared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM takes it; and before what comes next."""
+    monkeypatch.setattr(kv_events, "_WAITING", 2)
+    told.events._slice_blocks = 4
+    tokens = [number for block in range(64) for number in [block, *range(7)]]
+    for block in range(64):
+        told.tell(stored=[block], tokens=tokens[8 * block : 8 * block + 8], tier=TIER_CPU)
+
+    async def run() -> list[Any]:
+        tell = told.events._apply
+        clear = tell(BlockChange(namespace_id=ID, cleared=True)) if cleared else told.events._forget()
+        change = BlockChange(namespace_id=ID, stored=[99], tier=TIER_CPU)
+        change.token_ids = np.asarray(tokens[:8], "<u4").tobytes()
+        works = [asyncio.ensure_future(clear)]
+        await asyncio.sleep(0.0)
+        works.append(asyncio.ensure_future(tell(change)))
+        events, longest = [], 0
+        end_s = time.monotonic() + 20.0
+        while not all(work.done() for work in works) or told.events.waiting:
+            assert time.monotonic() < end_s
+            longest = max(longest, len(told.events._events))
+            events += told.events.take()
+            await asyncio.sleep(0.001)
+        assert longest <= 2
+        return events
+
+    *gone, last = asyncio.run(run())
+    assert len(gone) == 16 and all(isinstance(event, BlockRemoved) for event in gone)
+    assert {key for event in gone for key in event.block_hashes} == {
+        key for block in range(64) for key in hashes(*tokens[8 * block : 8 * block + 8])
+    }
+    assert last == stored(hashes(*tokens[:8]), None, tokens[:8])
+    assert told.events._known == 1 and sum(map(len, told.events._counts.values())) == 2
+
+
+def test_namespaces_come_and_go(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each salt one: only those are kept of which blocks are there, and keys of those that came last."""
+    monkeypatch.setattr(kv_events, "_SPECS", 4)
+    monkeypatch.setattr(kv_events, "_ANSWER_S", 0.0)
+    specs: dict[bytes, NamespaceSpec] = {ID: SPEC}
+    told.events._link.spec_of = specs.get
+    for number in range(8):
+        spec = NamespaceSpec("m", 8, SPEC.parts, salt=b"%d" % number)
+        told.events.arrived(SPEC, request_of(""))
+        told.events.arrived(spec, request_of(str(number)))
+        specs[b"%08d" % number] = spec
+        for change in ({"stored": [1], "token_ids": bytes(32)}, {"removed": [1]}):
+            asyncio.run(told.events._apply(BlockChange(namespace_id=b"%08d" % number, tier=TIER_CPU, **change)))
+        assert [type(event) for event in told.events.take()] == [BlockStored, BlockRemoved]
+    assert not told.events._namespaces
+    assert len(told.events._keys) == 4 and SPEC in told.events._keys
+    for number in range(8, 20):
+        change = BlockChange(namespace_id=b"%08d" % number, tier=TIER_CPU, stored=[1], token_ids=bytes(32))
+        asyncio.run(told.events._apply(change))
+    assert not told.events.waiting and len(told.events._strange) == 4
+
+
+def test_a_namespace_that_was_not_known_before(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_ANSWER_S", 0.0)
+    told.events._link.spec_of = lambda identity: None
+    assert told.tell(stored=[1], tokens=range(8), tier=TIER_CPU) == []
+    told.events._link.spec_of = lambda identity: SPEC
+    assert told.tell(stored=[2], tokens=range(8), tier=TIER_CPU) == [stored(hashes(*range(8)), None, list(range(8)))]

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,15 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from prefixd.client import ClientError, NamespaceSpec, UnsupportedError
+from prefixd.client import (
+    CallTimeout,
+    ClientClosed,
+    ClientError,
+    NamespaceSpec,
+    NotFoundError,
+    ServerUnavailable,
+    UnsupportedError,
+)
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.vllm.log import log
@@ -39,13 +48,14 @@ from prefixd.v1.cache_pb2 import TIER_CPU, TIER_DISK, BlockChange
 _MEDIA: dict[int, str] = {TIER_CPU: MEDIUM_CPU, TIER_DISK: MEDIUM_STORAGE}
 _LOCALITY = "LOCAL"
 _AWAY_S = 0.2  # between looks for a daemon that is away
+_REST_S = 10.0  # at the most, after a daemon that refuses, or told what is not understood
 _ANSWER_S = 1.0
 _PAUSE_S = 0.001  # between slices, for the thread that schedules
 _SLICE_TOKENS = 1024  # hashed in a slice, in 0.5 ms
 _SLICE_HASHES = 1024  # in an event
 _WAITING = 512  # events that vLLM has not taken
 _TAKEN = 64  # events with a step
-_SPECS = 4096
+_SPECS = 4096  # the last that came
 _REOPENED = 256  # namespaces, the last that came, with a daemon that was started again
 _MOST_BLOCKS = 1 << 18  # of the daemon, of which vLLM's hashes are kept: 400 bytes each where they have four of vLLM's
 
@@ -95,8 +105,12 @@ class BlockEvents:
         self._hash_tokens = hash_tokens
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._vocabulary = vllm_config.model_config.get_vocab_size()
-        self._keys: dict[NamespaceSpec, _Keys] = {}  # of the namespaces that are told of
-        self._namespaces: dict[bytes, _Namespace | None] = {}  # by id; None: not told of
+        self._slice_blocks = max(1, _SLICE_HASHES * self._width // self._block_tokens)
+        self._keys: dict[NamespaceSpec, _Keys] = {}  # of the namespaces that are told of, the last used last
+        self._moving = threading.Lock()  # one of them to the end
+        self._namespaces: dict[bytes, _Namespace] = {}  # by id, those of which blocks are told
+        self._strange: dict[bytes, None] = {}  # ids of others
+        self._telling = asyncio.Lock()  # what is taken back comes before what is told next
         self._counts: dict[int, Counter[bytes]] = {tier: Counter() for tier in _MEDIA}
         self._events: deque[Any] = deque()
         self._known = 0  # blocks of which vLLM's hashes are kept
@@ -118,11 +132,11 @@ class BlockEvents:
 
     def arrived(self, spec: NamespaceSpec, request: Any) -> None:
         """A request of the namespace has come: what is in its hashes, and whether they are as computed here."""
-        keys = self._keys.get(spec)
-        if keys is None:
+        with self._moving:
+            keys = self._keys.pop(spec, None) or _Keys(request, self._hash_tokens)
             if len(self._keys) >= _SPECS:
                 self._keys.pop(next(iter(self._keys)))
-            keys = self._keys[spec] = _Keys(request, self._hash_tokens)
+            self._keys[spec] = keys
         if keys.checked or request.mm_features or not request.block_hashes:
             return
         keys.checked = True
@@ -154,44 +168,109 @@ class BlockEvents:
         self._following.cancel()
 
     def _take_back(self) -> None:
-        async def forget() -> None:
-            self._forget_all()
-
-        self._link.spawn(forget)
+        self._link.spawn(self._forget).add_done_callback(self._link.report)
 
     # -- in the link's thread -------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
+        now_s = asyncio.get_running_loop().time
+        pause_s, said = _AWAY_S, set[type[Exception]]()
         while not self._wrong:
             # Engines are made before the number with which vLLM's hashes of first blocks begin.
             if self._link.up and hasattr(kv_cache_utils, "NONE_HASH"):
+                since_s, failure = now_s(), None
                 try:
-                    for spec in list(self._keys)[-_REOPENED:]:
-                        await self._link.reopen(spec)
-                    async with aclosing(self._link.watch_blocks()) as changes:
-                        async for change in changes:
-                            await self._apply(change)
+                    await self._watch()
                 except UnsupportedError:
                     log.warning("prefixd is of an earlier version, and tells the engine nothing for its KV events.")
                     return
-                except ClientError as error:
-                    log.log(logging.DEBUG, "prefixd: what it has is not told for now: %s", error)
-                self._forget_all()
+                except ClientClosed:
+                    return
+                except (ServerUnavailable, NotFoundError, CallTimeout) as error:
+                    log.debug("prefixd: what it has is not told for now: %s", error)
+                except Exception as error:
+                    failure = error
+                if now_s() - since_s >= _REST_S:
+                    pause_s = _AWAY_S
+                    said.clear()
+                await self._forget()
+                if failure is not None:
+                    self._say(failure, again=type(failure) in said)
+                    said.add(type(failure))
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(_REST_S, 2 * pause_s)
             await asyncio.sleep(_AWAY_S)
 
+    def _say(self, failure: Exception, again: bool) -> None:
+        if not isinstance(failure, ClientError):
+            level = logging.DEBUG if again else logging.ERROR
+            log.log(level, "prefixd: what the daemon told of its blocks was not understood", exc_info=failure)
+            return
+        log.log(
+            logging.DEBUG if again else logging.WARNING,
+            "prefixd does not let this engine watch its blocks, and KV events do not tell of them: %s. Enable KV "
+            "events in fewer engines, or let routers subscribe to the daemon's (events.endpoint); the engine asks "
+            "again by itself.",
+            failure,
+        )
+
+    async def _watch(self) -> None:
+        """Tells what the daemon tells. Namespaces are opened again when it has not refused to."""
+
+        async def follow() -> None:
+            async with aclosing(self._link.watch_blocks()) as changes:
+                async for change in changes:
+                    await self._apply(change)
+
+        following = asyncio.ensure_future(follow())
+        try:
+            await asyncio.wait((following,), timeout=_ANSWER_S)
+            if not following.done():
+                for spec in list(self._keys)[-_REOPENED:]:
+                    await self._link.reopen(spec)
+            await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
     async def _apply(self, change: BlockChange) -> None:
+        async with self._telling:
+            await self._room()
+            if self._wrong or not (change.stored or change.namespace_id in self._namespaces):
+                return
+            namespace = await self._namespace(change.namespace_id)
+            if namespace is None:
+                return
+            if change.cleared:
+                await self._remove(namespace, list(namespace.tiers), _MEDIA)
+            if change.tier in _MEDIA:
+                await self._remove(namespace, change.removed, (change.tier,))
+                await self._store_all(namespace, change)
+            if not namespace.tiers:
+                del self._namespaces[change.namespace_id]
+
+    async def _room(self) -> None:
         while len(self._events) >= _WAITING:
             await asyncio.sleep(_PAUSE_S)
-        namespace = await self._namespace(change.namespace_id)
-        if namespace is None or self._wrong:
-            return
-        if change.cleared:
-            for tier in _MEDIA:
-                self._remove(namespace, [n for n, tiers in namespace.tiers.items() if tiers & 1 << tier], tier)
-        if change.tier not in _MEDIA:
-            return
-        if change.removed:
-            self._remove(namespace, change.removed, change.tier)
+
+    async def _namespace(self, identity: bytes) -> _Namespace | None:
+        if identity in self._namespaces:
+            return self._namespaces[identity]
+        end_s = asyncio.get_running_loop().time() + (0.0 if identity in self._strange else _ANSWER_S)
+        while (spec := self._link.spec_of(identity)) is None and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(_PAUSE_S)  # the daemon tells of it before the answer to its registration is here
+        with self._moving:
+            keys = None if spec is None else self._keys.get(spec)
+        self._strange.pop(identity, None)
+        if keys is None:
+            if len(self._strange) >= _SPECS:
+                self._strange.pop(next(iter(self._strange)))
+            self._strange[identity] = None
+            return None
+        self._namespaces[identity] = _Namespace(keys)
+        return self._namespaces[identity]
+
+    async def _store_all(self, namespace: _Namespace, change: BlockChange) -> None:
         tokens = np.frombuffer(change.token_ids, "<u4").reshape(len(change.stored), -1) if change.stored else None
         parent = change.parent if change.HasField("parent") else None
         each = max(1, _SLICE_TOKENS // self._block_tokens)
@@ -201,17 +280,6 @@ class BlockEvents:
             self._store(namespace, numbers, parent, tokens[start : start + each], change.tier)
             parent = numbers[-1]
             await asyncio.sleep(_PAUSE_S)
-            if self._namespaces.get(change.namespace_id) is not namespace:
-                return  # what was told has been taken back
-
-    async def _namespace(self, identity: bytes) -> _Namespace | None:
-        if identity not in self._namespaces:
-            end_s = asyncio.get_running_loop().time() + _ANSWER_S
-            while (spec := self._link.spec_of(identity)) is None and asyncio.get_running_loop().time() < end_s:
-                await asyncio.sleep(_PAUSE_S)  # the daemon tells of it before the answer to its registration is here
-            keys = None if spec is None else self._keys.get(spec)
-            self._namespaces[identity] = None if keys is None else _Namespace(keys)
-        return self._namespaces[identity]
 
     def _store(self, namespace: _Namespace, numbers: Sequence[int], parent: int | None, tokens: Any, tier: int) -> None:
         """Tells of consecutive blocks, as far as vLLM's hashes are known of what they continue."""
@@ -286,7 +354,14 @@ class BlockEvents:
         namespace.hashes[number] = tuple(found)
         return namespace.hashes[number]
 
-    def _remove(self, namespace: _Namespace, numbers: Sequence[int], tier: int) -> None:
+    async def _remove(self, namespace: _Namespace, numbers: Sequence[int], tiers: Iterable[int]) -> None:
+        for start in range(0, len(numbers), self._slice_blocks):
+            await self._room()
+            for tier in tiers:
+                self._remove_slice(namespace, numbers[start : start + self._slice_blocks], tier)
+            await asyncio.sleep(_PAUSE_S)
+
+    def _remove_slice(self, namespace: _Namespace, numbers: Sequence[int], tier: int) -> None:
         counts, gone = self._counts[tier], []
         for number in numbers:
             tiers = namespace.tiers.get(number, 0)
@@ -296,22 +371,20 @@ class BlockEvents:
                 counts[key] -= 1
                 if not counts[key]:
                     del counts[key]
-                    gone.append(key)
+                    gone.append(maybe_convert_block_hash(key))
             namespace.tiers[number] = tiers & ~(1 << tier)
             if not namespace.tiers[number]:
                 del namespace.tiers[number], namespace.hashes[number]
                 self._known -= 1
-        self._tell_removed(gone, tier)
+        if gone:
+            self._events.append(BlockRemoved(gone, _MEDIA[tier], group_idx=self._group, locality=_LOCALITY))
 
-    def _tell_removed(self, hashes: Sequence[bytes], tier: int) -> None:
-        for start in range(0, len(hashes), _SLICE_HASHES):
-            told = [maybe_convert_block_hash(key) for key in hashes[start : start + _SLICE_HASHES]]
-            self._events.append(BlockRemoved(told, _MEDIA[tier], group_idx=self._group, locality=_LOCALITY))
-
-    def _forget_all(self) -> None:
+    async def _forget(self) -> None:
         """Tells that all is gone that was told of."""
-        for tier, counts in self._counts.items():
-            self._tell_removed(list(counts), tier)
-            counts.clear()
-        self._namespaces.clear()
-        self._known = 0
+        async with self._telling:
+            while self._namespaces:
+                _, namespace = self._namespaces.popitem()
+                await self._remove(namespace, list(namespace.tiers), _MEDIA)
+            self._strange.clear()
+            for counts in self._counts.values():
+                counts.clear()  # where a change was not understood

@@ -355,8 +355,9 @@ class TieredCache:
 
     def _set_observers(self, observers: tuple[Observer, ...]) -> None:
         self._observers = observers
+        observer = self._observer
         for trie in self.tries:
-            trie.observer = self._observer
+            trie.observer = observer
 
     @property
     def _observer(self) -> Observer | None:

@@ -132,6 +132,25 @@ async def test_who_does_not_read_misses_nothing(cache: TieredCache) -> None:
     assert not watch._announced[trie.ordinal].news.any(), "it is told of nothing any more"
 
 
+async def test_changes_in_other_geometries_are_not_looked_at(cache: TieredCache) -> None:
+    """They neither wake a watch nor take memory for it."""
+    session = cache.leases.open("engine", 1, 0.0, cache.tenants.get("default"))
+    other, mine = (cache.register(NamespaceSpec("m", 4, (PartSpec("a", 0, size),))) for size in (8, 16))
+    session.open_namespace(mine)
+    watch = BlockWatch(cache, session)
+    cache.observe(watch._note)
+    watch.announce_all()
+    while watch._open() or watch._turn():
+        pass
+    watch._wake.clear()
+    for namespace, wakes in ((other, False), (mine, True)):
+        trie = cache.trie(namespace)
+        rows = enter_chain(trie, cache.chain(namespace, bytes(16)), namespace.root, namespace.ordinal)
+        trie.put_copies(rows, DISK, np.array([[0]]), 0.0)
+        assert watch._wake.is_set() == wakes
+    assert list(watch._announced) == [cache.trie(mine).ordinal]
+
+
 @pytest.mark.slow
 def test_by_the_client(launch: Callable[..., Remote]) -> None:
     """The SDK tells of its own namespaces, and says that it ended."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -581,3 +581,23 @@ async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch
     while events._turn():
         pass
     assert len(router.blocks) == len(events._engine_blocks) + 1 == 4
+
+
+async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client chooses how many tries there are."""
+    monkeypatch.setattr(events_module, "Publisher", Router)
+    events = events_module.KVEvents(cache, ON)
+    cache.observe(events._note)
+    namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(40)]
+    while events._turn():
+        pass
+    looked: list[int] = []
+    of = events._of
+    monkeypatch.setattr(events, "_of", lambda trie: looked.append(trie.ordinal) or of(trie))
+    for namespace in namespaces[7:9]:
+        trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(16))
+        trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), CPU, np.array([[0]]), 0.0)
+    while events._turn():
+        pass
+    assert set(looked) == {cache.trie(namespace).ordinal for namespace in namespaces[7:9]}
+    assert len(cast(Any, events._publisher).blocks) == 2

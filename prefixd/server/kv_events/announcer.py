@@ -50,7 +50,8 @@ MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
 LOCALITY = "LOCAL"
 
 _GATHER_S = 0.004  # what changes within it goes into one batch; the pause between turns
-_TURN_ROWS = 32_768  # looked at in a turn,
+_TURN_TRIES = 256  # looked at in a turn,
+_TURN_ROWS = 32_768  # and rows of each;
 _TURN_COUNTED = 4096  # where they have several engine's blocks, so many of these
 _TURN_HASHES = 4096  # removed in a turn,
 _TURN_FORGOTTEN = 1024  # and forgotten here
@@ -113,7 +114,9 @@ class Announcer(ABC):
         self._clock = clock
         # What a shared store has is as far away for every host: it is no reason to send a request to this one.
         self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers if tier is not cache.tiers.remote}
-        self._announced: list[_Announced] = []  # by the tries' ordinals
+        self._announced: dict[int, _Announced] = {}  # by the tries' ordinals, which are keys of the next two also
+        self._changed: dict[int, None] = {}  # tries that have news, the oldest first
+        self._storing: dict[int, None] = {}  # tries of which something may be to be stored
         self._left: list[_Announced] = []  # of tries that have another geometry now
         self._undivided: set[int] = set()  # block sizes about which that was logged
         self._engine_blocks = EngineBlocks(len(MEDIA))
@@ -144,6 +147,10 @@ class Announcer(ABC):
         """Which rows may be of namespaces that are announced; all, where that is not known so fast."""
         return True
 
+    def _tells_of(self, trie: Trie) -> bool:
+        """Whether it may have blocks that are announced."""
+        return True
+
     @property
     def _fixed_topics(self) -> tuple[bytes, ...]:
         """Those that begin whether there is a namespace or not."""
@@ -156,15 +163,16 @@ class Announcer(ABC):
         self._wake.set()
 
     def _note(self, trie: Trie, rows: int | Rows) -> None:
-        self._of(trie).news[rows] = True
-        self._wake.set()
+        if self._tells_of(trie):
+            self._of(trie).news[rows] = True
+            self._changed[trie.ordinal] = None
+            self._wake.set()
 
     def _of(self, trie: Trie) -> _Announced:
-        while len(self._announced) <= trie.ordinal:
-            self._announced.append(_Announced(1))
-        announced, pieces = self._announced[trie.ordinal], self._pieces(trie)
-        if announced.pieces != pieces:
-            self._left.append(announced)
+        announced, pieces = self._announced.get(trie.ordinal), self._pieces(trie)
+        if announced is None or announced.pieces != pieces:
+            if announced is not None:
+                self._left.append(announced)
             announced = self._announced[trie.ordinal] = _Announced(pieces)
         announced.fit(len(trie.parent))
         return announced
@@ -201,21 +209,22 @@ class Announcer(ABC):
             self._begin_anew()
         if sum(1 for _ in islice(self._beginning, _TURN_NAMESPACES)):
             return True
-        tries = [(trie, self._of(trie)) for trie in self._cache.tries]
-        for trie, announced in tries:
+        for ordinal in list(islice(self._changed, _TURN_TRIES)):
+            trie = self._cache.tries[ordinal]
+            announced = self._of(trie)
             if announced.news.any():
                 self._look(trie, announced)
+            del self._changed[ordinal]
+            if announced.news.any():
+                self._changed[ordinal] = None  # behind the others
         self._left = [left for left in self._left if self._leave(left)]
-        if self._left or any(announced.news.any() for _, announced in tries):
+        if self._left or self._changed:
             return True
         if self._gone or self._unused:
             self._publish_removals()
         else:
-            for trie, announced in tries:
-                if announced.to_store.any():
-                    self._publish_stored(trie, announced)
-                    break
-        more = any(announced.to_store.any() for _, announced in tries)
+            self._publish_some()
+        more = bool(self._storing)
         if self._announcing and not more:
             self._announcing = False
             now = self._clock()
@@ -226,18 +235,22 @@ class Announcer(ABC):
         self._anew, self._announcing, self._begun_s = False, True, self._clock()
         self._gone.clear()
         self._unused.clear()
-        self._left.clear()
         self._engine_blocks = EngineBlocks(len(MEDIA))
         before, self._topics = self._topics, []
         self._begun.clear()
         for topic in self._fixed_topics:
             self._begin(topic)
         self._beginning = self._begin_topics(before)
+        self._storing.clear()
         for trie in self._cache.tries:
-            announced = self._of(trie)
-            announced.media[:] = 0
-            rows = slice(0, trie.rows)
-            announced.to_store[rows] = (_tiers_of(trie, rows) != 0) & self._wanted(trie, rows)
+            if self._tells_of(trie):
+                announced = self._of(trie)
+                announced.media[:] = 0
+                rows = slice(0, trie.rows)
+                announced.to_store[rows] = (_tiers_of(trie, rows) != 0) & self._wanted(trie, rows)
+                if announced.to_store.any():
+                    self._storing[trie.ordinal] = None
+        self._left.clear()  # also those that were found just now
 
     def _begin_topics(self, before: list[bytes]) -> Iterator[None]:
         for namespace in self._cache.namespaces:
@@ -270,7 +283,10 @@ class Announcer(ABC):
         still = np.where(same, said & is_so, np.uint8(0))
         self._queue_removals(announced, rows, said & ~still)
         announced.media[rows] = still
-        announced.to_store[rows] = ((is_so & ~still) != 0) & self._wanted(trie, rows)
+        wanted = ((is_so & ~still) != 0) & self._wanted(trie, rows)
+        announced.to_store[rows] = wanted
+        if wanted.any():
+            self._storing[trie.ordinal] = None
         announced.news[rows] = False
 
     def _leave(self, announced: _Announced) -> bool:
@@ -313,6 +329,20 @@ class Announcer(ABC):
             self._publish(topic, events)
 
     # -- what was stored ----------------------------------------------------------------------------------------
+
+    def _publish_some(self) -> None:
+        """Publishes what is to be stored of the first trie that has such blocks."""
+        while self._storing:
+            ordinal = next(iter(self._storing))
+            trie = self._cache.tries[ordinal]
+            announced = self._of(trie)
+            some = bool(announced.to_store.any())
+            if some:
+                self._publish_stored(trie, announced)
+            if not some or not announced.to_store.any():
+                del self._storing[ordinal]
+            if some:
+                return
 
     def _publish_stored(self, trie: Trie, announced: _Announced) -> None:
         most = min(_TURN_TOKENS // trie.block_tokens, _TURN_BLOCKS // announced.pieces)

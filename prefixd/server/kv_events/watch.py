@@ -37,6 +37,7 @@ class BlockWatch(Announcer):
         self._session = session
         self._told: dict[bytes, int] = {}  # ids of namespaces, with their ordinals
         self._ordinals: Flags = np.zeros(0, np.bool_)  # of which blocks are told
+        self._tries: set[int] = set()  # ordinals of the tries that have them, or had
         self._said: list[pb.BlockChange] = []
 
     async def changes(self) -> AsyncGenerator[pb.BlockChanges, None]:
@@ -68,7 +69,9 @@ class BlockWatch(Announcer):
                 self._ordinals = np.concatenate([self._ordinals, np.zeros(namespace.ordinal + 1, np.bool_)])
             self._ordinals[namespace.ordinal] = True
             trie = self._cache.trie(namespace)
+            self._tries.add(trie.ordinal)
             self._of(trie).news[: trie.rows] |= trie.namespace[: trie.rows] == namespace.ordinal
+            self._changed[trie.ordinal] = None
         return len(opened) > _OPENED_AT_ONCE
 
     def _publish(self, topic: bytes, events: Sequence[Event]) -> None:
@@ -93,6 +96,9 @@ class BlockWatch(Announcer):
 
     def _announces(self, namespace: Namespace) -> bool:
         return namespace.id in self._told
+
+    def _tells_of(self, trie: Trie) -> bool:
+        return trie.ordinal in self._tries
 
     def _wanted(self, trie: Trie, rows: Rows | slice) -> Flags | bool:
         ordinals = trie.namespace[rows]

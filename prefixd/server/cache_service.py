@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,11 @@ from prefixd.errors import (
 )
 from prefixd.pacer import Pacer, give_way
 from prefixd.server.caller import current_caller
-from prefixd.server.kv_events import BlockWatch
+from prefixd.server.kv_events import Watches
 from prefixd.server.load_estimates import LoadEstimates
 from prefixd.server.put_stream import Put, give_back
 from prefixd.server.retention_messages import retention_wishes
-from prefixd.server.rpc import Context, abort, deliver, granting, streaming, unary
+from prefixd.server.rpc import Context, abort, deliver, granting, unary
 from prefixd.server.rule_messages import rule_spec
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -63,6 +63,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self._memory_socket = memory_socket
         self._draining = draining
         self._estimates = LoadEstimates(cache)
+        self._watches = Watches(cache)
         self.closing = asyncio.Event()
 
     def close(self) -> None:
@@ -109,6 +110,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             for wait in waits:
                 wait.cancel()
             cache.leases.close(session)
+            self._watches.end(session)
 
     @unary
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
@@ -333,12 +335,19 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         except Exception as error:
             await abort(context, error)
 
-    @streaming
-    async def WatchBlocks(self, request: pb.WatchBlocksRequest) -> AsyncGenerator[pb.BlockChanges, None]:
+    async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: Context) -> None:
         """What the tiers have of the session's namespaces."""
-        async with aclosing(BlockWatch(self._cache, self._session(request.session_id)).changes()) as changes:
-            async for each in changes:
-                yield each
+        try:
+            async with (
+                self._watches.watch(self._session(request.session_id)) as watch,
+                aclosing(watch.changes()) as changes,
+            ):
+                async for each in changes:
+                    await context.write(each)
+        except grpc.aio.InternalError:  # the caller has gone
+            raise
+        except Exception as error:
+            await abort(context, error)
 
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""

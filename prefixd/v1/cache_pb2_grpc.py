@@ -201,7 +201,11 @@ class PrefixCacheServicer(object):
         """Tells of the blocks in the session's namespaces: first all that there are, then each that comes to a tier or leaves it. Of
         namespaces that the session opens later, too, and of those that were closed to make room. A client that does not read
         is told less often and misses nothing. The stream ends with the session, with NOT_FOUND; a client that watches again is told
-        everything again. At most 64 calls at a time, divided between tenants as those of Get.
+        everything again. One call a session: a second one is RESOURCE_EXHAUSTED. At most 64 calls at a time, divided between
+        tenants as those of Get; together they take a twentieth of the event loop's time, so many calls are told later.
+        A client that knows a namespace's name and salt is told all token ids that its tenant has cached there, also those that other
+        sessions of the tenant have stored. Other tenants see nothing, but where the daemon shares unsalted blocks at once
+        (`cache.share_after = 1`): such a namespace is one of all tenants, and all of it is told to each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

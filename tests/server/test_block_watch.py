@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +11,22 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers
+from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache, Tiers
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.client import Client, ClientError
 from prefixd.client import NamespaceSpec as ClientSpec
 from prefixd.client import PartSpec as ClientPart
 from prefixd.errors import SessionEndedError
+from prefixd.server.cache_service import PrefixCacheService
+from prefixd.server.caller import Caller
 from prefixd.server.kv_events import BlockWatch
+from prefixd.server.kv_events.loop_share import LoopShare
+from prefixd.tenants import Role
 from prefixd.v1 import cache_pb2 as pb
+from prefixd.v1 import cache_pb2_grpc
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
+from tests.server.conftest import AnybodyCalls
 
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
@@ -149,6 +155,111 @@ async def test_changes_in_other_geometries_are_not_looked_at(cache: TieredCache)
         trie.put_copies(rows, DISK, np.array([[0]]), 0.0)
         assert watch._wake.is_set() == wakes
     assert list(watch._announced) == [cache.trie(mine).ordinal]
+
+
+@pytest.fixture
+async def stub(cache: TieredCache) -> AsyncIterator[Any]:
+    """PrefixCache of `cache`, in this process."""
+    caller = Caller(cache.tenants.default, Role.CLIENT, "test", "unix")
+    server = grpc.aio.server(interceptors=[AnybodyCalls(caller)])
+    service = PrefixCacheService(cache, None, asyncio.Event())
+    cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield cache_pb2_grpc.PrefixCacheStub(channel)
+    await server.stop(None)
+
+
+async def opened(cache: TieredCache, stub: Any) -> tuple[Any, Session]:
+    """The stream of a session, and the session; it has a namespace open with 2 MiB of tokens."""
+    opening = stub.OpenSession(pb.OpenSessionRequest(client_name="engine"))
+    session = cache.leases.session((await opening.read()).opened.session_id)
+    namespace = cache.register(NamespaceSpec("m", 512, (PartSpec("a", 0, 8),)))
+    session.open_namespace(namespace)
+    trie, chain = cache.trie(namespace), cache.chain(namespace, np.arange(512 * 1000, dtype="<u4").tobytes())
+    rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
+    trie.put_copies(rows, DISK, np.arange(1000)[:, None], 0.0)
+    return opening, session
+
+
+async def eventually(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_watch_that_is_not_read_ends_with_its_session(cache: TieredCache, stub: Any) -> None:
+    """It would keep its place and its memory for as long as the connection lives."""
+    opening, session = await opened(cache, stub)
+    unread = stub.WatchBlocks(pb.WatchBlocksRequest(session_id=session.id))
+    await eventually(lambda: len(cache._observers) == 1)
+    await asyncio.sleep(0.5)  # until nothing more fits in between
+    calls = [task for task in asyncio.all_tasks() if "WatchBlocks" in task.get_name()]
+    assert len(calls) == 1 and not calls[0].done()
+    opening.cancel()
+    await eventually(lambda: not cache._observers and calls[0].done())
+    with pytest.raises(grpc.RpcError) as error:
+        while True:
+            await asyncio.wait_for(unread.read(), 30)
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_session_has_one_watch(cache: TieredCache, stub: Any) -> None:
+    """One that its client has cancelled just now does not count; another one that is under way does."""
+    _, session = await opened(cache, stub)
+    request = pb.WatchBlocksRequest(session_id=session.id)
+    for _ in range(10):
+        watch = stub.WatchBlocks(request)
+        assert (await asyncio.wait_for(watch.read(), 30)).changes
+        watch.cancel()
+    watch = stub.WatchBlocks(request)
+    assert (await asyncio.wait_for(watch.read(), 30)).changes
+    with pytest.raises(grpc.RpcError) as error:
+        await stub.WatchBlocks(request).read()
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "end it first" in (error.value.details() or "")
+    assert len(cache._observers) == 1 and session.tenant.refused["watches"] == 1
+    assert (await asyncio.wait_for(watch.read(), 30)).changes
+    watch.cancel()
+
+
+async def test_all_watches_together_have_a_part_of_the_event_loop(cache: TieredCache) -> None:
+    """However many there are, however much changes, and however often they begin anew."""
+    namespace = cache.register(NamespaceSpec("m", 4, (PartSpec("a", 0, 8),)))
+    trie = cache.trie(namespace)
+    rows = enter_chain(trie, cache.chain(namespace, bytes(16)), namespace.root, namespace.ordinal)
+    turns = 0
+
+    def used() -> float:
+        """Each time when it is asked, a millisecond more."""
+        nonlocal turns
+        turns += 1
+        return turns / 1000
+
+    share = LoopShare(0.1, used=used)
+
+    async def watch(session: Session) -> None:
+        while True:
+            changes = BlockWatch(cache, session, share).changes()
+            await anext(changes)
+            await changes.aclose()
+
+    watching = []
+    for number in range(8):
+        session = cache.leases.open(f"engine {number}", 1, 0.0, cache.tenants.get("default"))
+        session.open_namespace(namespace)
+        watching.append(asyncio.create_task(watch(session)))
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while loop.time() < began_s + 1.0:
+        trie.put_copies(rows, DISK, np.array([[0]]), 0.0)
+        await asyncio.sleep(0.001)
+        trie.drop_copies(rows, DISK)
+    assert 40 <= turns / 2 <= 200, "each takes a millisecond of ten; the beginnings and ends besides"
+    for task in watching:
+        task.cancel()
+    await asyncio.wait(watching)
 
 
 @pytest.mark.slow

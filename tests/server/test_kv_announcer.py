@@ -593,7 +593,7 @@ async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, mon
         pass
     looked: list[int] = []
     of = events._of
-    monkeypatch.setattr(events, "_of", lambda trie: looked.append(trie.ordinal) or of(trie))
+    monkeypatch.setattr(events, "_of", lambda trie: (looked.append(trie.ordinal), of(trie))[1])
     for namespace in namespaces[7:9]:
         trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(16))
         trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), CPU, np.array([[0]]), 0.0)

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from prefixd.server.kv_events.events import KVEvents
 from prefixd.server.kv_events.watch import BlockWatch
+from prefixd.server.kv_events.watches import Watches
 
-__all__ = ["BlockWatch", "KVEvents"]
+__all__ = ["BlockWatch", "KVEvents", "Watches"]

@@ -1,8 +1,9 @@
 """What an engine is told of the blocks of its own namespaces, over its session.
 
 Each watch has an announcer of its own, which takes its turn when the engine has read what it was told before: so an
-engine that does not read makes nothing grow, and misses nothing. It takes 3 bytes for each block of the cache and 20
-for each block that it told of.
+engine that does not read makes nothing grow, and misses nothing. All watches together take a bounded part of the event
+loop's time (`LoopShare`): the more there are, and the more each has to tell, the longer are the pauses. A watch takes
+3 bytes for each block of a geometry of which it tells, and 20 for each block that it told of.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prefixd.cache import Namespace, Session, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import SessionEndedError
 from prefixd.server.kv_events.announcer import MEDIA, Announcer, Flags
+from prefixd.server.kv_events.loop_share import LoopShare
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prefixd.v1 import cache_pb2 as pb
 
@@ -30,10 +32,12 @@ class BlockWatch(Announcer):
     Args:
         cache: the cache.
         session: an open session.
+        share: of the event loop's time, with other watches; None: its own.
     """
 
-    def __init__(self, cache: TieredCache, session: Session) -> None:
+    def __init__(self, cache: TieredCache, session: Session, share: LoopShare | None = None) -> None:
         super().__init__(cache, None, _AGAIN_S)
+        self._share = LoopShare() if share is None else share
         self._session = session
         self._told: dict[bytes, int] = {}  # ids of namespaces, with their ordinals
         self._ordinals: Flags = np.zeros(0, np.bool_)  # of which blocks are told
@@ -42,20 +46,28 @@ class BlockWatch(Announcer):
 
     async def changes(self) -> AsyncGenerator[pb.BlockChanges, None]:
         """First all blocks, then what changes. Raises SessionEndedError when the session ends."""
-        self._cache.observe(self._note)
-        self.announce_all()
+        await self._share.turn()
+        with self._share.counted():
+            self._cache.observe(self._note)
+            self.announce_all()
         try:
-            while self._session.id in self._cache.leases.sessions:
-                opening = self._open()
-                more = self._turn() or opening
-                if self._said:
+            while True:
+                await self._share.turn()
+                if self._session.id not in self._cache.leases.sessions:
+                    break
+                with self._share.counted():
+                    opening = self._open()
+                    more = self._turn() or opening
                     said, self._said = self._said, []
-                    yield pb.BlockChanges(changes=said)
+                    answer = pb.BlockChanges(changes=said)
+                if said:
+                    yield answer
                 if more:
                     self._wake.set()
                 await self._wait(_LOOK_S)
         finally:
-            self._cache.unobserve(self._note)
+            with self._share.counted():
+                self._cache.unobserve(self._note)
         raise SessionEndedError(f"session {self._session.id[:8]}, whose blocks were watched, has ended")
 
     def _open(self) -> bool:

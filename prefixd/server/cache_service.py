@@ -44,6 +44,8 @@ _GRANTED_PARTS = 1 << 20
 """Parts, hence offsets, in one answer: 10 MiB at the most, of the 16 that a message can have."""
 _UNREAD_S = 30.0
 """For a client to read a piece of an answer; at 0.3 Mbit/s it does."""
+_TOLD_S = 1.0
+"""For a client to read that its session has ended."""
 _OFFSETS_AT_ONCE = 1 << 13
 _FOUND_RUNS = 4096
 _AGREED = (("prefixd-agreed", "1"),)
@@ -346,6 +348,12 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                     await context.write(each)
         except grpc.aio.InternalError:  # the caller has gone
             raise
+        except SessionEndedError as error:
+            try:
+                async with asyncio.timeout(_TOLD_S):
+                    await abort(context, error)
+            except TimeoutError:  # nobody reads: the call gives its place back
+                raise asyncio.CancelledError from None
         except Exception as error:
             await abort(context, error)
 

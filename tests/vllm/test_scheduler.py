@@ -166,6 +166,7 @@ def cpu(blocks: int) -> SeenPrefix:
 def test_the_log_says_when_there_is_no_connector(
     drive: MakeDrive, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    drive()  # vLLM sets up its logging with the first
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level("INFO", "vllm.prefixd"):
         drive(seen={}, options={"policy": "lpm", "starvation_bound_s": 9.0})

@@ -115,8 +115,10 @@ def after_restart(number: int) -> str:
 
 
 def _parts(run: Run) -> dict[str, tuple[Stage, ...]]:
-    later = tuple(stage for stage in run.stages if stage.name.startswith(RESTARTED))
-    return {COLD: run.stages[: -len(later)], RESTARTED: later}
+    parts: dict[str, tuple[Stage, ...]] = dict.fromkeys(PARTS, ())
+    for stage in run.stages:
+        parts[RESTARTED if stage.name.startswith(RESTARTED) else COLD] += (stage,)
+    return parts
 
 
 def _figures(stages: Sequence[Stage]) -> dict[str, float]:

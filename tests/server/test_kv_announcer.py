@@ -601,3 +601,24 @@ async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, mon
         pass
     assert set(looked) == {cache.trie(namespace).ordinal for namespace in namespaces[7:9]}
     assert len(cast(Any, events._publisher).blocks) == 2
+
+
+async def test_all_tries_together_have_a_turns_rows(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many large ones that changed would hold the loop for as long as there are."""
+    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(announcer, "_TURN_ROWS", 1)
+    events = events_module.KVEvents(cache, ON)
+    cache.observe(events._note)
+    namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(3)]
+    while events._turn():
+        pass
+    for namespace in namespaces:
+        trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(16))
+        trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), CPU, np.array([[0]]), 0.0)
+    looked: list[int] = []
+    look = events._look
+    monkeypatch.setattr(events, "_look", lambda trie, of: (looked.append(trie.ordinal), look(trie, of))[1])
+    assert events._turn() and len(looked) == 1
+    while events._turn():
+        pass
+    assert len(cast(Any, events._publisher).blocks) == 3

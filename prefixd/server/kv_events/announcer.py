@@ -51,7 +51,7 @@ LOCALITY = "LOCAL"
 
 _GATHER_S = 0.004  # what changes within it goes into one batch; the pause between turns
 _TURN_TRIES = 256  # looked at in a turn,
-_TURN_ROWS = 32_768  # and rows of each;
+_TURN_ROWS = 32_768  # and rows, of all of them together but for the last;
 _TURN_COUNTED = 4096  # where they have several engine's blocks, so many of these
 _TURN_HASHES = 4096  # removed in a turn,
 _TURN_FORGOTTEN = 1024  # and forgotten here
@@ -209,10 +209,14 @@ class Announcer(ABC):
             self._begin_anew()
         if sum(1 for _ in islice(self._beginning, _TURN_NAMESPACES)):
             return True
+        looked = 0
         for ordinal in list(islice(self._changed, _TURN_TRIES)):
+            if looked >= _TURN_ROWS:
+                break
             trie = self._cache.tries[ordinal]
             announced = self._of(trie)
             if announced.news.any():
+                looked += min(len(announced.news), _looked_at(announced))
                 self._look(trie, announced)
             del self._changed[ordinal]
             if announced.news.any():

@@ -97,8 +97,8 @@ def _recompute_failed_requests() -> None:
         requests = list(requests)
         # Asked about running requests, with `evict_blocks`: loads of another connector that the step has computed on.
         # Those are vLLM's to undo, or to end with its ValueError; it ends with that also where none of them failed.
-        as_vllm = len(groups) == 1 if evict_blocks else len(groups) == 1 and not has_window(groups[0].kv_cache_spec)
-        if as_vllm or (evict_blocks and any(map(lacks_bytes, requests))):
+        one_table = len(groups) == 1 and (evict_blocks or not has_window(groups[0].kv_cache_spec))
+        if one_table or (evict_blocks and any(map(lacks_bytes, requests))):
             return of_one_table(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
         failed, tokens = set(), 0
         for request in requests:

@@ -181,17 +181,28 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def is_tied(pid: int) -> bool:
+    """Whether a process that loads a model is past `prctl(PR_SET_PDEATHSIG)`: what needs NumPy comes after that."""
+    try:
+        return "numpy" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
 def stopped(daemon: DaemonProcess) -> list[int]:
-    """The processes that load the daemon's model, as soon as they are there; they never get on."""
+    """The processes that load the daemon's model, as soon as they end with it; they never get on."""
     wanted = ("prefixd.worker", "prefixd.server.load_tokenizer")
+    loading: set[int] = set()
 
-    def loading() -> list[int]:
-        return [pid for pid in children(daemon.pid) if any(name in command_of(pid) for name in wanted)]
+    def all_stopped() -> bool:
+        for pid in children(daemon.pid):
+            if pid not in loading and any(name in command_of(pid) for name in wanted) and is_tied(pid):
+                os.kill(pid, signal.SIGSTOP)
+                loading.add(pid)
+        return len(loading) == len(wanted)
 
-    until(lambda: len(loading()) == len(wanted))
-    for pid in (pids := loading()):
-        os.kill(pid, signal.SIGSTOP)
-    return pids
+    until(all_stopped)
+    return sorted(loading)
 
 
 MODEL = {"worker.embedded": True, "gpu.bytes": "32MiB", "cpu.bytes": "1MiB", "disk.bytes": "4MiB"}

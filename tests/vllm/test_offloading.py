@@ -265,5 +265,7 @@ def test_a_reset_makes_the_chunks_this_engines_own(
     before = from_prefixd(engine)
     assert run(engine, requests) == (answers, 0)
     assert from_prefixd(engine) == before
-    assert run(engine, requests)[0] == answers
+    # All that the first run stored may still lie in the host pool; what the second one stores takes its place there.
+    for _ in range(2):
+        assert run(engine, requests)[0] == answers
     assert from_prefixd(engine) > before

@@ -175,67 +175,79 @@ def request_of(salt: str) -> Any:
     )
 
 
-def follow(told: Told, watch: Callable[[], AsyncGenerator[BlockChange, None]], lasts_s: float) -> list[NamespaceSpec]:
-    """Follows what `watch` tells for so long; the namespaces that were opened again."""
-    opened: list[NamespaceSpec] = []
+class Followed(Told):
+    """The same, over a link whose daemon tells what `watch` yields, each time that it is asked."""
 
-    async def reopen(spec: NamespaceSpec) -> None:
-        opened.append(spec)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        monkeypatch.setattr(kv_events, "_AWAY_S", 0.01)
+        self.watches = 0
+        self.opened: list[NamespaceSpec] = []
 
-    async def run() -> None:
-        following = asyncio.ensure_future(told.events._follow())
-        await asyncio.sleep(lasts_s)
-        assert following.cancel(), "it has ended"
+    async def _reopen(self, spec: NamespaceSpec) -> None:
+        self.opened.append(spec)
 
-    link = told.events._link
-    link.up, link.reopen, link.watch_blocks = True, reopen, watch
-    asyncio.run(run())
-    return opened
+    def follow(
+        self,
+        watch: Callable[[], AsyncGenerator[BlockChange, None]],
+        until: Callable[[], object],
+    ) -> None:
+        def counted() -> AsyncGenerator[BlockChange, None]:
+            self.watches += 1
+            return watch()
+
+        async def run() -> None:
+            following = asyncio.ensure_future(self.events._follow())
+            end_s = time.monotonic() + 60.0
+            while not until():
+                assert time.monotonic() < end_s
+                await asyncio.sleep(0.005)
+            assert following.cancel(), "it has ended"
+
+        link = self.events._link
+        link.up, link.reopen, link.watch_blocks = True, self._reopen, counted
+        asyncio.run(run())
 
 
-def test_a_change_that_is_not_understood(
-    told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
+    return Followed(monkeypatch)
+
+
+def test_a_change_that_is_not_understood(followed: Followed, caplog: pytest.LogCaptureFixture) -> None:
     """What was told before is taken back, and the daemon is asked again; one error in the log."""
-    monkeypatch.setattr(kv_events, "_AWAY_S", 0.01)
     caplog.set_level(logging.WARNING)
-    watches = 0
 
     async def watch() -> AsyncGenerator[BlockChange, None]:
-        nonlocal watches
-        watches += 1
         tokens = np.arange(8, dtype="<u4").tobytes()
         yield BlockChange(namespace_id=ID, tier=TIER_CPU, stored=[1], token_ids=tokens)
         yield BlockChange(namespace_id=ID, tier=TIER_CPU, stored=[2, 3], token_ids=tokens[:-4])
 
-    follow(told, watch, 0.5)
-    assert watches > 1
+    followed.follow(watch, lambda: followed.watches > 2)
     keys, tokens = hashes(*range(8)), list(range(8))
-    assert told.events.take()[:4] == 2 * [stored(keys, None, tokens), removed(keys)]
+    assert followed.events.take()[:4] == 2 * [stored(keys, None, tokens), removed(keys)]
     (record,) = caplog.records
     assert record.levelno == logging.ERROR and record.exc_info is not None
 
 
-def test_a_watch_that_is_refused(told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watch_that_is_refused(followed: Followed, caplog: pytest.LogCaptureFixture) -> None:
     """It is asked for less and less often, opens no namespaces, and is told once."""
-    monkeypatch.setattr(kv_events, "_AWAY_S", 0.01)
     caplog.set_level(logging.WARNING)
-    watches = 0
 
     async def watch() -> AsyncGenerator[BlockChange, None]:
-        nonlocal watches
-        watches += 1
         raise ExhaustedError("tenant a: 64 calls of WatchBlocks are under way")
         yield
 
-    assert follow(told, watch, 1.0) == []
-    assert 2 <= watches <= 7  # after 10, 20, 40, ... ms and 10 ms more
+    began_s = time.monotonic()
+    followed.follow(watch, lambda: followed.watches > 5)
+    assert time.monotonic() - began_s > 0.01 + 0.02 + 0.04 + 0.08 + 0.16
+    assert followed.opened == []
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert all(part in record.getMessage() for part in ("64 calls of WatchBlocks", "events in fewer engines"))
 
 
-def test_a_watch_that_is_granted_opens_namespaces_again(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_is_granted_opens_namespaces_again(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the daemon has nothing to tell before."""
     monkeypatch.setattr(kv_events, "_ANSWER_S", 0.01)
 
@@ -243,7 +255,8 @@ def test_a_watch_that_is_granted_opens_namespaces_again(told: Told, monkeypatch:
         await asyncio.sleep(60.0)
         yield BlockChange()
 
-    assert follow(told, watch, 0.2) == [SPEC]
+    followed.follow(watch, lambda: followed.opened)
+    assert followed.opened == [SPEC] and followed.watches == 1
 
 
 @pytest.mark.parametrize("cleared", [True, False])

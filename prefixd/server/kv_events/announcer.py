@@ -336,14 +336,12 @@ class Announcer(ABC):
 
     def _publish_some(self) -> None:
         """Publishes what is to be stored of the first trie that has such blocks."""
-        while self._storing:
-            ordinal = next(iter(self._storing))
+        for ordinal in list(self._storing):
             trie = self._cache.tries[ordinal]
             announced = self._of(trie)
-            some = bool(announced.to_store.any())
-            if some:
+            if some := bool(announced.to_store.any()):
                 self._publish_stored(trie, announced)
-            if not some or not announced.to_store.any():
+            if not announced.to_store.any():
                 del self._storing[ordinal]
             if some:
                 return

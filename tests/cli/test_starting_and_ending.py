@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client import Client, Finished, ServerUnavailable
+from prefixd.client import Client, ClientError, ExhaustedError, Finished, ServerUnavailable
 from prefixd.workloads.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
@@ -206,41 +206,42 @@ def stopped(daemon: DaemonProcess) -> list[int]:
 
 
 MODEL = {"worker.embedded": True, "gpu.bytes": "32MiB", "cpu.bytes": "1MiB", "disk.bytes": "4MiB"}
+ONE_CALL = {"tenants.default.requests_per_s": 0.001}
+"""Of Generate, in the first quarter of an hour: once another one is refused, that one waits for the model."""
 
 
 @pytest.mark.parametrize(("number", "to_group"), [(TERM, False), (INT, True)])
 def test_a_daemon_whose_model_loads_ends_at_once(number: signal.Signals, to_group: bool) -> None:
     """And the caller that waits for the model is told, and no process is left."""
-    answers: list[str] = []
-    connected = threading.Event()
+    answers: list[ClientError] = []
 
     def ask() -> None:
         with Client(daemon.address) as client:
-            client.stats()
-            connected.set()
             try:
                 list(client.generate([1, 2, 3], max_tokens=4))
-            except ServerUnavailable as error:
-                answers.append(str(error))
+            except ClientError as error:
+                answers.append(error)
 
-    with DaemonProcess(MODEL, log_level="info") as daemon:
+    with DaemonProcess(MODEL | ONE_CALL, log_level="info") as daemon:
         loading = stopped(daemon)
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert connected.wait(_WAIT_S)
-        with Client(daemon.address) as client:
-            until(lambda: sum(tenant.calls for tenant in client.stats().tenants))
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        until(lambda: answers)
         began_s = time.monotonic()
         (os.killpg if to_group else os.kill)(daemon.pid, number)
         until(lambda: not daemon.alive)
         took_s = time.monotonic() - began_s
         assert daemon.stop() == 0
-        asking.join(_WAIT_S)
+        for thread in asking:
+            thread.join(_WAIT_S)
         log = daemon.log.read_text()
         until(lambda: not any(map(command_of, loading)))
     assert took_s < _END_S
     assert "Traceback" not in log and "Error" not in log
-    assert len(answers) == 1 and "the daemon is ending" in answers[0]
+    refused, told = answers
+    assert isinstance(refused, ExhaustedError)
+    assert isinstance(told, ServerUnavailable) and "the daemon is ending" in str(told)
 
 
 def test_the_first_token_waits_for_the_model_and_a_worker_that_hangs_is_killed() -> None:

@@ -247,12 +247,13 @@ class Soak:
         self.findings.violations += violations_of(self._admin)
 
     def _wait_for_worker(self) -> int:
-        """The worker's pid, once it takes requests."""
+        """The worker's pid, once it has answered a request: what it loads and maps for its first one is no growth."""
         deadline = time.monotonic() + 120
         while (worker := self._admin.stats().worker).state != admin_pb2.WorkerStats.STATE_READY:
             if worker.state == admin_pb2.WorkerStats.STATE_FAILED or time.monotonic() > deadline:
                 raise harness.BenchmarkError(f"the worker did not start{self._daemon.last_words()}")
             time.sleep(0.05)
+        list(self._admin.generate([1], max_tokens=1))
         return worker.pid
 
 

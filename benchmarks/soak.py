@@ -71,6 +71,7 @@ _QUOTA: dict[str, object] = {
 _TENANTS = ("default", "other")
 _LEFT_S = 30.0
 _CLIENTS = 3
+_START_S = 120.0  # for the worker to take requests, and then to answer one
 _CLIENT_LIFE_S = 20.0
 _WARM_UP = 0.25
 _FULL = 0.85
@@ -248,12 +249,12 @@ class Soak:
 
     def _wait_for_worker(self) -> int:
         """The worker's pid, once it has answered a request: what it loads and maps for its first one is no growth."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + _START_S
         while (worker := self._admin.stats().worker).state != admin_pb2.WorkerStats.STATE_READY:
             if worker.state == admin_pb2.WorkerStats.STATE_FAILED or time.monotonic() > deadline:
                 raise harness.BenchmarkError(f"the worker did not start{self._daemon.last_words()}")
             time.sleep(0.05)
-        list(self._admin.generate([1], max_tokens=1))
+        list(self._admin.generate([1], max_tokens=1, timeout_s=_START_S))
         return worker.pid
 
 

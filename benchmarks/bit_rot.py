@@ -19,9 +19,9 @@ from benchmarks.common import harness
 from benchmarks.load.world import Prompt, block_key, content, prompts, wrong_bytes
 from benchmarks.sharing import forged, remote_rot
 from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
+from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client, NotFoundError, ServerUnavailable
-from prefixd.client.session import MemoryMode
-from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
+from prefixd.client.connecting.session import MemoryMode
 
 DESCRIPTION = """\
 With --tier disk (the default), changes bytes of blocks in a daemon's disk tier: single bits, four bytes,

@@ -21,10 +21,10 @@ from benchmarks.load.process import LoadProcess
 from benchmarks.load.victim import SCENES, STREAMED_SCENES
 from benchmarks.tenancy.house import House
 from benchmarks.tenancy.left_behind import left_of_tenants
+from prefixd.base.tenants import Role
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Kills client processes with SIGKILL at random moments: while they connect, between reserve and commit, in

@@ -18,9 +18,9 @@ from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
 from benchmarks.load.world import prompts
 from benchmarks.tenancy.house import House
+from prefixd.base.tenants import Role
+from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client
-from prefixd.tenants import Role
-from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
 DESCRIPTION = """\
 Kills a daemon with SIGKILL at random moments while two client processes store, read, lease, prefetch, pin,

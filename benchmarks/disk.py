@@ -14,7 +14,7 @@ from typing import Any, get_args
 from benchmarks.common import harness
 from benchmarks.storage import disk_daemon
 from benchmarks.storage import slabs as _slabs
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.files.io import DiskIo
 
 DESCRIPTION = """\
 Stores and loads blocks through a daemon's disk tier and through plain files of the same size, past the page

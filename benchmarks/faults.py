@@ -23,9 +23,9 @@ from benchmarks.fault_injection.result import Result
 from benchmarks.fault_injection.scenarios import REFUSED, SCENARIOS, Scenario, Skip, Stage
 from benchmarks.fault_injection.watch import Log, Seen, Watch
 from benchmarks.load.world import FAMILIES, Prompt
+from prefixd.cli.demo.daemon_process import DaemonFailed
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonFailed
 
 DESCRIPTION = """\
 Two client processes store, load and match prompts whose every byte they can verify, half of the stores

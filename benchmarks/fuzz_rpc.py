@@ -24,9 +24,9 @@ from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
 from benchmarks.tenancy.house import House
 from benchmarks.tenancy.left_behind import left_of_tenants
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Calls every method of PrefixCache, Inference, Admin, health and reflection as no client should: with bytes

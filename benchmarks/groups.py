@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.engines.vllm_chat import ChatPlan, Chats
 from benchmarks.load.chats import ChatEngine, Counts
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Chats of several turns with the KV cache of Gemma 3 27B, scaled down: 10 layers see all tokens, 52 layers see

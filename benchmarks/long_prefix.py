@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
-from prefixd.client.session import MemoryMode
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.client.connecting.session import MemoryMode
 
 DESCRIPTION = """\
 A daemon with a disk and a CPU tier of --tier blocks. Prompts of half to four times the tier are stored on disk, and

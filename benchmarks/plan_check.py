@@ -23,6 +23,8 @@ from benchmarks.common import harness
 from benchmarks.serving import figures as serving
 from benchmarks.serving.ways import NO_CACHE, TIERS, Room, Way
 from benchmarks.text_analysis_parts.measuring import worker_threads
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.cli.demo.runner import Silence, ask_each_once, measure, settings_for
 from prefixd.client import AsyncClient
 from prefixd.planner.calibrate import measure_machine, measure_passes
 from prefixd.planner.figures import PlanFigures
@@ -30,10 +32,8 @@ from prefixd.planner.hardware import Calibration, MeasuredCosts
 from prefixd.planner.models import MODELS
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis, own_tokens
-from prefixd.settings import Settings
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.settings.settings import Settings
 from prefixd.workloads.figures import Figures
-from prefixd.workloads.runner import Silence, ask_each_once, measure, settings_for
 from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes, serving_of
 
 DESCRIPTION = """\

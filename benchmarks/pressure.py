@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import harness
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Tokens
-from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd.workloads.figures import digest
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, ClientError, Tier, Tokens
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 A daemon runs the embedded model in host memory. Clients send requests to generate, one after the other each, from a

@@ -19,6 +19,8 @@ import numpy as np
 from benchmarks.common import harness
 from benchmarks.load.world import NAMESPACES, Prompt, content, key_in_namespace, wrong_bytes
 from benchmarks.tenancy.house import House
+from prefixd.base.tenants import Role
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -29,10 +31,8 @@ from prefixd.client import (
     Retention,
 )
 from prefixd.server.daemon import Daemon
-from prefixd.settings import Settings
-from prefixd.tenants import Role
+from prefixd.settings.settings import Settings
 from prefixd.v1 import cache_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Two tenants store, read, lease, pin, unpin, retain, prefetch and evict prompts by key, by namespace and all

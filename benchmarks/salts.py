@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.tenants import Tenants
 from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache, Tiers
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.client import NamespaceSpec as ClientSpec
 from prefixd.client import PartSpec as ClientPart
-from prefixd.errors import ExhaustedError
-from prefixd.server.wiring import make_cache
-from prefixd.settings import Settings
-from prefixd.tenants import Tenants
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.serving.dispatch.wiring import make_cache
+from prefixd.settings.settings import Settings
 from prefixd_swap import CpuArena, create_copy_engine
 
 DESCRIPTION = """\

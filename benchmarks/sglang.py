@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.common import harness
 from benchmarks.storage.bit_flips import StoredBlocks
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 
 if TYPE_CHECKING:
     import torch

@@ -19,10 +19,10 @@ from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
 from benchmarks.tenancy.house import House
 from benchmarks.tenancy.left_behind import left_of_tenants
+from prefixd.base.tenants import Role
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NotFoundError
-from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Runs one daemon with the embedded model under mixed load: client processes that store, read, lease,

@@ -14,9 +14,9 @@ from benchmarks.common.integrity import violations_of
 from benchmarks.tenancy.house import House
 from benchmarks.tenancy.tenant_load import KINDS, TenantLoad
 from benchmarks.tenancy.verdict import ISOLATION, Levels, Phase, broken, isolation, kept_shares
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2, cache_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Three tenants, a, b and c, each in a process of its own, keep a daemon with the embedded model busy for

@@ -16,8 +16,8 @@ from benchmarks.text_analysis_parts.goals import Goal, goals
 from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
 from benchmarks.text_analysis_parts.plots import draw, panels
 from benchmarks.text_analysis_parts.suites import SUITES, groups
-from prefixd.cli.progress import RichProgress
-from prefixd.workloads.runner import Progress, Silence
+from prefixd.cli.demo.runner import Progress, Silence
+from prefixd.cli.output.progress import RichProgress
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 DESCRIPTION = """\

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Accepted, Client, Finished, Tokens
-from prefixd.embedded_model import VOCAB_SIZE
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.serving.models.embedded_model import VOCAB_SIZE
 
 DESCRIPTION = """\
 A daemon with the embedded model and two tenants. In rounds of 50 the victim asks half of some random prompts; the

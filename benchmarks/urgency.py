@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.common import harness
 from benchmarks.load.disk_traffic import TIMEOUT_S, DiskTraffic, Prompts, Traffic, TrafficPlan
 from benchmarks.storage.throttled_daemon import ThrottledDaemon
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, Tier
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 A client leases prompts that are on disk only, one after the other with pauses, and waits for each: demand. It does so

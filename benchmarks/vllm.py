@@ -29,8 +29,8 @@ from benchmarks.engines.vllm_figures import (
     nothing_to_hit,
 )
 from benchmarks.engines.vllm_plot import draw
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 The same requests on vLLM alone, its own prefix cache on, and on vLLM with prefixd's connector. Run it with the

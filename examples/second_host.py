@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client, Finished, Tier, Tokens
-from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
 DOCUMENT = "The archive has a record of every ship that entered the harbour, what it carried and who paid. " * 10
 WAIT_S = 60.0

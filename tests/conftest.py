@@ -16,7 +16,9 @@ from typing import cast
 import pytest
 from hypothesis import HealthCheck, settings
 
-from prefixd import heap
+from prefixd.base import heap
+
+pytest_plugins = ["tests.daemons"]
 
 # A slow machine is no defect: no deadline, no complaint. Always the same examples: a failure comes back.
 settings.register_profile("prefixd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

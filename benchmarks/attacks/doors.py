@@ -42,7 +42,7 @@ class IdleMetrics(Scenario):
     """1,000 connections to the metrics port that say nothing, of a daemon that may open 1,024 files."""
 
     name = "idle metrics connections"
-    closed_by = "tests/server/test_metrics_server.py"
+    closed_by = "tests/server/figures/test_metrics_server.py"
 
     async def attack(self, mallory: Mallory) -> None:
         """Keeps them open, and replaces those that are closed."""
@@ -102,7 +102,7 @@ class Strangers(Scenario):
     """Somebody without any credential asks for the daemon's health: with 15 MiB, with no message, and for ever."""
 
     name = "strangers"
-    closed_by = "tests/server/test_strangers.py"
+    closed_by = "tests/server/access/test_strangers.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """On many connections at once."""
@@ -355,7 +355,7 @@ class Connections(Scenario):
     """Keeps as many connections to the TCP door as it can, all from one host, and says nothing on some."""
 
     name = "connections of one host"
-    closed_by = "tests/server/test_tcp_connections.py"
+    closed_by = "tests/server/rpc/test_tcp_connections.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """From another address of this machine; those that are closed are made again."""
@@ -405,7 +405,7 @@ class AuditLog(Scenario):
 
     name = "audit log"
     as_other_user = True
-    closed_by = "tests/server/test_audit.py"
+    closed_by = "tests/server/access/test_audit.py"
 
     def daemon_settings(self, folder: Path) -> Mapping[str, object]:
         """The log, in a directory of its own."""
@@ -501,7 +501,7 @@ class HostileTraces(Scenario):
     """Traces that `prefixd plan` must refuse in a line, or plan within its limits."""
 
     name = "hostile plans"
-    closed_by = "tests/cli/test_plan.py"
+    closed_by = "tests/cli/commands/test_plan.py"
     lines = (
         '{"timestamp": 1e308, "input_length": 1e300, "output_length": NaN, "hash_ids": [-1]}',
         f'{{"timestamp": 0, "input_length": 512000, "output_length": {(1 << 32) - 1}, "hash_ids": {[*range(1000)]}}}',

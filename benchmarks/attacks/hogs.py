@@ -143,7 +143,7 @@ class RetainedPool(Scenario):
     """Stores blocks with the highest priority until the daemon grants it no more of what tenants share of that."""
 
     name = "retained pool"
-    closed_by = "tests/cache/test_retention.py"
+    closed_by = "tests/cache/placement/test_retention.py"
     settings: ClassVar[Mapping[str, object]] = {f"tenants.mallory.{tier}_most": 256 * MIB for tier in ("cpu", "disk")}
 
     async def attack(self, mallory: Mallory) -> Given:
@@ -316,7 +316,7 @@ class LargeAtOnce(Scenario):
     """Calls of 15 MiB whose last bytes come at the same moment: they could be put together in one turn of the loop."""
 
     name = "16 MiB at one moment"
-    closed_by = "tests/server/test_receiving.py"
+    closed_by = "tests/server/rpc/test_receiving.py"
 
     def prepare(self, scene: Scene) -> Given:
         """Somebody with one token could have no more than a few on their way."""
@@ -353,7 +353,7 @@ class LargeStreams(Scenario):
     knows."""
 
     name = "16 MiB in streams"
-    closed_by = "tests/server/test_receiving.py"
+    closed_by = "tests/server/rpc/test_receiving.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """In `Put`s and in questions for the daemon's interface, many at once."""

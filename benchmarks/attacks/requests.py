@@ -21,7 +21,7 @@ from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import Scene, ask
 from benchmarks.engines import hybrid_models
 from prefixd.client import AsyncClient, BeamSearch, ClientError, FinishReason, Tokens
-from prefixd.embedded_model import VOCAB_SIZE
+from prefixd.serving.models.embedded_model import VOCAB_SIZE
 from prefixd.v1 import inference_pb2 as pb
 
 _FORESEEN = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "PERMISSION_DENIED"}
@@ -70,7 +70,7 @@ class HugeText(_Flood):
     """15 MiB of text, which must be refused before it is tokenized."""
 
     name = "huge text"
-    closed_by = "tests/server/test_tokenization.py"
+    closed_by = "tests/serving/text/test_tokenization.py"
     at_once = 4
     text = "ab" * (15 << 19)
 
@@ -157,7 +157,7 @@ class Sampling(Scenario):
     """Temperatures at the ends of what a float holds: one token must not come out whatever the model says."""
 
     name = "sampling extremes"
-    closed_by = "tests/worker/test_sampling.py"
+    closed_by = "tests/worker/decoding/test_sampling.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """Compares tiny temperatures with a greedy answer, and looks what comes out at huge ones."""
@@ -246,7 +246,7 @@ class Images(_Flood):
     """Images that are bombs, claim huge sizes, are many, or are none."""
 
     name = "images"
-    closed_by = "tests/server/test_image_reader.py"
+    closed_by = "tests/serving/images/test_image_reader.py"
     at_once = 6
 
     def daemon_settings(self, folder: Path) -> Mapping[str, object]:

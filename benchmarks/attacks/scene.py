@@ -20,9 +20,9 @@ from benchmarks.attacks.people import ALICE, BOB, MIB, Person
 from benchmarks.common.footprint import footprint
 from benchmarks.common.harness import free_port
 from benchmarks.tenancy.house import House
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, Finished, NamespaceSpec, PartSpec, Tokens
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 PLAIN: Mapping[str, object] = {
     "worker.embedded": True,
@@ -37,7 +37,7 @@ PLAIN: Mapping[str, object] = {
 TOKENS_OF_EACH = 4
 """Tokens by which a person can come in over TCP, each for the same tenant."""
 
-_PROGRAM = ("-m", "benchmarks.attacks.few_descriptors", "-m", "prefixd.workloads.tethered")
+_PROGRAM = ("-m", "benchmarks.attacks.few_descriptors", "-m", "prefixd.cli.demo.tethered")
 _CALL_S = 30.0
 _RESTARTED_S = 120.0
 _DRAINED_S = 90.0

@@ -25,7 +25,7 @@ class _WithCommonBlocks(Scenario):
     """What two tenants have computed is common."""
 
     settings: ClassVar[Mapping[str, object]] = {"cache.share_after": 2, "cache.common_bytes": _MOST_BYTES}
-    closed_by = "tests/cache/test_common_blocks.py"
+    closed_by = "tests/cache/background/test_common_blocks.py"
 
 
 class Colluders(_WithCommonBlocks):

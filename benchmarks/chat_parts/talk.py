@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from benchmarks.chat_parts.conversations import Conversation
 from benchmarks.serving.asking import Asked, ask, together
 from benchmarks.serving.seen_blocks import SeenBlocks
+from prefixd.cli.demo.runner import Progress
 from prefixd.client import AsyncClient
-from prefixd.workloads.runner import Progress
 from prefixd.workloads.text_analysis import BLOCK_TOKENS, FIRST_TOKEN
 
 

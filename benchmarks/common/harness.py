@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prefixd.errors import PrefixdError
-from prefixd.sizes import parse_size
+from prefixd.base.errors import PrefixdError
+from prefixd.base.sizes import parse_size
+from prefixd.cli.demo.daemon_process import DaemonProcess, ended_by_sigterm
 from prefixd.workloads.circumstances import circumstances
-from prefixd.workloads.daemon_process import DaemonProcess, ended_by_sigterm
 
 
 class BenchmarkError(Exception):

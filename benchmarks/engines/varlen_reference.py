@@ -11,7 +11,7 @@ import itertools
 
 import torch
 
-from prefixd.worker.flash_attention import READ_BLOCK
+from prefixd.worker.attention.flash_attention import READ_BLOCK
 
 
 def varlen_reference(

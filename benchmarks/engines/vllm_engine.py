@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
-from prefixd.errors import PrefixdError
-from prefixd.workloads.daemon_process import last_lines
+from prefixd.base.errors import PrefixdError
+from prefixd.cli.demo.daemon_process import last_lines
 
 _LAST_LINES = 25
 _CHILD = "benchmarks.engines.vllm_engine_child"

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.common import harness
 from benchmarks.engines.vllm_chat import ChatPlan, Chats
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 
 MOST_BYTES = 0.6
 """Of the bytes a token that the opaque way saves."""

@@ -32,7 +32,7 @@ from typing import Any
 
 import lmdb
 
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd_swap import FileOps
 
 Orders = Mapping[str, str | int]
@@ -239,7 +239,7 @@ def _spoil(data: memoryview) -> None:
 
 def main() -> None:
     """The daemon."""
-    from prefixd.workloads import tethered
+    from prefixd.cli.demo import tethered
 
     if len(sys.argv) < 3 or sys.argv[1] != "--faults":
         sys.exit("usage: python -m benchmarks.fault_injection.faulty_daemon --faults FILE PARENT serve ...")

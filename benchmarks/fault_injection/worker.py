@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks.fault_injection.result import Result
 from benchmarks.fault_injection.watch import Log, Watch
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, Tokens
-from prefixd.workloads.daemon_process import DaemonProcess
 
 NAME = "worker out of mappings"
 PART = "worker memory"
@@ -22,7 +22,7 @@ _PROGRAM = """
 import os
 os.environ["PYTHONPATH"] = os.pathsep.join([{scarce!r}, os.environ.get("PYTHONPATH", "")])
 os.environ["SCARCE_MAPPINGS"] = {limit!r}
-from prefixd.workloads.tethered import main
+from prefixd.cli.demo.tethered import main
 main()
 """
 _PROMPT_TOKENS = 150

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from benchmarks.tenancy.house import House
-from prefixd.tenants import Role
+from prefixd.base.tenants import Role
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

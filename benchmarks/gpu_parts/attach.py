@@ -9,7 +9,8 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.kv import GQA, LAYOUTS, SMALL, Heads, virtual_tensors
 from benchmarks.gpu_parts.part import Budget, Part
 from prefixd_swap.geometry import Layout
-from prefixd_swap.vmem import VirtualMemory, VirtualTensor
+from prefixd_swap.vmem import VirtualMemory
+from prefixd_swap.vtensor import VirtualTensor
 
 _TOKENS = (1024, 4096, 16384, 65536)
 _SMALL_TOKENS = (512, 1024)

@@ -19,14 +19,14 @@ from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.kv import GQA, LAYOUTS, MHA, MQA, SMALL, Heads, Tensors, virtual_tensors
 from benchmarks.gpu_parts.part import Budget, Part, Unavailable
-from prefixd.worker.attention import AttentionBackend, StepAttention
-from prefixd.worker.errors import ModelError
-from prefixd.worker.flash_attention import FlashAttention, VarlenKernel, find_kernel
-from prefixd.worker.flex_attention import FlexAttention, check_reach
-from prefixd.worker.frame_window import FrameWindow
-from prefixd.worker.kv_memory import KvMemory, Segment, StepKv
-from prefixd.worker.paged_kv import PagedKv, PagedStep
-from prefixd.worker.virtual_kv import VirtualKv
+from prefixd.worker.attention.attention import AttentionBackend, StepAttention
+from prefixd.worker.attention.flash_attention import FlashAttention, VarlenKernel, find_kernel
+from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
+from prefixd.worker.memory.frame_window import FrameWindow
+from prefixd.worker.memory.kv_memory import KvMemory, Segment, StepKv
+from prefixd.worker.memory.paged_kv import PagedKv, PagedStep
+from prefixd.worker.memory.virtual_kv import VirtualKv
+from prefixd.worker_protocol.errors import ModelError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import VirtualMemory
 

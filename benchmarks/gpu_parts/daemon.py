@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model, random_tokens, shape, write
 from benchmarks.gpu_parts.part import Budget, Part, Prediction
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Tokens
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 _REQUESTS = (1, 64)
 _SMALL_REQUESTS = (1, 2)

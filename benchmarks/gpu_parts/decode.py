@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.part import Budget, Part
-from prefixd.worker.flash_attention import FlashAttention
+from prefixd.worker.attention.flash_attention import FlashAttention
 
 _BATCHES = (1, 8, 32, 64)
 _SMALL_BATCHES = (1, 2)

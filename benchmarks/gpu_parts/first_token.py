@@ -17,9 +17,9 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.part import Budget, Part
 from prefixd_swap.arena import CpuArena
-from prefixd_swap.copies import CopyEngine, create_copy_engine
-from prefixd_swap.pinning import HostPin
-from prefixd_swap.slab.block_record import NAMESPACE_BYTES, DiskPart, NewBlock
+from prefixd_swap.copies.copies import CopyEngine, create_copy_engine
+from prefixd_swap.copies.pinning import HostPin
+from prefixd_swap.slab.index.block_record import NAMESPACE_BYTES, DiskPart, NewBlock
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.vmem import FrameId
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from benchmarks.gpu_parts.device import Device
 from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.geometry import KvGeometry, Layout
-from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, VirtualTensorManager
+from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
+from prefixd_swap.vtensor import VirtualTensorManager
 
 LAYOUTS: tuple[Layout, ...] = ("token", "layer")
 

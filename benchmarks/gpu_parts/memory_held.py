@@ -10,7 +10,8 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.kv import GQA, LAYOUTS, SMALL, Heads
 from benchmarks.gpu_parts.part import Budget, Part
 from prefixd_swap.geometry import Layout
-from prefixd_swap.vmem import FrameId, FrameTable, VirtualTensorManager
+from prefixd_swap.vmem import FrameId, FrameTable
+from prefixd_swap.vtensor import VirtualTensorManager
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _SMALL_BATCHES = (1, 2)

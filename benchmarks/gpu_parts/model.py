@@ -16,16 +16,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.part import Unavailable
-from prefixd.worker.attention import ATTENTION_NAME, register_attention
-from prefixd.worker.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.attention import ATTENTION_NAME, register_attention
+from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.engine import Engine
+from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
-from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import Done, Sampling, Start, Step
-from prefixd.worker.settings import WorkerSettings
-from prefixd.worker.virtual_kv import VirtualKv
+from prefixd.worker.spec.model_spec import read_model_spec
+from prefixd.worker_protocol.protocol import Done, Sampling, Start, Step
+from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.geometry import Layout
-from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, VirtualTensorManager
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory
+from prefixd_swap.vtensor import VirtualTensorManager
 
 LONGEST_TOKENS = 33 << 10
 _SPARE_BYTES = 6 << 30  # for activations and the logits

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.jenga_parts.chats import Plan
 from benchmarks.jenga_parts.subjects import SUBJECTS, Saved, Subject, daemon_settings, gpu_bytes, save
 from benchmarks.jenga_parts.talk import Endpoint, Talked, gpu_tier, talk
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.workloads.figures import digest
 
 

@@ -84,8 +84,8 @@ def gpu_bytes(saved: Saved, plan: Plan) -> int:
 
 def baseline_bytes(directory: Path, tokens: int, draft: Path | None = None) -> int:
     """What the baseline takes for a sequence: every layer's KV of every token, and a state after each block."""
-    from prefixd.worker.model_spec import read_model_spec
-    from prefixd.worker.settings import WorkerSettings
+    from prefixd.worker.spec.model_spec import read_model_spec
+    from prefixd.worker_protocol.settings import WorkerSettings
 
     spec = read_model_spec(
         WorkerSettings(

@@ -22,10 +22,10 @@ from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.kv.designs import random_tokens
 from benchmarks.kv.rig import VIRTUAL, EngineRig, Frames, Request, load_embedded_model
 from benchmarks.kv.stand_in import stand_in_environment
-from prefixd.worker.flash_attention import FlashAttention, FlashStep
-from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES
-from prefixd.worker.kv_memory import StepKv
+from prefixd.worker.attention.flash_attention import FlashAttention, FlashStep
+from prefixd.worker.memory.kv_memory import StepKv
 from prefixd.worker.model import CausalModel
+from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
 
 _STEP_TOKENS = 48
 _PROMPT_TOKENS = (20, 120)

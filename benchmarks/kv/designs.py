@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 
 from benchmarks.kv.rig import PAGED, VIRTUAL, EngineRig, Frames, Request
+from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
-from prefixd.worker.virtual_kv import VirtualKv
 
 # Printable characters: what the embedded model's prompts are made of.
 _FIRST_TOKEN, _LAST_TOKEN = 0x20, 0x7E

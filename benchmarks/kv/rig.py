@@ -14,17 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common.harness import BenchmarkError
-from prefixd.embedded_model import ensure_embedded_model
+from prefixd.serving.models.embedded_model import ensure_embedded_model
 from prefixd.worker.engine import Engine
-from prefixd.worker.frame_window import FrameWindow
-from prefixd.worker.kv_memory import KvMemory
+from prefixd.worker.memory.frame_window import FrameWindow
+from prefixd.worker.memory.kv_memory import KvMemory
+from prefixd.worker.memory.paged_kv import PagedKv
+from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, load_model
-from prefixd.worker.model_spec import ModelSpec, read_model_spec
-from prefixd.worker.paged_kv import PagedKv
-from prefixd.worker.protocol import Done, Extend, Sampling, Start, Step
-from prefixd.worker.settings import WorkerSettings
-from prefixd.worker.virtual_kv import VirtualKv
-from prefixd_swap.vmem import FrameId, FramePool, VirtualTensorManager, create_memory
+from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
+from prefixd.worker_protocol.protocol import Done, Extend, Sampling, Start, Step
+from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd_swap.vmem import FrameId, FramePool, create_memory
+from prefixd_swap.vtensor import VirtualTensorManager
 
 VIRTUAL, PAGED = "virtual", "paged"
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from benchmarks.kv.designs import random_tokens
 from benchmarks.kv.rig import VIRTUAL, EngineRig, Frames, Request
+from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
-from prefixd.worker.virtual_kv import VirtualKv
 from prefixd_swap.vmem import FrameId
 
 IDLE, BOUNDARY, ATTACH = "idle", "boundary", "attach"

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.common.harness import BenchmarkError
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RECORDED_S = 0.0005
@@ -212,7 +212,7 @@ def _place(frame: FrameType | None) -> str:
 
 def main() -> None:
     """The daemon."""
-    from prefixd.workloads import tethered
+    from prefixd.cli.demo import tethered
 
     if len(sys.argv) < 3 or sys.argv[1] != "--holds":
         sys.exit("usage: python -m benchmarks.load.loop_watch --holds FILE PARENT serve ...")

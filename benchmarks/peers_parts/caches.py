@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engines.vllm_engine import connector
 from benchmarks.peers_parts.lmcache_server import LMCacheServer
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 
 Config = Mapping[str, Any] | None
 """vLLM's `kv_transfer_config`; None for vLLM alone."""

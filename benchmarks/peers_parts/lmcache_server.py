@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.common.harness import free_port
-from prefixd.errors import PrefixdError
-from prefixd.workloads.daemon_process import last_lines
-from prefixd.workloads.tethered import PR_SET_PDEATHSIG
+from prefixd.base.errors import PrefixdError
+from prefixd.cli.demo.daemon_process import last_lines
+from prefixd.cli.demo.tethered import PR_SET_PDEATHSIG
 
 _START_S = 120.0
 _STOP_S = 60.0

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from benchmarks.serving.ways import Room, Way
-from prefixd.cli.progress import RichProgress
+from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
+from prefixd.cli.demo.runner import Progress, Silence
+from prefixd.cli.output.progress import RichProgress
 from prefixd.client import ClientError
-from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
-from prefixd.workloads.runner import Progress, Silence
 
 
 @contextmanager

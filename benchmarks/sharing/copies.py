@@ -29,7 +29,7 @@ from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.workloads.slow_link import SlowLink
 from prefixd_swap.stores import ObjectStore, Read, Write, open_store
 from prefixd_swap.stores.base import NAME_BYTES
-from prefixd_swap.stores.valkey import ValkeyOptions, command
+from prefixd_swap.stores.valkey.valkey_store import ValkeyOptions, command
 
 MOST_COPIES = 2.0
 _BLOCK_BYTES = 4 << 20

@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.common import harness
 from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, Tier, Tokens
-from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd.workloads.slow_link import SlowLink
 
 WORST_RATIO = 1.1

@@ -19,7 +19,7 @@ from benchmarks.sharing.hosts import Secrets, cache_host, lost_in_store, sharing
 from benchmarks.sharing.stored_objects import BlockId, StoredObject, block_id, read_objects
 from benchmarks.sharing.valkey_server import ValkeyObjects, ValkeyServer, valkey_objects
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.client.session import MemoryMode
+from prefixd.client.connecting.session import MemoryMode
 from prefixd_swap.stores.sealed import Seal
 
 BLOCKS = 1000  # that are forged again and again

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.common import harness
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap.stores.sealed import Seal
 
 _WAIT_S = 120.0

@@ -19,9 +19,9 @@ from benchmarks.sharing.hosts import Secrets, cache_host, lost_in_store, remote_
 from benchmarks.sharing.object_damage import Flip, StoredPaths, draw
 from benchmarks.sharing.stored_objects import BlockId, block_id, read_objects
 from benchmarks.sharing.valkey_server import ValkeyObjects, ValkeyServer, valkey_objects
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.client.session import MemoryMode
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.client.connecting.session import MemoryMode
 from prefixd_swap.stores.sealed import Seal
 
 NUMBERS = 40  # prompts of each namespace

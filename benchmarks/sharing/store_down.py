@@ -15,8 +15,8 @@ import numpy.typing as npt
 from benchmarks.common import harness
 from benchmarks.sharing.hosts import Secrets, cache_host, remote_stats, sharing
 from benchmarks.sharing.valkey_server import ValkeyServer
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.workloads.daemon_process import DaemonProcess
 
 MOST_RATIO = 1.02
 BASE = "none"

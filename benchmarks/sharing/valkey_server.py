@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.common import harness
-from prefixd.workloads.tie import tied
-from prefixd_swap.stores.valkey import command
+from prefixd.cli.demo.tie import tied
+from prefixd_swap.stores.valkey.valkey_store import command
 
 _START_S = 30.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefixd_swap import SlabStore
-from prefixd_swap.slab.file import INDEX_BITS
+from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slots import PAGE_BYTES
 
 KINDS = {

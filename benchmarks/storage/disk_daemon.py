@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from benchmarks.common import harness
 from benchmarks.storage import slabs
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, Tier
-from prefixd.workloads.daemon_process import DaemonProcess
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.files.io import DiskIo
 
 _IN_FLIGHT = 2
 _CHAINS = 20  # prompts that the daemon with many blocks is asked for

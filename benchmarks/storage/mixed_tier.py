@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from benchmarks.common import harness
 from benchmarks.storage.sparse_files import SparseFiles
+from prefixd.base.errors import ExhaustedError
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec, Reservation, TieredCache, Tiers
 from prefixd.cache.index.trie import DISK
-from prefixd.errors import ExhaustedError
 from prefixd_swap import CpuArena, SlabStore, create_copy_engine, create_eviction_policy
 
 TierName = Literal["cpu", "disk"]

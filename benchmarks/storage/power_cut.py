@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.files.file_ops import FileOps
 
 SECTOR_BYTES = 512
 PAGE_BYTES = 4096

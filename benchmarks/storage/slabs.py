@@ -22,11 +22,11 @@ from benchmarks.common import harness
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_digest
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span
-from prefixd_swap.slab.block_record import encode_record, index_key
-from prefixd_swap.slab.file import INDEX_BITS
-from prefixd_swap.slab.file_ops import FileOps
-from prefixd_swap.slab.index import SlabIndex
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.files.file_ops import FileOps
+from prefixd_swap.slab.files.io import DiskIo
+from prefixd_swap.slab.files.slab_file import INDEX_BITS
+from prefixd_swap.slab.index.block_record import encode_record, index_key
+from prefixd_swap.slab.index.index import SlabIndex
 
 SLOT_BYTES = 4096
 TOKENS = 16

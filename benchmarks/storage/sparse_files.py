@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.files.file_ops import FileOps
 
 _PAGE_BYTES = 4096
 _PAGE_WORDS = _PAGE_BYTES // 8

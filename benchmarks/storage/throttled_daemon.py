@@ -17,7 +17,7 @@ from typing import Any
 
 import lmdb
 
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd_swap import FileOps
 
 
@@ -105,7 +105,7 @@ class ThrottledDaemon(DaemonProcess):
 
 def main() -> None:
     """The daemon."""
-    from prefixd.workloads import tethered
+    from prefixd.cli.demo import tethered
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storage.throttled_daemon")
     parser.add_argument("--bytes-per-s", type=float, required=True)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefixd.tenants import Role
+from prefixd.base.tenants import Role
 
 Quotas = Mapping[str, Mapping[str, object]]
 """By tenant, settings of `[tenants.NAME]`. Example: {"a": {"cpu_most": "8MiB", "sessions": 4}}."""

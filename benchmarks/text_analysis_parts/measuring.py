@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.text_analysis_parts.suites import Cell
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.cli.demo.runner import Progress, measure, settings_for, warm_up_all
 from prefixd.workloads.figures import Figures
-from prefixd.workloads.runner import Progress, measure, settings_for, warm_up_all
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
 

@@ -13,8 +13,8 @@ from benchmarks.tree_parts.language_server import Diagnostic, LanguageServer
 from benchmarks.tree_parts.planned import PlannedModel, same_program
 from benchmarks.tree_parts.programs import Program
 from benchmarks.tree_parts.search import Search
+from prefixd.cli.demo.runner import Progress
 from prefixd.client import AsyncClient
-from prefixd.workloads.runner import Progress
 from prefixd.workloads.text_analysis import BLOCK_TOKENS, FIRST_TOKEN
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from prefixd.cache.audit.integrity import check_integrity
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NONE, Trie
-from prefixd.cache.integrity import check_integrity
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
-from prefixd.cache.rule_specs import (
+from prefixd.cache.rules.specs import (
     ChunkedWindowSpec,
     CrossAttentionSpec,
     RecurrentStateSpec,
@@ -15,7 +15,7 @@ from prefixd.cache.rule_specs import (
     SlidingWindowSpec,
     VisionEmbeddingSpec,
 )
-from prefixd.cache.sessions import Lease, Process, Reservation, Session
+from prefixd.cache.sessions.sessions import Lease, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.troubles import Troubles
 

@@ -16,30 +16,30 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prefixd import heap
-from prefixd.cache.beginnings import Beginning, Reader
-from prefixd.cache.common_blocks import CommonBlocks
+from prefixd.base import heap
+from prefixd.base.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from prefixd.base.pacer import give_way
+from prefixd.base.steps import do_at_once
+from prefixd.base.tenants import Tenant, Tenants
+from prefixd.cache.background.common_blocks import CommonBlocks
+from prefixd.cache.background.prefetches import Prefetches
+from prefixd.cache.background.refused_blocks import RefusedBlocks
+from prefixd.cache.background.scrubber import Scrubber
+from prefixd.cache.background.write_back import WriteBack
+from prefixd.cache.disk.restore import known_namespaces, remove_refused, remove_unused, restore
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import NO_SLOT, NONE, TIERS, Match, Observer, Rows, Trie
-from prefixd.cache.mover import Mover
+from prefixd.cache.moving.beginnings import Beginning, Reader
+from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
-from prefixd.cache.paths import find_path
-from prefixd.cache.pins import Pins, restore_pins
-from prefixd.cache.prefetches import Prefetches
-from prefixd.cache.refused_blocks import RefusedBlocks
+from prefixd.cache.placement.paths import find_path
+from prefixd.cache.placement.retention import Retained, Retention, Wish
 from prefixd.cache.remote import RemoteOptions
-from prefixd.cache.reservations import Reservations
-from prefixd.cache.restore import known_namespaces, remove_refused, remove_unused, restore
-from prefixd.cache.retention import Retained, Retention, Wish
-from prefixd.cache.scrubber import Scrubber
-from prefixd.cache.sessions import Lease, LeaseTable, Process, Reservation, Session
+from prefixd.cache.sessions.pins import Pins, restore_pins
+from prefixd.cache.sessions.reservations import Reservations
+from prefixd.cache.sessions.sessions import Lease, LeaseTable, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.write_back import WriteBack
-from prefixd.errors import InvalidArgumentError, NotFoundError, UnsupportedError
-from prefixd.pacer import give_way
-from prefixd.steps import do_at_once
-from prefixd.tenants import Tenant, Tenants
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
 

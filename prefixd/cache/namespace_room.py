@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from prefixd.cache.forgetting import FoundBlocks, find_namespaces, forget
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.pacer import give_way
+from prefixd.base.tenants import COMMON, Tenant, Tenants
+from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, forget
+from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import Trie
-from prefixd.cache.mover import Mover
+from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import NamespaceRegistry
-from prefixd.cache.scan import slices
-from prefixd.cache.sessions import LeaseTable
+from prefixd.cache.sessions.sessions import LeaseTable
 from prefixd.cache.troubles import Troubles
-from prefixd.errors import ExhaustedError
-from prefixd.pacer import give_way
-from prefixd.tenants import COMMON, Tenant, Tenants
 from prefixd_swap import StorageError
 
 log = logging.getLogger(__name__)

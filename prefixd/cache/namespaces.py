@@ -16,10 +16,10 @@ from weakref import ref
 
 import msgspec
 
-from prefixd.cache.groups import MAX_GROUPS, GroupRule
-from prefixd.cache.rule_specs import RuleSpec, VisionEmbeddingSpec, rule_of
-from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from prefixd.tenants import COMMON, DEFAULT
+from prefixd.base.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from prefixd.base.tenants import COMMON, DEFAULT
+from prefixd.cache.rules import MAX_GROUPS, GroupRule
+from prefixd.cache.rules.specs import RuleSpec, VisionEmbeddingSpec, rule_of
 
 ID_BYTES = 8
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from prefixd.base.clocks import elapsed_s
 from prefixd.cache.index.trie import TIERS
 from prefixd.cache.troubles import Troubles
-from prefixd.clocks import elapsed_s
 from prefixd_swap import CpuArena, FramePool, SlabStore
 from prefixd_swap.tiers import (
     AbsentTier,

@@ -13,11 +13,11 @@ def main(ops: FileOps | None = None) -> None:
     Args:
         ops: file calls of the disk tier of a daemon that is served, to have them fail in a test.
     """
-    from prefixd import signals
+    from prefixd.process import signals
 
     signals.end_at_once()
     signals.hold_hangups()
-    from prefixd.process_start import prepare_process
+    from prefixd.process.start import prepare_process
 
     prepare_process()
     from prefixd.cli.app import app

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
-from prefixd import __version__, signals
-from prefixd.cli import admin, config, demo, doctor, generate, plan, prefixes, recover, serve, tenants, tier, verify
+from prefixd import __version__
+from prefixd.cli.commands import admin, config, doctor, generate, plan, prefixes, recover, serve, tenants, tier, verify
 from prefixd.cli.connect import asks_daemon
+from prefixd.cli.demo import demo
 from prefixd.cli.failures import CleanGroup, examples, paragraphs
+from prefixd.process import signals
 
 app = typer.Typer(
     cls=CleanGroup,

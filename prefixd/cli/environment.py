@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefixd.cli.render import size
+from prefixd.cli.output.tables import size
 from prefixd.v1 import admin_pb2, cache_pb2
 from prefixd_swap.memory_limit import cgroup_limit
 

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from prefixd.cli.terminal import shown
-from prefixd.errors import ConfigError, PrefixdError
+from prefixd.base.errors import ConfigError, PrefixdError
+from prefixd.cli.output.terminal import shown
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

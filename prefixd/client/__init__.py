@@ -9,11 +9,11 @@ that the daemon shares with clients on its host, and through gRPC for all others
         blocks = cache.load(tokens, into=kv)
 """
 
-from prefixd.client.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
-from prefixd.client.arena import Arena
+from prefixd.client.connecting.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
-from prefixd.client.connection import default_address
+from prefixd.client.connecting.connection import default_address
+from prefixd.client.connecting.session import NewSession
 from prefixd.client.errors import (
     AlreadyExistsError,
     BufferSizeError,
@@ -45,11 +45,23 @@ from prefixd.client.inference import (
     TokenLogprobs,
     Tokens,
 )
-from prefixd.client.leases import AsyncLease, AsyncReservation
-from prefixd.client.retention import Retention
-from prefixd.client.rules import ChunkedWindow, CrossAttention, RecurrentState, Rule, SlidingWindow, VisionEmbedding
-from prefixd.client.session import NewSession
-from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, StoreResult, Tier, TierRun
+from prefixd.client.memory.arena import Arena
+from prefixd.client.memory.leases import AsyncLease, AsyncReservation
+from prefixd.client.spec import (
+    ChunkedWindow,
+    CrossAttention,
+    MatchResult,
+    NamespaceSpec,
+    PartSpec,
+    RecurrentState,
+    Retention,
+    Rule,
+    SlidingWindow,
+    StoreResult,
+    Tier,
+    TierRun,
+    VisionEmbedding,
+)
 from prefixd.client.sync import Cache, Client, Lease, Reservation
 
 __all__ = [

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefixd.client import streaming
-from prefixd.client.buffers import BlockBuffers, Buffer
 from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError
 from prefixd.client.estimates import LoadEstimate, Prefill
-from prefixd.client.holds import Granted
-from prefixd.client.leases import AsyncLease, AsyncReservation
+from prefixd.client.memory import streaming
+from prefixd.client.memory.buffers import BlockBuffers, Buffer
+from prefixd.client.memory.holds import Granted
+from prefixd.client.memory.leases import AsyncLease, AsyncReservation
+from prefixd.client.memory.slices import SLICE_SHARE, Slice, Slices, Wanted
 from prefixd.client.namespace import Answer, RegisteredNamespace
-from prefixd.client.retention import Retention
-from prefixd.client.slices import SLICE_SHARE, Slice, Slices, Wanted
-from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
+from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import cache_pb2
 

@@ -11,23 +11,22 @@ from os import PathLike
 from types import TracebackType
 from typing import Self, cast
 
-from prefixd.client.arena import Arena
+from prefixd.base.clocks import elapsed_s
 from prefixd.client.cache import AsyncCache
-from prefixd.client.connection import Connection, parse_address
-from prefixd.client.copying import Copier
-from prefixd.client.credentials import Credentials
+from prefixd.client.connecting.connection import Connection, parse_address
+from prefixd.client.connecting.credentials import Credentials
+from prefixd.client.connecting.forks import check_not_forked, check_process
+from prefixd.client.connecting.session import MemoryMode, NewSession, Session
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
-from prefixd.client.forks import check_not_forked, check_process
-from prefixd.client.holds import renew
 from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_from_proto, generate_request
-from prefixd.client.leases import AsyncLease, AsyncReservation
+from prefixd.client.memory.arena import Arena
+from prefixd.client.memory.copying import Copier
+from prefixd.client.memory.holds import renew
+from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.messages import message
 from prefixd.client.namespace import RegisteredNamespace
-from prefixd.client.retention import Retention
-from prefixd.client.session import MemoryMode, NewSession, Session
-from prefixd.client.spec import NamespaceSpec, Tier
+from prefixd.client.spec import NamespaceSpec, Retention, Tier
 from prefixd.client.tokens import TokenIds
-from prefixd.clocks import elapsed_s
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from typing import TypeAlias
 
 from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.client.messages import message
-from prefixd.client.retention import Retention, retention_to_proto
-from prefixd.client.spec import Tier, check_salt
+from prefixd.client.spec import Retention, Tier, check_salt, retention_to_proto
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import inference_pb2
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from prefixd.client.connection import Connection
-from prefixd.client.copying import Copier
+from prefixd.client.connecting.connection import Connection
+from prefixd.client.connecting.session import Session
 from prefixd.client.errors import (
     ExhaustedError,
     InvalidArgumentError,
@@ -16,9 +16,8 @@ from prefixd.client.errors import (
     ServerUnavailable,
     SessionUnknown,
 )
-from prefixd.client.retention import Retention, retention_to_proto
-from prefixd.client.session import Session
-from prefixd.client.spec import NamespaceSpec
+from prefixd.client.memory.copying import Copier
+from prefixd.client.spec import NamespaceSpec, Retention, retention_to_proto
 from prefixd.v1 import cache_pb2
 
 T = TypeVar("T")

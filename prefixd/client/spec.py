@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.client.estimates import LoadEstimate
-from prefixd.client.rules import Rule
+from prefixd.client.messages import message
 from prefixd.v1 import cache_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """The rule of layers in which a token attends to the last `tokens` tokens only, itself included."""
+
+    tokens: int
+
+    def to_proto(self) -> cache_pb2.Rule:
+        """The rule as the contract has it."""
+        return cache_pb2.Rule(sliding_window=cache_pb2.SlidingWindow(tokens=self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedWindow:
+    """The rule of layers in which a token attends to its own chunk of `tokens` tokens only, up to itself (Llama 4)."""
+
+    tokens: int
+
+    def to_proto(self) -> cache_pb2.Rule:
+        """The rule as the contract has it."""
+        return cache_pb2.Rule(chunked_window=cache_pb2.ChunkedWindow(tokens=self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The rule of layers with a state: the bytes of a block are the state after it, and most blocks have none.
+
+    A prefix needs the state after its last block. The states after `checkpoint_tokens` tokens, twice as many, and so
+    on are kept as long as other bytes are; a multiple of the namespace's `block_tokens`, 0 for none.
+
+    Give the daemon the other parts first, then each state by itself, with the tokens up to its end:
+    `store(tokens[:end], state, parts=[part], first_block=end // block_tokens - 1)`.
+    """
+
+    checkpoint_tokens: int = 0
+
+    def to_proto(self) -> cache_pb2.Rule:
+        """The rule as the contract has it."""
+        return cache_pb2.Rule(recurrent_state=cache_pb2.RecurrentState(checkpoint_tokens=self.checkpoint_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """The rule of layers that attend to the prompt's images: the first `image_blocks` blocks of the prompt hold their
+    KV.
+
+    Every prefix needs all of it. Prompts with different images must differ from their first block on, in salt or
+    tokens.
+    """
+
+    image_blocks: int = 1
+
+    def to_proto(self) -> cache_pb2.Rule:
+        """The rule as the contract has it."""
+        return cache_pb2.Rule(cross_attention=cache_pb2.CrossAttention(image_blocks=self.image_blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class VisionEmbedding:
+    """The rule of embeddings of images, in a namespace of their own whose prompts are images, by the hash of their
+    content.
+
+    An image can be used whole or not at all: take fewer blocks than it has as none.
+    """
+
+    def to_proto(self) -> cache_pb2.Rule:
+        """The rule as the contract has it."""
+        return cache_pb2.Rule(vision_embedding=cache_pb2.VisionEmbedding())
+
+
+Rule = SlidingWindow | ChunkedWindow | RecurrentState | CrossAttention | VisionEmbedding
+"""Any of them. Full attention has none: a part without a rule follows it."""
 
 
 def check_salt(salt: object) -> None:
@@ -149,3 +223,45 @@ class StoreResult:
     """Not kept because the daemon had no room for them."""
     retention_refused: str = ""
     """Why they were stored without the priorities that were wished for; empty if they have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A wish for the blocks of a range of a prompt's tokens: a full tier evicts those of lower priority first.
+
+    Examples: `Retention(50, ttl_s=3600)` for all of a prompt, `Retention(50, 0, 1024)` for a system prompt of 1,024
+    tokens, `Retention(-10, 1024)` for what follows it and will not be asked for again.
+
+    Attributes:
+        priority: from -100, first to go, to 100; blocks without a wish have 0. Those above 0 count against the tenant's
+            quota (`retained_bytes`).
+        start_token: the range's first token. A block belongs to the range in which its last token lies.
+        end_token: the first token behind the range; None: the prompt's end.
+        ttl_s: seconds until the priority is 0 again; None: it stays, until a restart of the daemon.
+    """
+
+    priority: int
+    start_token: int = 0
+    end_token: int | None = None
+    ttl_s: float | None = None
+
+    def to_proto(self) -> cache_pb2.Retention:
+        """The contract's message. Raises `InvalidArgumentError` for a value that does not fit into it."""
+        for name, value in (("end_token", self.end_token), ("ttl_s", self.ttl_s)):
+            if value == 0:
+                raise InvalidArgumentError(f"{name} is 0 in {self}; give more, or None for no end")
+        return message(
+            cache_pb2.Retention,
+            start_token=self.start_token,
+            end_token=self.end_token,
+            priority=self.priority,
+            ttl_s=self.ttl_s,
+        )
+
+
+def retention_to_proto(retention: Sequence[Retention]) -> list[cache_pb2.Retention]:
+    """The contract's messages. Raises `InvalidArgumentError`."""
+    for wish in retention:
+        if not isinstance(wish, Retention):
+            raise InvalidArgumentError(f"retention has {wish!r}; each must be a Retention, as Retention(50, ttl_s=60)")
+    return [wish.to_proto() for wish in retention]

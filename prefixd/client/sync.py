@@ -12,18 +12,17 @@ from os import PathLike
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from prefixd.client.arena import Arena
-from prefixd.client.buffers import Buffer
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
+from prefixd.client.connecting.portal import Portal
+from prefixd.client.connecting.session import MemoryMode
 from prefixd.client.errors import ClientClosed, ClientError
 from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import BeamSearch, GenerateEvent
-from prefixd.client.leases import AsyncLease, AsyncReservation
-from prefixd.client.portal import Portal
-from prefixd.client.retention import Retention
-from prefixd.client.session import MemoryMode
-from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult, Tier
+from prefixd.client.memory.arena import Arena
+from prefixd.client.memory.buffers import Buffer
+from prefixd.client.memory.leases import AsyncLease, AsyncReservation
+from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult, Tier
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, cache_pb2
 

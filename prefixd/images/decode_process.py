@@ -1,6 +1,6 @@
 """``python -m prefixd.images.decode_process``: decodes images, each in a process of its own that can be killed.
 
-Started by the daemon for each model that reads images (`prefixd/server/image_decoder.py`). It loads transformers, not
+Started by the daemon for each model that reads images (`serving/images/image_decoder.py`). It loads transformers, not
 torch, once (70 MiB), and then forks for each image: a fork has the processor time that an image may take, and no
 state of the image before it.
 """
@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from prefixd.child_process import end_with
-from prefixd.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.images.decoding import (
     Answer,
     Decoded,
@@ -42,6 +41,7 @@ from prefixd.images.image_files import ImageLimits, check_image
 from prefixd.images.load_processor import load_processor
 from prefixd.images.prepare import prepare_image
 from prefixd.images.token_counts import ImageProcessor
+from prefixd.process.child import end_with
 
 Work = Callable[[Job, bytes], Answer]
 """Decodes an image's file; writes its pixels into the shared memory."""

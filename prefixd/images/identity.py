@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.drawn_tokens import drawn_ids
+from prefixd.base.drawn_tokens import drawn_ids
 
 LEAST_BLOCK_TOKENS = 8
 """Tokens of a block that are enough to tell images apart."""

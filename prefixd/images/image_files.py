@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from prefixd.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.images.token_counts import ImageProcessor
 
 FORMATS = ("PNG", "JPEG", "WEBP")

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from prefixd import heap
+from prefixd.base import heap
 from prefixd.images.token_counts import ImageProcessor
 
 
 def load_processor(directory: str) -> tuple[Any, ImageProcessor]:
     """transformers' image processor of a model directory, and what the daemon knows of it. Takes seconds.
 
-    In a process of its own, for the reasons of `prefixd/server/load_tokenizer.py`. Raises what transformers raises.
+    In a process of its own, for the reasons of `serving/text/load_tokenizer.py`. Raises what transformers raises.
     """
     sys.modules["torch"] = None  # type: ignore[assignment] # refused: transformers then needs none
     os.environ["HF_HUB_OFFLINE"] = "1"

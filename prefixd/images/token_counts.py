@@ -9,7 +9,7 @@ import math
 
 import msgspec
 
-from prefixd.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError
 
 _MOST_RATIO = 200
 

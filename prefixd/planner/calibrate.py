@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.planner.hardware import Calibration
 from prefixd_swap import CpuArena, NewBlock, SlabStore, Span, SwapError, create_copy_engine
 from prefixd_swap.tiers import DiskTier, Loads

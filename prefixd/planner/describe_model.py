@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from prefixd.planner.models import LayerGroup
-from prefixd.worker.errors import WorkerError
-from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.spec.model_spec import read_model_spec
+from prefixd.worker_protocol.errors import WorkerError
+from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.geometry import ELEMENT_BYTES
 
 

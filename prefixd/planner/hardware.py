@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.planner.models import PlannedModel
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from prefixd.errors import ConfigError
-from prefixd.server.kv_shape import KvShape
-from prefixd.worker.protocol import FullAttention, GroupShape, SlidingWindow
+from prefixd.base.errors import ConfigError
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.worker_protocol.protocol import FullAttention, GroupShape, SlidingWindow
 
 _DESCRIBE_S = 120.0
 
@@ -155,7 +155,14 @@ MODELS = {
             _HUB.format("google/gemma-3-27b-pt"),
         ),
         PlannedModel(
-            "embedded", (LayerGroup(8, 4, 64),), 2.37e7, 2.37e7, 8, 8192, "prefixd.embedded_model", element_bytes=4
+            "embedded",
+            (LayerGroup(8, 4, 64),),
+            2.37e7,
+            2.37e7,
+            8,
+            8192,
+            "prefixd.serving.models.embedded_model",
+            element_bytes=4,
         ),
     )
 }

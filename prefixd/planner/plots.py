@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.planner.curve import OPTIMUM, Curve
 from prefixd.planner.sweep import GIB, Point, enough
 

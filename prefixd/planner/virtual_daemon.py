@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from prefixd.base.errors import ConfigError
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_integrity
-from prefixd.errors import ConfigError
 from prefixd.planner.figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.hardware import ComputeCosts, Way, Ways
 from prefixd.planner.models import PlannedModel
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
-from prefixd.server.kv_needs import KvNeeds
-from prefixd.server.request import Event, NewTokens, Request
-from prefixd.server.wiring import make_cache, make_dispatcher
-from prefixd.settings import Settings
-from prefixd.worker.protocol import Sampling
+from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
+from prefixd.serving.frames.kv_needs import KvNeeds
+from prefixd.serving.request.request import Event, NewTokens, Request
+from prefixd.settings.settings import Settings
+from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool
 from prefixd_swap.simulated_time import SimulatedTimeLoop

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from prefixd.planner.hardware import ComputeCosts
-from prefixd.server.kv_shape import KvShape
-from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, Start, Step, ToWorker, Update
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, Start, Step, ToWorker, Update
 
 _MOST_PASSES = 1 << 16
 _MOST_PROMPT_PASSES = 8  # so that blocks of a long prompt are entered not much later than they are filled

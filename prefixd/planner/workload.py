@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.workloads.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace, tokens_of
 from prefixd.workloads.text_analysis import TextAnalysis
 
@@ -109,7 +109,7 @@ def of_trace(name: str, found: Sequence[TraceRequest], *, speed: float = 1.0) ->
 
 
 def of_text_analysis(workload: TextAnalysis) -> list[Workload]:
-    """The text analysis workload as `prefixd.workloads.runner` sends it: each prefix once, and then the requests of
+    """The text analysis workload as `prefixd.cli.demo.runner` sends it: each prefix once, and then the requests of
     each repeat."""
     rounds = [workload.warm_up_prompts(), *(workload.prompts(repeat) for repeat in range(workload.repeats))]
     planned = []

@@ -18,35 +18,35 @@ from pathlib import Path
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from prefixd import heap
+from prefixd.base import heap
+from prefixd.base.clocks import boot_id, elapsed_s
+from prefixd.base.errors import ConfigError, UnavailableError
+from prefixd.base.tenants import Tenants
 from prefixd.cache import Tiers, Troubles
-from prefixd.clocks import boot_id, elapsed_s
-from prefixd.errors import ConfigError, UnavailableError
-from prefixd.generation import Generation
-from prefixd.server import rpc
-from prefixd.server.access import make_private, private_umask
-from prefixd.server.admin_service import AdminService
-from prefixd.server.audit import AuditLog
-from prefixd.server.cache_service import PrefixCacheService
-from prefixd.server.health import Health
-from prefixd.server.inference_service import InferenceService
+from prefixd.process.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
+from prefixd.process.signals import DaemonSignals
+from prefixd.server.access.access import make_private, private_umask
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.tickets import LocalProcess, Tickets
+from prefixd.server.figures.metrics_server import MetricsServer
+from prefixd.server.figures.snapshot import Snapshot
+from prefixd.server.figures.tenant_figures import RequestFigures, TenantFigures
 from prefixd.server.kv_events import KVEvents
-from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
-from prefixd.server.listeners import Listeners, local_door
-from prefixd.server.memory_listener import MemoryListener
-from prefixd.server.metrics_server import MetricsServer
-from prefixd.server.models import Models
-from prefixd.server.processes import ProcessWatch
 from prefixd.server.remote_store import open_remote
+from prefixd.server.rpc import rpc
+from prefixd.server.rpc.health import Health
+from prefixd.server.rpc.listeners import Listeners, local_door
+from prefixd.server.rpc.memory_listener import MemoryListener
+from prefixd.server.rpc.processes import ProcessWatch
+from prefixd.server.services.admin_service import AdminService
+from prefixd.server.services.cache_service import PrefixCacheService
+from prefixd.server.services.inference_service import InferenceService
 from prefixd.server.set_aside import SetAsideCheck
 from prefixd.server.settings_reload import SettingsReload
-from prefixd.server.snapshot import Snapshot
-from prefixd.server.tenant_figures import RequestFigures, TenantFigures
-from prefixd.server.tickets import LocalProcess, Tickets
-from prefixd.server.wiring import make_cache
-from prefixd.settings import Settings
-from prefixd.signals import DaemonSignals
-from prefixd.tenants import Tenants
+from prefixd.serving.dispatch.wiring import make_cache
+from prefixd.serving.generation import Generation
+from prefixd.serving.models.models import Models
+from prefixd.settings.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
     MAX_SLABS,

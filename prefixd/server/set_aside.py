@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections import Counter
 
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.steps import in_thread
 from prefixd.cache import Troubles
-from prefixd.errors import ExhaustedError
-from prefixd.steps import in_thread
 from prefixd_swap import SetAside, SlabStore, StorageError
 
 PART = "disk index"

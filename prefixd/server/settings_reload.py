@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from prefixd.base.errors import ConfigError
 from prefixd.cache import TieredCache, Troubles
-from prefixd.errors import ConfigError
-from prefixd.server.audit import AuditLog
-from prefixd.server.listeners import Listeners
-from prefixd.server.tenant_figures import check_tiers_hold
-from prefixd.settings import Settings, dotted_values
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.figures.tenant_figures import check_tiers_hold
+from prefixd.server.rpc.listeners import Listeners
+from prefixd.settings.settings import Settings, dotted_values
 
 log = logging.getLogger(__name__)
 

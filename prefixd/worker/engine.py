@@ -11,21 +11,21 @@ from typing import cast
 import msgspec
 import torch
 
-from prefixd.worker.beam_run import Beam, BeamRun, not_finite
-from prefixd.worker.cross_kv import CrossKv
-from prefixd.worker.decode_graphs import DecodeGraphs
-from prefixd.worker.draft import Draft, Fed
-from prefixd.worker.errors import RequestError
-from prefixd.worker.grouped_kv import GroupedKv
+from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.decoding.beam_run import Beam, BeamRun, not_finite
+from prefixd.worker.decoding.draft import Draft, Fed
+from prefixd.worker.decoding.sampling import Choice, Chosen, choose_tokens
 from prefixd.worker.images import PromptImages
-from prefixd.worker.kv_memory import KvMemory
+from prefixd.worker.memory.cross_kv import CrossKv
+from prefixd.worker.memory.grouped_kv import GroupedKv
+from prefixd.worker.memory.kv_memory import KvMemory
+from prefixd.worker.memory.state_memory import KeptInPass
 from prefixd.worker.model import CausalModel
-from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_arrived, check_start
-from prefixd.worker.sampling import Choice, Chosen, choose_tokens
-from prefixd.worker.state_memory import KeptInPass
+from prefixd.worker_protocol.errors import RequestError
+from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, Start, Step, Update
 from prefixd_swap.errors import OutOfMemoryError, SwapError
-from prefixd_swap.vmem import VirtualTensor
+from prefixd_swap.vtensor import VirtualTensor
 
 _NAMED = 8
 

@@ -13,24 +13,30 @@ from typing import Any, Protocol, cast
 import torch
 from safetensors import SafetensorError
 
-from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, AttentionKind, refusal, register_attention
-from prefixd.worker.cross_attention import CrossStep
-from prefixd.worker.decode_graphs import DecodeStep
-from prefixd.worker.errors import ModelError
-from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
-from prefixd.worker.flash_attention import FlashAttention, find_kernel
-from prefixd.worker.flex_attention import FlexAttention, check_reach
-from prefixd.worker.grouped_attention import GroupedAttention
-from prefixd.worker.grouped_kv import GroupedStep, places
+from prefixd.worker.attention.attention import (
+    ATTENTION_NAME,
+    AttentionBackend,
+    AttentionKind,
+    GroupedAttention,
+    refusal,
+    register_attention,
+)
+from prefixd.worker.attention.cross_attention import CrossStep
+from prefixd.worker.attention.decode_graphs import DecodeStep
+from prefixd.worker.attention.flash_attention import FlashAttention, find_kernel
+from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
+from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.images import FeatureStore, ImageEncoder, attention_names, image_kind, read_processor
-from prefixd.worker.kv_cache import StepCache
-from prefixd.worker.kv_memory import Segment, StepKv
-from prefixd.worker.model_spec import ModelSpec, auto_class
-from prefixd.worker.probe import AttentionLayer
+from prefixd.worker.memory.grouped_kv import GroupedStep, places
+from prefixd.worker.memory.kv_cache import StepCache
+from prefixd.worker.memory.kv_memory import Segment, StepKv
+from prefixd.worker.memory.to_device import to_device
+from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.recurrent import RecurrentLayers, StateSegment, check_resume
-from prefixd.worker.tile_attention import TileAttention
-from prefixd.worker.to_device import to_device
-from prefixd.worker.virtual_kv import VirtualStep
+from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
+from prefixd.worker.spec.model_spec import ModelSpec, auto_class
+from prefixd.worker.spec.probe import AttentionLayer
+from prefixd.worker_protocol.errors import ModelError
 
 # On a CPU a row of a linear layer has the same bits in every batch of at least eight rows; sixteen fills
 # the vectors.

@@ -11,14 +11,13 @@ import msgspec
 import numpy as np
 import torch
 
-from prefixd.worker.errors import RequestError
-from prefixd.worker.grouped_kv import GroupedSequence
+from prefixd.worker.decoding.sampling import Choice, TokenCounts
 from prefixd.worker.images import PromptImages, check_images
-from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import MOST_LOGPROBS, Arrived, ImageShape, Sampling, Start, blocks_needed
-from prefixd.worker.sampling import Choice
-from prefixd.worker.state_memory import SequenceState
-from prefixd.worker.token_counts import TokenCounts
+from prefixd.worker.memory.grouped_kv import GroupedSequence
+from prefixd.worker.memory.kv_memory import KvSequence, Segment
+from prefixd.worker.memory.state_memory import SequenceState
+from prefixd.worker_protocol.errors import RequestError
+from prefixd.worker_protocol.protocol import MOST_LOGPROBS, Arrived, ImageShape, Sampling, Start, blocks_needed
 
 
 class Limits(Protocol):

@@ -9,17 +9,19 @@ from dataclasses import replace
 
 import torch
 
-from prefixd.worker.decode_graphs import DecodeGraphs
-from prefixd.worker.draft import Draft
+from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.attention.flash_attention import FlashAttention
+from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
-from prefixd.worker.errors import ProtocolError
-from prefixd.worker.flash_attention import FlashAttention
-from prefixd.worker.grouped_kv import GroupedKv
-from prefixd.worker.kv_memory import KvMemory
-from prefixd.worker.make_kv import make_kv
+from prefixd.worker.memory.grouped_kv import GroupedKv
+from prefixd.worker.memory.kv_memory import KvMemory
+from prefixd.worker.memory.make_kv import make_kv
+from prefixd.worker.memory.shared_frames import SharedFrames
+from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, choose_attention, load_model
-from prefixd.worker.model_spec import ModelSpec, read_model_spec
-from prefixd.worker.protocol import (
+from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
+from prefixd.worker_protocol.errors import ProtocolError
+from prefixd.worker_protocol.protocol import (
     Arrived,
     Cancel,
     Connection,
@@ -36,9 +38,7 @@ from prefixd.worker.protocol import (
     Step,
     ToWorker,
 )
-from prefixd.worker.settings import WorkerSettings
-from prefixd.worker.shared_frames import SharedFrames
-from prefixd.worker.virtual_kv import VirtualKv
+from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.geometry import chunks_per_frame
 from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem import attach_memory, recv_export

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 
 HASH_TOKENS = 512
 """Tokens that one hash id of the trace stands for."""

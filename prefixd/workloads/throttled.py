@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd_swap import FileOps
 
 _LOOK_S = 0.01
@@ -113,7 +113,7 @@ class ThrottledDaemon(DaemonProcess):
 
 def main() -> None:
     """The daemon."""
-    from prefixd.workloads import tethered
+    from prefixd.cli.demo import tethered
 
     if len(sys.argv) < 3 or sys.argv[1] != "--rate":
         sys.exit("usage: python -m prefixd.workloads.throttled --rate FILE PARENT serve ...")

@@ -6,7 +6,9 @@ Knows blocks as bytes in slots; what they mean, and which prompt they belong to,
 from __future__ import annotations
 
 from prefixd_swap.arena import CpuArena
-from prefixd_swap.copies import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
+from prefixd_swap.copies.copies import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
+from prefixd_swap.copies.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
+from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.errors import (
     BadObjectError,
     ChecksumError,
@@ -31,23 +33,21 @@ from prefixd_swap.errors import (
 )
 from prefixd_swap.eviction import EvictionPolicy, UseHistory, Weighing, choose_victims, create_eviction_policy
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
-from prefixd_swap.page_eviction import Victims
-from prefixd_swap.page_eviction import choose_victims as choose_page_victims
-from prefixd_swap.pages import PageAllocator
-from prefixd_swap.pinning import HostPin
-from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
-from prefixd_swap.slab.file_ops import FileOps, host_bytes
-from prefixd_swap.slab.files import MAX_SLABS
-from prefixd_swap.slab.records import RecordGroup, Records
-from prefixd_swap.slab.salvage import Salvaged, salvage
-from prefixd_swap.slab.set_aside import SetAside, discard, list_set_aside
+from prefixd_swap.pages.page_eviction import Victims
+from prefixd_swap.pages.page_eviction import choose_victims as choose_page_victims
+from prefixd_swap.pages.pages import PageAllocator
+from prefixd_swap.slab.files.file_ops import FileOps, host_bytes
+from prefixd_swap.slab.files.slab_files import MAX_SLABS
+from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.slab.index.record_columns import RecordGroup, Records
+from prefixd_swap.slab.index.salvage import Salvaged, salvage
+from prefixd_swap.slab.index.set_aside import SetAside, discard, list_set_aside
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vattention import KvCacheStats, VAttention
 from prefixd_swap.vmem import Export, FrameId, FramePool, NewFrames, VirtualMemory, create_memory, send_export
+from prefixd_swap.vtensor.vattention import KvCacheStats, VAttention
 
 __all__ = [
     "MAX_SLABS",

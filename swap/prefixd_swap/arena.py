@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
-from prefixd_swap.pages import PageAllocator
+from prefixd_swap.pages.pages import PageAllocator
 from prefixd_swap.slots import PAGE_BYTES
 from prefixd_swap.spans import Span
 

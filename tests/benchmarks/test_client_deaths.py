@@ -11,8 +11,8 @@ import pytest
 from benchmarks import client_deaths
 from benchmarks.common.harness import BenchmarkError
 from benchmarks.load.world import Prompt, content
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 

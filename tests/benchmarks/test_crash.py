@@ -12,8 +12,8 @@ import pytest
 from benchmarks import crash
 from benchmarks.load.load import LoadPlan, MixedLoad
 from benchmarks.load.world import NAMESPACES, Prompt, block_key, content, prompts, wrong_bytes
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 
 
 def test_content_follows_from_namespace_prefix_and_part() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyDaemon, FaultyOps
-from prefixd.workloads.daemon_process import DaemonFailed
+from prefixd.cli.demo.daemon_process import DaemonFailed
 from prefixd_swap import ChecksumError, NewBlock, SlabStore, Span, StorageError
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.files.io import DiskIo
 
 CONTENT = np.arange(8192, dtype=np.uint8)
 

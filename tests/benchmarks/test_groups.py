@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.load.chats import BlockBytes, ChatEngine
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
-from prefixd.workloads.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"chats": 6, "turns": 4, "system-tokens": 128, "user-tokens": 512, "output-tokens": 64, "window-tokens": 256}

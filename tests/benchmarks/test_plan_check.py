@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks import plan_check
 from benchmarks.common.harness import BenchmarkError
+from prefixd.cli.demo.runner import settings_for
 from prefixd.planner import calibrate
 from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import Calibration
 from prefixd.workloads.figures import Quantiles
-from prefixd.workloads.runner import settings_for
 from prefixd.workloads.text_analysis import TextAnalysis
 
 ROUND = PlanFigures(

@@ -12,10 +12,10 @@ import pytest
 from benchmarks import power_loss
 from benchmarks.storage.power_cut import PowerCutOps
 from benchmarks.storage.power_player import Violation
-from prefixd_swap.slab.block_record import record_slots
-from prefixd_swap.slab.file import SlabFile
+from prefixd_swap.slab.files.slab_file import SlabFile
 from prefixd_swap.slab.group_commit import Commit
-from prefixd_swap.slab.index import SlabIndex
+from prefixd_swap.slab.index.block_record import record_slots
+from prefixd_swap.slab.index.index import SlabIndex
 from prefixd_swap.slab.store import SlabStore
 
 

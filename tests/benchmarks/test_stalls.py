@@ -22,7 +22,7 @@ import sys
 import time
 
 import benchmarks.load.loop_watch
-from prefixd.server.snapshot import Snapshot
+from prefixd.server.figures.snapshot import Snapshot
 
 
 def held(self, take=Snapshot.troubles):

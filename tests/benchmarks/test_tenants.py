@@ -13,11 +13,11 @@ from benchmarks.common.harness import BenchmarkError
 from benchmarks.tenancy.house import House
 from benchmarks.tenancy.left_behind import left_of_tenants
 from benchmarks.tenancy.verdict import Levels, Phase, broken, isolation, kept_shares
+from prefixd.base.tenants import Role
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.settings import Settings
-from prefixd.tenants import Role
+from prefixd.settings.settings import Settings
 from prefixd.v1 import admin_pb2, cache_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 CPU, DISK = cache_pb2.TIER_CPU, cache_pb2.TIER_DISK
 

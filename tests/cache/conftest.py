@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixd import pacer
+from prefixd.base import pacer
+from prefixd.base.tenants import Tenants
 from prefixd.cache import (
     BlockChain,
     Lease,
@@ -32,7 +33,6 @@ from prefixd.cache import (
 from prefixd.cache.index.keys import Digest, xxh3_digest
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT
 from prefixd.cache.remote import RemoteOptions
-from prefixd.tenants import Tenants
 from prefixd_swap import (
     CpuArena,
     FrameId,
@@ -46,8 +46,8 @@ from prefixd_swap import (
     register_host,
     unregister_host,
 )
-from prefixd_swap.slab.file_ops import FileOps
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.files.file_ops import FileOps
+from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.stores import ObjectStore
 from prefixd_swap.stores.sealed import Seal
 from prefixd_swap.tiers import RemoteTier, StoreTier, Tier

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from prefixd.base.tenants import Quota, Tenant, TierQuota
 from prefixd.cache import Lease, Namespace, NamespaceSpec, PartSpec, Reservation, Session
-from prefixd.tenants import Quota, Tenant, TierQuota
 from prefixd_swap.tiers import Tier
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
+from prefixd.base.errors import ExhaustedError, NotFoundError, PreconditionError
 from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.cache.paths import find_ancestry
-from prefixd.cache.retention import Retention
-from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
+from prefixd.cache.placement.paths import find_ancestry
+from prefixd.cache.placement.retention import Retention
 from prefixd_swap import Span
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.tiers import MemoryTier

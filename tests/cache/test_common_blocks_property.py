@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU
-from prefixd.errors import ExhaustedError
 from tests.cache.house import TENANTS, House, K
 
 Prompt = tuple[int, ...]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from prefixd.base.errors import ExhaustedError, NotFoundError
 from prefixd.cache import Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.cache.movement import Movement
-from prefixd.errors import ExhaustedError, NotFoundError
+from prefixd.cache.moving.movement import Movement
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.transfers import Urgency
 

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyOps
+from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU, DISK
-from prefixd.errors import ExhaustedError
 from prefixd_swap import StorageError
-from prefixd_swap.slab.file import INDEX_BITS
+from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slots import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from prefixd_swap.slab.io import DiskIo
+    from prefixd_swap.slab.files.io import DiskIo
     from tests.cache.conftest import Rig
 
 MakeRig = Callable[..., "Rig"]
@@ -289,7 +289,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
 async def test_it_comes_back_by_itself_with_nothing_to_write(
     make_rig: MakeRig, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.disk_health.FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk.health.FIRST_PROBE_S", 0.01)
     faults = Faults(make_rig, tmp_path, cpu=4, disk=8)
     faults.rig.cache.mover.start_probing()
     faults.order("index error half-way")
@@ -434,7 +434,7 @@ async def test_a_full_file_system_shrinks_the_tier_until_there_is_room(make_rig:
 
 
 async def test_the_index_grows_when_its_map_is_full(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixd_swap.slab.index.MAP_BYTES", 1 << 16)
+    monkeypatch.setattr("prefixd_swap.slab.index.index.MAP_BYTES", 1 << 16)
     rig = make_rig(cpu=64, disk=512)
     for prompt in range(6):
         await rig.put(list(range(100 * prompt, 100 * prompt + 60)), durable=True)
@@ -502,8 +502,8 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
 async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_closed(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.disk_health.FIRST_PROBE_S", 0.01)
-    monkeypatch.setattr("prefixd.cache.disk_health.LONGEST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk.health.FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk.health.LONGEST_PROBE_S", 0.01)
     faults = Faults(make_rig, tmp_path, cpu=8, disk=64)
     rig, tiers = faults.rig, faults.rig.cache.tiers
     await rig.put([1, 2, 3, 4], durable=True)  # a whole slab

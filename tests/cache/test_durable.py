@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from prefixd.base.errors import ExhaustedError, PreconditionError
 from prefixd.cache import Reservation
 from prefixd.cache.index.trie import DISK
-from prefixd.errors import ExhaustedError, PreconditionError
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig

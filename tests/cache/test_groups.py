@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import (
     Namespace,
     NamespaceSpec,
@@ -18,10 +19,9 @@ from prefixd.cache import (
     SlidingWindowSpec,
     check_integrity,
 )
-from prefixd.cache.groups import FullAttention, SlidingWindow
 from prefixd.cache.index.trie import CPU, DISK
-from prefixd.cache.page_victims import has_other_sizes
-from prefixd.errors import InvalidArgumentError
+from prefixd.cache.moving.page_victims import has_other_sizes
+from prefixd.cache.rules import FullAttention, SlidingWindow
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 
 MakeRig = Callable[..., Rig]

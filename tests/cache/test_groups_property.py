@@ -24,6 +24,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
+from prefixd.base.errors import ExhaustedError, PreconditionError
 from prefixd.cache import (
     BlockChain,
     ChunkedWindowSpec,
@@ -38,7 +39,6 @@ from prefixd.cache import (
 )
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
-from prefixd.errors import ExhaustedError, PreconditionError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 from tests.cache.machine import RigMachine
 

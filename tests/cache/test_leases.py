@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prefixd.cache import Lease, Reservation
-from prefixd.cache.index.trie import CPU
-from prefixd.cache.sessions import LeaseTable
-from prefixd.errors import (
+from prefixd.base.errors import (
     ExhaustedError,
     InvalidArgumentError,
     NotFoundError,
@@ -22,7 +19,10 @@ from prefixd.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from prefixd.tenants import Quota, Tenants
+from prefixd.base.tenants import Quota, Tenants
+from prefixd.cache import Lease, Reservation
+from prefixd.cache.index.trie import CPU
+from prefixd.cache.sessions.sessions import LeaseTable
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -280,7 +280,7 @@ async def test_renewing_for_ever_keeps_nothing(make_rig: Callable[..., Rig]) -> 
 async def test_many_grants_whose_time_is_up_end_in_many_turns(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.sessions._EXPIRED_AT_ONCE", 3)
+    monkeypatch.setattr("prefixd.cache.sessions.sessions._EXPIRED_AT_ONCE", 3)
     rig = make_rig()
     await rig.put([1])
     for ttl_s in (1.0, 1.0, 2.0, 2.0, 2.0):
@@ -293,7 +293,7 @@ async def test_many_grants_whose_time_is_up_end_in_many_turns(
 async def test_only_so_many_ended_leases_are_remembered(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.sessions._REMEMBERED", 2)
+    monkeypatch.setattr("prefixd.cache.sessions.sessions._REMEMBERED", 2)
     rig = make_rig()
     await rig.put([1])
     ended = []
@@ -421,7 +421,7 @@ async def test_a_session_with_many_leases_ends_in_many_turns(
 async def test_a_long_reservation_is_given_back_in_many_turns(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.reservations._RELEASED_AT_ONCE", 4)
+    monkeypatch.setattr("prefixd.cache.sessions.reservations._RELEASED_AT_ONCE", 4)
     rig = make_rig(cpu=16)
     reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(list(range(15))))
     assert isinstance(reservation, Reservation)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prefixd.cache.beginnings import Reader
-from prefixd.errors import InvalidArgumentError
-from prefixd.server.load_estimates import LoadEstimates, LoadWatch
+from prefixd.base.errors import InvalidArgumentError
+from prefixd.cache.moving.beginnings import Reader
+from prefixd.server.services.load_estimates import LoadEstimates, LoadWatch
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_scheduler import Distance, Stretch
 from tests.cache.conftest import BLOCK_TOKENS

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from prefixd.base.errors import ExhaustedError, NamespaceClosedError
+from prefixd.base.tenants import Quota, Tenants
 from prefixd.cache import NamespaceSpec, PartSpec
-from prefixd.cache.forgetting import find_namespaces
+from prefixd.cache.background.forgetting import find_namespaces
 from prefixd.cache.namespace_room import PART
 from prefixd.cache.namespaces import NamespaceRegistry
-from prefixd.errors import ExhaustedError, NamespaceClosedError
-from prefixd.tenants import Quota, Tenants
 
 if TYPE_CHECKING:
     from prefixd.cache import Namespace, Session
@@ -302,7 +302,7 @@ async def test_blocks_of_namespaces_are_looked_at_in_slices(
         await rig.put(list(range(50)), namespace=home)
     pinned = await rig.cache.match(homes[3], rig.chain([0], homes[3]))
     rig.trie.pinned[pinned.rows] = True
-    monkeypatch.setattr("prefixd.cache.scan.SCANNED_AT_ONCE", 16)
+    monkeypatch.setattr("prefixd.cache.index.scan.SCANNED_AT_ONCE", 16)
     found = await find_namespaces(rig.trie, [home.ordinal for home in homes])
     turns = 0
 
@@ -311,7 +311,7 @@ async def test_blocks_of_namespaces_are_looked_at_in_slices(
         turns += 1
 
     monkeypatch.setattr("prefixd.cache.namespace_room.give_way", give_way)
-    monkeypatch.setattr("prefixd.cache.forgetting.give_way", give_way)
+    monkeypatch.setattr("prefixd.cache.background.forgetting.give_way", give_way)
     assert await rig.cache.namespace_room._in_use(found) == {homes[3].ordinal} and turns >= 200 // 16
     some = await found.of([homes[0].ordinal, homes[2].ordinal])
     assert turns >= 2 * (200 // 16)

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from prefixd.base.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError, NotFoundError
+from prefixd.base.tenants import Quota, Tenants
 from prefixd.cache import (
     BlockChain,
     ChunkedWindowSpec,
@@ -23,7 +25,8 @@ from prefixd.cache import (
     Trie,
     VisionEmbeddingSpec,
 )
-from prefixd.cache.groups import (
+from prefixd.cache.namespaces import NamespaceRegistry, namespace_digest
+from prefixd.cache.rules import (
     ChunkedWindow,
     CrossAttention,
     FullAttention,
@@ -32,10 +35,7 @@ from prefixd.cache.groups import (
     SlidingWindow,
     VisionEmbedding,
 )
-from prefixd.cache.namespaces import NamespaceRegistry, namespace_digest
-from prefixd.cache.rule_specs import words_of
-from prefixd.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError, NotFoundError
-from prefixd.tenants import Quota, Tenants
+from prefixd.cache.rules.specs import words_of
 from prefixd_swap import CpuArena, NewBlock, Span, create_copy_engine, create_eviction_policy
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from prefixd.base.errors import InvalidArgumentError, PreconditionError
 from prefixd.cache import BlockChain, Reservation, Trie
-from prefixd.cache.groups import FullAttention, GroupRule, SlidingWindow
 from prefixd.cache.index.trie import CPU, DISK
-from prefixd.cache.reservations import present
-from prefixd.errors import InvalidArgumentError, PreconditionError
+from prefixd.cache.rules import FullAttention, GroupRule, SlidingWindow
+from prefixd.cache.sessions.reservations import present
 from tests.cache.index.entering import enter_chain
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.cache.groups import (
+from prefixd.cache.rules import (
     ChunkedWindow,
     CrossAttention,
     FullAttention,

@@ -12,9 +12,9 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from prefixd.base.tenants import Quota, Tenants
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Session, TieredCache, Tiers, check_integrity
 from prefixd.cache.index.trie import Rows
-from prefixd.tenants import Quota, Tenants
 from prefixd_swap import create_eviction_policy
 from prefixd_swap.simulated_time import SimulatedTimeLoop
 from prefixd_swap.tiers.simulated import (

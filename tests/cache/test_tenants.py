@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
+from prefixd.base.errors import ExhaustedError
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.cache.rule_specs import SlidingWindowSpec
-from prefixd.cache.sessions import Process
-from prefixd.cache.tenant_use import Losses
-from prefixd.cache.victims import Limits, find_victims
-from prefixd.errors import ExhaustedError
+from prefixd.cache.moving.victims import Limits, find_victims
+from prefixd.cache.placement.tenant_use import Losses
+from prefixd.cache.rules.specs import SlidingWindowSpec
+from prefixd.cache.sessions.sessions import Process
 from tests.cache.tenant_rig import Home
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ async def test_of_own_blocks_that_are_small_as_many_go_as_are_needed_at_once(mak
         return await find_victims(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefixd.cache.room.find_victims", counted)
+        patch.setattr("prefixd.cache.moving.room.find_victims", counted)
         assert await large.put([1]) == (1, 0)
     assert (large.has([1], CPU), small.has(range(1, 17), CPU)) == (1, 8)
     assert looks <= 2, "all eight are chosen together"
@@ -266,7 +266,7 @@ async def test_room_that_comes_while_own_blocks_are_looked_for_is_taken_and_no_b
         return await find_victims(*arguments, limits=limits_now, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefixd.cache.room.find_victims", meanwhile)
+        patch.setattr("prefixd.cache.moving.room.find_victims", meanwhile)
         async with asyncio.timeout(20):
             assert len((await a.reserve([5])).slots) == 1
     assert (looks, a.has([1, 2, 3], CPU)) == (2, 3)

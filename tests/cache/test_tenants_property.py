@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
+from prefixd.base.errors import ExhaustedError, PrefixdError
+from prefixd.base.tenants import Tenant
 from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.errors import ExhaustedError, PrefixdError
-from prefixd.tenants import Tenant
 from tests.cache.machine import RigMachine
 from tests.cache.tenant_rig import Home
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.cache import Reservation, reservations
-from prefixd.cache.reservations import Reservations
-from prefixd.cache.retention import Retention, Wish
-from prefixd.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError
+from prefixd.cache import Reservation
+from prefixd.cache.placement.retention import Retention, Wish
+from prefixd.cache.sessions import reservations
+from prefixd.cache.sessions.reservations import Reservations
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -41,7 +42,7 @@ async def test_blocks_of_many_parts_are_entered_fewer_at_a_time(
 async def test_slots_of_many_parts_are_allocated_fewer_at_a_time(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.mover._ALLOCATED_AT_ONCE", 8)
+    monkeypatch.setattr("prefixd.cache.moving.mover._ALLOCATED_AT_ONCE", 8)
     rig = make_rig(cpu=40)
     wide = rig.register("wide", parts=4, nbytes=8)
     allocate, asked = rig.cache.tiers.shared.allocate, []
@@ -58,8 +59,8 @@ async def test_slots_of_many_parts_are_allocated_fewer_at_a_time(
 async def test_many_wishes_are_applied_to_fewer_blocks_at_a_time(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.retention._AT_ONCE", 8)
-    monkeypatch.setattr("prefixd.cache.retention._LEAST_AT_ONCE", 2)
+    monkeypatch.setattr("prefixd.cache.placement.retention._AT_ONCE", 8)
+    monkeypatch.setattr("prefixd.cache.placement.retention._LEAST_AT_ONCE", 2)
     rig = make_rig(cpu=16)
     await rig.put(range(7))
     applied: list[int] = []

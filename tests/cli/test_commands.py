@@ -11,9 +11,9 @@ import pytest
 from typer.main import get_command
 
 from prefixd.cli.app import app
-from prefixd.generation.params import MOST_SEQUENCES
+from prefixd.serving.generation.params import MOST_SEQUENCES
 from prefixd.v1 import cache_pb2
-from prefixd.worker.protocol import MOST_BEAMS, MOST_LOGPROBS
+from prefixd.worker_protocol.protocol import MOST_BEAMS, MOST_LOGPROBS
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
 NAMESPACE = bytes(range(8))
@@ -467,7 +467,7 @@ def test_a_file_that_cannot_be_opened_is_one_line(cli: Cli, monkeypatch: pytest.
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "secret"))
 
-    monkeypatch.setattr("prefixd.settings.Settings.load", refuse)
+    monkeypatch.setattr("prefixd.settings.settings.Settings.load", refuse)
     result = cli("stats")
     assert (result.exit_code, result.stderr) == (1, f"prefixd: Permission denied: {tmp_path}/secret\n")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess, ended_by_sigterm
+from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess, ended_by_sigterm
 
 SMALL = {"cpu.bytes": "1MiB", "disk.bytes": "4MiB"}
 
@@ -98,7 +98,7 @@ def test_the_callers_configuration_does_not_reach_it(directory: Path, monkeypatc
 def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
     program = """if True:
         import os, pathlib, signal, sys
-        from prefixd.workloads.daemon_process import DaemonProcess
+        from prefixd.cli.demo.daemon_process import DaemonProcess
         daemon = DaemonProcess({"cpu.bytes": "1MiB", "disk.bytes": 0}, directory=pathlib.Path(sys.argv[1]))
         daemon.start()
         print(daemon.pid, flush=True)
@@ -116,7 +116,7 @@ def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
 @pytest.mark.slow
 def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "prefixd.workloads.tethered", "1", "serve"],
+        [sys.executable, "-m", "prefixd.cli.demo.tethered", "1", "serve"],
         capture_output=True,
         text=True,
         timeout=60,

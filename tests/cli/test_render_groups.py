@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.cli import plain, render
+from prefixd.cli.output import json_values as plain
+from prefixd.cli.output import tables as render
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 

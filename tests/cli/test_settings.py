@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.errors import ConfigError
-from prefixd.settings import Settings, dotted_names, dotted_values
-from prefixd.settings_checks import check_start
-from prefixd.sizes import parse_size
+from prefixd.base.errors import ConfigError
+from prefixd.base.sizes import parse_size
+from prefixd.settings.checks import check_start
+from prefixd.settings.settings import Settings, dotted_names, dotted_values
 from prefixd_scheduler import POLICIES
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.cli.render import print_stats
-from prefixd.server.snapshot import MetricsCollector
+from prefixd.cli.output.tables import print_stats
+from prefixd.server.figures.snapshot import MetricsCollector
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 

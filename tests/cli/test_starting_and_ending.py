@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, ExhaustedError, Finished, ServerUnavailable
-from prefixd.workloads.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +25,11 @@ _WAIT_S = 60.0
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 SERVE = ("serve", "--cpu-bytes", "1MiB", "--disk-bytes", "4MiB", "--data-dir", "data", "--socket", "s")
-READY = "prefixd.cli.serve:_ready_line"
+READY = "prefixd.cli.commands.serve:_ready_line"
 """The daemon takes calls."""
-FLUSH = "prefixd.cache.write_back:WriteBack.flush"
+FLUSH = "prefixd.cache.background.write_back:WriteBack.flush"
 """It has been asked to end, and writes back."""
-CLOSE = "prefixd.server.listeners:Listeners.close"
+CLOSE = "prefixd.server.rpc.listeners:Listeners.close"
 """It takes no more calls."""
 CLOSED = "prefixd_swap:SlabStore.close"
 """Nearly nothing is left of it."""
@@ -107,13 +107,13 @@ def signalled(folder: Path) -> Signalled:
         ("typer", ("--help",)),
         ("prefixd.client", ("ls",)),
         ("grpc", ("generate", "x")),
-        ("prefixd.cli.plan", ("plan", "--help")),
+        ("prefixd.cli.commands.plan", ("plan", "--help")),
         ("pydantic", SERVE),
         ("lmdb", SERVE),
         ("torch", (*SERVE, "--embedded", "--set=gpu.device=cuda")),
         ("prefixd_swap:SlabStore.open", SERVE),
         ("prefixd.cache.cache:TieredCache.restore", SERVE),
-        ("prefixd.server.memory_listener:MemoryListener.start", SERVE),
+        ("prefixd.server.rpc.memory_listener:MemoryListener.start", SERVE),
     ],
 )
 @pytest.mark.parametrize("number", [INT, TERM])
@@ -125,7 +125,7 @@ def test_a_signal_while_anything_starts_ends_it_without_a_word(
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
-@pytest.mark.parametrize("moment", ["prefixd.server.listeners:Listeners.open", READY])
+@pytest.mark.parametrize("moment", ["prefixd.server.rpc.listeners:Listeners.open", READY])
 def test_a_daemon_that_takes_calls_is_ended_in_order(signalled: Signalled, moment: str, number: signal.Signals) -> None:
     done = signalled({moment: number}, SERVE)
     assert done.returncode == 0
@@ -191,7 +191,7 @@ def is_tied(pid: int) -> bool:
 
 def stopped(daemon: DaemonProcess) -> list[int]:
     """The processes that load the daemon's model, as soon as they end with it; they never get on."""
-    wanted = ("prefixd.worker", "prefixd.server.load_tokenizer")
+    wanted = ("prefixd.worker", "prefixd.serving.text.load_tokenizer")
     loading: set[int] = set()
 
     def all_stopped() -> bool:

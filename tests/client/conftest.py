@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
+from prefixd.base.errors import PrefixdError, SessionEndedError
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import NamespaceSpec, PartSpec
-from prefixd.errors import PrefixdError, SessionEndedError
-from prefixd.server.memory_listener import MemoryListener
-from prefixd.server.rpc import abort
+from prefixd.server.rpc.memory_listener import MemoryListener
+from prefixd.server.rpc.rpc import abort
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
-from prefixd.workloads.daemon_process import DaemonProcess
 
 ARENA_BYTES = 1 << 20
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import BufferSizeError, InvalidArgumentError, ServerError
-from prefixd.client.buffers import RUN_BYTES, BlockBuffers, StreamSink
+from prefixd.client.memory.buffers import RUN_BYTES, BlockBuffers, StreamSink
 
 PARTS = (6, 2)
 

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -36,7 +37,6 @@ from prefixd.client import (
     UnsupportedError,
 )
 from prefixd.v1 import cache_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 BLOCKS = 5
 TOKENS = np.arange(2 * BLOCKS + 1, dtype=np.uint32)

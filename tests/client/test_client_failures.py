@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from prefixd.base.errors import TooSlowError
 from prefixd.client import (
     AlreadyExistsError,
     AsyncClient,
@@ -32,10 +33,9 @@ from prefixd.client import (
     ServerUnavailable,
     UnsupportedError,
 )
-from prefixd.client.connection import Connection
-from prefixd.client.copying import Copier
+from prefixd.client.connecting.connection import Connection
 from prefixd.client.inference import event_from_proto
-from prefixd.errors import TooSlowError
+from prefixd.client.memory.copying import Copier
 from prefixd.v1 import cache_pb2, cache_pb2_grpc, inference_pb2
 
 TOKENS = [1, 2, 3, 4, 5]

@@ -10,10 +10,11 @@ import threading
 
 import pytest
 
-from prefixd.client import AsyncClient, Client, ClientClosed, ForkedProcess, forks
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import AsyncClient, Client, ClientClosed, ForkedProcess
+from prefixd.client.connecting import forks
 from prefixd.integrations.engine.link import Link
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.integrations.engine.conftest import LOG
 
 

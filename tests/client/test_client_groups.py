@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -21,7 +22,6 @@ from prefixd.client import (
     StoreResult,
     VisionEmbedding,
 )
-from prefixd.workloads.daemon_process import DaemonProcess
 
 BLOCK_TOKENS, NBYTES = 4, 256
 KV, STATE = 0, 1  # parts

@@ -9,7 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixd.client import AsyncClient, CallTimeout, LeaseLost, NamespaceSpec, PreconditionError, StoreResult, holds
+from prefixd.client import AsyncClient, CallTimeout, LeaseLost, NamespaceSpec, PreconditionError, StoreResult
+from prefixd.client.memory import holds
 
 TOKENS = [1, 2, 3, 4, 5]
 

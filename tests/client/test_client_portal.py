@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from prefixd.client import ClientClosed
-from prefixd.client.portal import Portal
+from prefixd.client.connecting.portal import Portal
 
 
 async def nothing() -> None:

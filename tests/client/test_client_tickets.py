@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixd.base.tenants import Tenants
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -25,14 +26,13 @@ from prefixd.client import (
     PermissionDeniedError,
     Unauthenticated,
 )
-from prefixd.client.connection import Connection
-from prefixd.server.access_check import AccessCheck, CallLimits
-from prefixd.server.audit import AuditLog
-from prefixd.server.identities import Identities
-from prefixd.server.memory_listener import MemoryListener
-from prefixd.server.tickets import LocalProcess, Tickets
-from prefixd.settings import Settings
-from prefixd.tenants import Tenants
+from prefixd.client.connecting.connection import Connection
+from prefixd.server.access.access_check import AccessCheck, CallLimits
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.identities import Identities
+from prefixd.server.access.tickets import LocalProcess, Tickets
+from prefixd.server.rpc.memory_listener import MemoryListener
+from prefixd.settings.settings import Settings
 from prefixd.v1 import cache_pb2 as pb
 from tests.client.conftest import StandIn
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
-from prefixd.workloads.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from prefixd.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.images.image_files import (
     MOST_CHUNKS,
     MOST_SCANS,

@@ -15,7 +15,7 @@ from transformers import Gemma3Config, LlavaOnevisionConfig, MllamaConfig, Qwen2
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from prefixd.errors import InvalidArgumentError
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.images.decoding import Described, from_decoder
 from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor, TileCount
 
@@ -121,7 +121,7 @@ def test_a_directory_without_a_processor_is_refused_in_one_line(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_daemons_part_loads_neither_torch_nor_transformers() -> None:
-    rooms = "prefixd.images.image_files, prefixd.images.identity, prefixd.server.image_decoder"
+    rooms = "prefixd.images.image_files, prefixd.images.identity, prefixd.serving.images.image_decoder"
     program = f"import sys, {rooms}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "prefixd.images.token_counts" in loaded

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.embedded_model import ensure_embedded_model
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.planner.calibrate import measure_machine
 from prefixd.planner.hardware import (
     HARDWARE,
@@ -21,6 +20,7 @@ from prefixd.planner.hardware import (
     read_calibration,
 )
 from prefixd.planner.models import MODELS, LayerGroup, PlannedModel, find_model
+from prefixd.serving.models.embedded_model import ensure_embedded_model
 
 MEASURED = Calibration(
     machine="a test",

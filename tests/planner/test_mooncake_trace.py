@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.workloads.mooncake import PrefixCount, read_trace, tokens_of
 
 GOOD = {"timestamp": 7, "input_length": 1030, "output_length": 2, "hash_ids": [4, 5, 6]}

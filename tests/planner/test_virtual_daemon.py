@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import HARDWARE, PeakCosts
 from prefixd.planner.models import MODELS, LayerGroup
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, achievable_rate, of_trace
-from prefixd.settings import Settings
+from prefixd.settings.settings import Settings
 from prefixd.workloads.mooncake import TraceRequest
 
 MakePlan = Callable[..., Plan]

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixd.planner.worker import SimulatedWorker
-from prefixd.server.kv_shape import KvShape
-from prefixd.worker.protocol import (
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.worker_protocol.protocol import (
     Arrived,
     Cancel,
     Done,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, Tier, Tokens
-from prefixd.workloads.daemon_process import DaemonProcess
 
 SECRET = "0123456789abcdef0123456789abcdef"
 BLOCK = 16

@@ -47,7 +47,9 @@ def mooncake_folder() -> Path:
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
-        pytest.skip(f"Mooncake's client cannot be loaded ({error}); see prefixd_swap.stores.mooncake for the remedy")
+        pytest.skip(
+            f"Mooncake's client cannot be loaded ({error}); see stores/mooncake/mooncake_store.py for the remedy"
+        )
     return Path(found.origin).parent
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from prefixd_swap.errors import RemoteFullError, RemoteStoreError
 from prefixd_swap.stores import MooncakeOptions, ObjectStore, Read, Write, open_store
-from prefixd_swap.stores.mooncake_lane import address_of
+from prefixd_swap.stores.mooncake.mooncake_lane import address_of
 from tests.remote.mooncake_server import MooncakeServer, mooncake_folder, mooncake_server, start_master
 from tests.remote.objects import assert_read, joined, new_name, new_write, read_of
 from tests.remote.processes import free_port

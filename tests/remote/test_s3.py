@@ -13,10 +13,11 @@ import pytest
 
 from prefixd.workloads.slow_link import SlowLink
 from prefixd_swap.errors import RemoteStoreError
-from prefixd_swap.stores import S3Options, Write, s3
-from prefixd_swap.stores.pack_index import PackIndex
-from prefixd_swap.stores.packs import Head, build_head, head_bytes, pack_name, parse_head, parse_name
-from prefixd_swap.stores.s3 import S3Store
+from prefixd_swap.stores import S3Options, Write
+from prefixd_swap.stores.s3 import s3_store as s3
+from prefixd_swap.stores.s3.pack_index import PackIndex
+from prefixd_swap.stores.s3.packs import Head, build_head, head_bytes, pack_name, parse_head, parse_name
+from prefixd_swap.stores.s3.s3_store import S3Store
 from tests.remote.objects import LATE_S, assert_read, new_name, new_write, read_of
 from tests.remote.processes import free_port
 from tests.remote.s3_server import S3Server, s3_server

@@ -13,7 +13,7 @@ import pytest
 from prefixd.workloads.slow_link import SlowLink
 from prefixd_swap.errors import RemoteFullError, RemoteStoreError
 from prefixd_swap.stores import ObjectStore, Read, ValkeyOptions, open_store
-from prefixd_swap.stores.valkey_slots import SLOTS, Endpoint, parse_nodes, slot_of
+from prefixd_swap.stores.valkey.valkey_slots import SLOTS, Endpoint, parse_nodes, slot_of
 from tests.remote.certificates import new_certificates
 from tests.remote.objects import LATE_S, assert_read, new_name, new_write, read_of
 from tests.remote.processes import free_port

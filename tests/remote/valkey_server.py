@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd_swap.stores.valkey import command
+from prefixd_swap.stores.valkey.valkey_store import command
 from tests.remote.processes import Process, free_port, listens
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from benchmarks.common.harness import free_port
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Cache, Client, NamespaceSpec, PartSpec
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.routers.stand_in_worker import StandInWorker
 
 ROUTERS = Path(__file__).parents[2] / ".venv-routers" / "bin"

@@ -17,8 +17,8 @@ from typing import Any
 import zmq
 
 from benchmarks.common.harness import free_port
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.routers.conftest import Dynamo, VllmRouter, until
 
 ENGINE_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"

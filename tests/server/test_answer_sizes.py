@@ -10,10 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
+from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import Lease, NamespaceSpec, PartSpec, Process, Reservation, TieredCache
 from prefixd.cache.cache import MAX_BLOCKS
-from prefixd.errors import InvalidArgumentError
-from prefixd.server import cache_service, listeners
+from prefixd.server.rpc import listeners
+from prefixd.server.services import cache_service
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 

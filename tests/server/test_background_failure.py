@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from prefixd.cache.write_back import WriteBack
+from prefixd.cache.background.write_back import WriteBack
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
 from prefixd.server import set_aside
 from prefixd.server.daemon import Endpoints, serve
-from prefixd.settings import Settings
+from prefixd.settings.settings import Settings
 
 
 @pytest.fixture

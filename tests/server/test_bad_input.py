@@ -14,12 +14,12 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixd.server.rpc import _short
+from prefixd.server.rpc.rpc import _short
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 PART_BYTES = (100, 28)
 BLOCK_BYTES = sum(PART_BYTES)

@@ -12,7 +12,7 @@ import pytest
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

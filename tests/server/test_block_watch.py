@@ -11,25 +11,25 @@ import grpc
 import numpy as np
 import pytest
 
+from prefixd.base.errors import SessionEndedError
+from prefixd.base.tenants import Role
 from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache, Tiers
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.client import Client, ClientError
 from prefixd.client import NamespaceSpec as ClientSpec
 from prefixd.client import PartSpec as ClientPart
-from prefixd.errors import SessionEndedError
-from prefixd.server.cache_service import PrefixCacheService
-from prefixd.server.caller import Caller
+from prefixd.server.access.caller import Caller
 from prefixd.server.kv_events import BlockWatch
 from prefixd.server.kv_events.loop_share import LoopShare
-from prefixd.tenants import Role
+from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
-from tests.server.conftest import AnybodyCalls
+from tests.daemons import AnybodyCalls
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 SIZE = 3000
 TOKENS = list(range(100, 140))  # ten blocks

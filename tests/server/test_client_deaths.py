@@ -18,7 +18,7 @@ from prefixd.v1 import admin_pb2
 from prefixd.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from prefixd.base.errors import ConfigError
+from prefixd.base.tenants import COMMON
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, NamespaceSpec, PartSpec, StoreResult, Tokens
-from prefixd.errors import ConfigError
-from prefixd.settings import Settings
-from prefixd.tenants import COMMON
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 TENANTS = ("alice", "bob", "carol", "dave")
 PROMPT = [(7 * at) % 200 for at in range(100)]  # 6 blocks and 4 tokens

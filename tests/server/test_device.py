@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.server.daemon import resolve_device
-from prefixd.settings import Settings
+from prefixd.settings.settings import Settings
 
 
 def settings(device: str) -> Settings:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.server.daemon import _open_store
-from prefixd.settings import Settings
+from prefixd.settings.settings import Settings
 from prefixd_swap import NewBlock, SlabStore, Span
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from benchmarks.fault_injection.faulty_daemon import FaultyDaemon
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

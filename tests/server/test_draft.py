@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.server.snapshot import MetricsCollector
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.server.figures.snapshot import MetricsCollector
 from prefixd.v1 import admin_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Answer, Remote
+    from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from prefixd.errors import UnavailableError
+from prefixd.base.errors import UnavailableError
 from prefixd.images.decoding import Job, Killed
 from prefixd.images.image_files import ImageLimits
-from prefixd.server.image_decoder import ImageDecoder, _DecodeProcess
-from prefixd.server.model_host import ModelHost
-from prefixd.server.pixel_store import PixelPlace, PixelStore
+from prefixd.serving.images.image_decoder import ImageDecoder, _DecodeProcess
+from prefixd.serving.images.pixel_store import PixelPlace, PixelStore
+from prefixd.serving.models.model_host import ModelHost
 
 WAIT_S = 30.0
 

@@ -12,7 +12,7 @@ import pytest
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Answer, Remote
+    from tests.daemons import Answer, Remote
 
 REASON = inference_pb2.FinishReason
 

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefixd.client import Client, Finished, FinishReason, SequenceFinished, Tokens
-from prefixd.generation import sequence_seed
+from prefixd.serving.generation import sequence_seed
 from prefixd.v1 import inference_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 REASON = inference_pb2.FinishReason
 

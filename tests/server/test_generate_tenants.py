@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
-from prefixd.workloads.daemon_process import DaemonProcess
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

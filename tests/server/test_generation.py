@@ -22,10 +22,8 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-import prefixd.generation
-from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
-from prefixd.cache.retention import Retention
-from prefixd.errors import (
+import prefixd.serving.generation
+from prefixd.base.errors import (
     AlreadyExistsError,
     ExhaustedError,
     InvalidArgumentError,
@@ -34,7 +32,12 @@ from prefixd.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from prefixd.generation import (
+from prefixd.base.tenants import Quota
+from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
+from prefixd.cache.placement.retention import Retention
+from prefixd.images.decoding import Pixels
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.generation import (
     Accepted,
     Finished,
     GenerateParams,
@@ -45,18 +48,15 @@ from prefixd.generation import (
     inbox,
     sequence_seed,
 )
-from prefixd.generation.params import MOST_STOP_TOKENS
-from prefixd.images.decoding import Pixels
-from prefixd.server.image_kv import image_namespace
-from prefixd.server.kv_shape import KvShape
-from prefixd.server.prompt_images import PromptLayout
-from prefixd.server.request import Ended, NewTokens, Request
-from prefixd.server.served_model import ServedModel
-from prefixd.server.text_stream import TextStream
-from prefixd.server.tokenization import TextCodec, TokenIds
-from prefixd.server.tokenizer_threads import TokenizerThreads
-from prefixd.tenants import Quota
-from prefixd.worker.protocol import (
+from prefixd.serving.generation.params import MOST_STOP_TOKENS
+from prefixd.serving.images.image_kv import image_namespace
+from prefixd.serving.images.prompt_images import PromptLayout
+from prefixd.serving.models.served_model import ServedModel
+from prefixd.serving.request.request import Ended, NewTokens, Request
+from prefixd.serving.text.text_stream import TextStream
+from prefixd.serving.text.tokenization import TextCodec, TokenIds
+from prefixd.serving.text.tokenizer_threads import TokenizerThreads
+from prefixd.worker_protocol.protocol import (
     BeamResult,
     FullAttention,
     GroupShape,
@@ -766,7 +766,7 @@ async def test_a_sidecar_generates_nothing(cache: TieredCache) -> None:
 
 def test_it_imports_no_protocol() -> None:
     """import-linter checks what is imported further down, too."""
-    files = list(Path(prefixd.generation.__file__).parent.glob("*.py"))
+    files = list(Path(prefixd.serving.generation.__file__).parent.glob("*.py"))
     assert len(files) > 1
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from prefixd.base.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError
+from prefixd.base.fairness import SharedBytes
+from prefixd.base.tenants import Quota, Tenant, Tenants
 from prefixd.cache import TieredCache
-from prefixd.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError
-from prefixd.generation import Accepted, Finished, GenerateParams, Tokens, generation
-from prefixd.server.request import Ended, NewTokens
-from prefixd.server.shared_bytes import SharedBytes
-from prefixd.server.tokenization import TextCodec
-from prefixd.tenants import Quota, Tenant, Tenants
-from prefixd.worker.protocol import BeamResult
+from prefixd.serving.generation import Accepted, Finished, GenerateParams, Tokens, generation
+from prefixd.serving.request.request import Ended, NewTokens
+from prefixd.serving.text.tokenization import TextCodec
+from prefixd.worker_protocol.protocol import BeamResult
 from prefixd_scheduler import RequestQueue, create_policy
 from tests.server.test_generation import Desk, byte_ids, desk, ids, logprobs, shown, spelled
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.worker.tiny_models import RECURRENT, build_grouped
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Answer, Remote
+    from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 
@@ -146,8 +146,8 @@ def test_tokens_are_those_of_transformers_from_every_tier(
 
 def gpu_bytes(model: Path, more_states: int = 0) -> int:
     """Room for the blocks of two requests, and for some states."""
-    from prefixd.worker.model_spec import read_model_spec
-    from prefixd.worker.settings import WorkerSettings
+    from prefixd.worker.spec.model_spec import read_model_spec
+    from prefixd.worker_protocol.settings import WorkerSettings
 
     spec = read_model_spec(WorkerSettings(model=str(model), block_tokens=BLOCK))
     blocks = 2 * -(-(PROMPT + NEW) // BLOCK)

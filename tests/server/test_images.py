@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 
 from benchmarks.attacks.requests import _scanned
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, InvalidArgumentError, UnsupportedError
 from prefixd.client.inference import Finished, Tokens
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.worker import test_images as worker_tests
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from prefixd.errors import ExhaustedError
-from prefixd.generation.inbox import Inbox
-from prefixd.server.request import Ended, NewTokens
-from prefixd.tenants import Quota, Tenants
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.tenants import Quota, Tenants
+from prefixd.serving.generation.inbox import Inbox
+from prefixd.serving.request.request import Ended, NewTokens
 from prefixd_scheduler import SharedLimit
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+from prefixd.base.tenants import COMMON
 from prefixd.cache import (
     Namespace,
     NamespaceSpec,
@@ -27,16 +28,15 @@ from prefixd.cache import (
     Tiers,
     Trie,
 )
-from prefixd.cache.groups import FullAttention
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
+from prefixd.cache.rules import FullAttention
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events import events as events_module
 from prefixd.server.kv_events import publisher as publisher_module
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
-from prefixd.settings import EventSettings
-from prefixd.tenants import COMMON
+from prefixd.settings.settings import EventSettings
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
 

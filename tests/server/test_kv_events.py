@@ -24,7 +24,7 @@ from prefixd.server.kv_events.announcer import block_hash
 from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 WAIT_S = 60.0
 SIZE = 3000

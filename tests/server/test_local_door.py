@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from prefixd.base.errors import ConfigError
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.errors import ConfigError
-from prefixd.server.access import SocketAccess, make_private
+from prefixd.server.access.access import SocketAccess, make_private
 from prefixd.v1 import cache_pb2, cache_pb2_grpc
-from prefixd.workloads.daemon_process import DaemonProcess
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 SIDECAR: dict[str, str | int] = {"cpu.bytes": "1MiB", "disk.bytes": "4MiB"}
 NOBODY, SOMEBODY = 65534, 65533

@@ -14,7 +14,7 @@ from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 SIZE = 4096
 SIDECAR = {"cpu.bytes": "8MiB", "disk.bytes": "8MiB"}

@@ -25,7 +25,7 @@ from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Answer, Remote
+    from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.workloads.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.slow
 

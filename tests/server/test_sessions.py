@@ -17,7 +17,7 @@ import pytest
 from prefixd.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 BLOCK_BYTES = (96, 5000)  # parts that do not fill their slots
 TOKENS = list(range(42))  # 10 blocks of 4 tokens, and a bit

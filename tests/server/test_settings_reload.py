@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from prefixd.base.clocks import boot_id, elapsed_s
+from prefixd.base.errors import ConfigError
+from prefixd.base.tenants import Role
 from prefixd.cache import TieredCache, Troubles
-from prefixd.clocks import boot_id, elapsed_s
-from prefixd.errors import ConfigError
-from prefixd.server.access import SocketAccess
-from prefixd.server.audit import AuditLog
-from prefixd.server.listeners import Listeners
+from prefixd.server.access.access import SocketAccess
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.tickets import Tickets
+from prefixd.server.rpc.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
-from prefixd.server.tickets import Tickets
-from prefixd.settings import Settings
-from prefixd.tenants import Role
+from prefixd.settings.settings import Settings
 
 MIB = 1 << 20
 

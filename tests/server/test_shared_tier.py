@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.cache import TieredCache
-from prefixd.errors import ConfigError, UnavailableError
-from prefixd.server import gpu_memory as gpu_memory_module
-from prefixd.server.gpu_memory import GpuMemory, common_frame_bytes
-from prefixd.server.models import Models
-from prefixd.server.tier_share import TierShare
-from prefixd.settings import Settings
-from prefixd.worker.errors import ProtocolError
-from prefixd.worker.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow
+from prefixd.serving.frames.tier_share import TierShare
+from prefixd.serving.models import gpu_memory as gpu_memory_module
+from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
+from prefixd.serving.models.models import Models
+from prefixd.settings.settings import Settings
+from prefixd.worker_protocol.errors import ProtocolError
+from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow
 from prefixd_swap import FramePool, VirtualMemory, create_memory
 from prefixd_swap.vmem import HostMemory
 

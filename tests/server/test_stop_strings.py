@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.generation.stop_strings import StopSearch, StopStrings
+from prefixd.serving.generation.stop_strings import StopSearch, StopStrings
 
 TEXTS = st.text(st.sampled_from("ab\n"), max_size=30)
 

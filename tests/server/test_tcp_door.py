@@ -17,6 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from prefixd.base.errors import ConfigError
 from prefixd.cache import Troubles
 from prefixd.client import (
     Client,
@@ -26,15 +27,14 @@ from prefixd.client import (
     PermissionDeniedError,
     ServerUnavailable,
 )
-from prefixd.errors import ConfigError
-from prefixd.server import tokens as token_file
-from prefixd.server.tls import tls_credentials
-from prefixd.server.tokens import TokenFile, read_tokens
-from prefixd.settings import Settings
+from prefixd.server.access import token_file
+from prefixd.server.access.token_file import TokenFile, read_tokens
+from prefixd.server.rpc.tls import tls_credentials
+from prefixd.settings.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 SIDECAR: dict[str, str | int] = {"cpu.bytes": "1MiB", "disk.bytes": "0", "server.tcp": "127.0.0.1:0"}
 ENGINE, OPERATOR = "engine-" + "e" * 32, "operator-" + "o" * 32

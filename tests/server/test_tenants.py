@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, NamespaceSpec, PartSpec, PermissionDeniedError, Tier
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
-from prefixd.workloads.daemon_process import DaemonProcess
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 ALICE, BOB, SCRAPER, OPERATOR = "alice-" + "a" * 32, "bob-" + "b" * 32, "scrape-" + "s" * 32, "operator-" + "o" * 32
 SPEC = NamespaceSpec("model", 4, (PartSpec("full", 0, 128),))

@@ -18,12 +18,12 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoModelForCausalLM
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.v1 import admin_pb2, cache_pb2
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.worker.tiny_models import GROUP_SIZES, WINDOW, tiny_config
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Answer, Remote
+    from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def folder() -> Iterator[Path]:
 def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, remote_type: type[Remote]) -> None:
     llama, gemma = Reference(LLAMA, tmp_path / "llama"), Reference(GEMMA, tmp_path / "gemma")
     settings = settings_of(llama, gemma, 3 * 9 * 4 * FRAME)  # three requests of gemma's, four of llama's
-    from tests.server.conftest import collect
+    from tests.daemons import collect
 
     with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
         asked: list[tuple[Reference, int, Answer]] = []

@@ -13,7 +13,7 @@ from prefixd.cli.environment import check_environment
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Remote
+    from tests.daemons import Remote
 
 SETTINGS: dict[str, str | int] = {"cpu.bytes": "4MiB", "disk.bytes": "64MiB", "disk.scrub_bytes_per_s": 0}
 BLOCK = 3 * 4096 + 5

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixd.base.errors import ConfigError
 from prefixd.cache import Namespace
-from prefixd.errors import ConfigError
-from prefixd.server import model_host
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events import events as kv_events
 from prefixd.server.kv_events.publisher import EventCounters
 from prefixd.server.kv_events.wire import BlockStored, Event
-from prefixd.server.models import Models
-from prefixd.server.worker_process import WorkerState
-from prefixd.settings import EventSettings, Settings
-from prefixd.worker.protocol import FullAttention, GroupShape, Hello
+from prefixd.serving.models import model_host
+from prefixd.serving.models.models import Models
+from prefixd.serving.models.worker_process import WorkerState
+from prefixd.settings.settings import EventSettings, Settings
+from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 
 HELLO = Hello(

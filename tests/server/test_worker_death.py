@@ -17,11 +17,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prefixd.server.snapshot import MetricsCollector
+from prefixd.server.figures.snapshot import MetricsCollector
 from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Answer, Remote
+    from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from prefixd.cache import Troubles
-from prefixd.server import worker_process
-from prefixd.server.worker_process import WorkerProcess
-from prefixd.worker.protocol import Cancel, Connection, Grow, Shrink, Shrunk, to_worker
-from prefixd.worker.settings import WorkerSettings
+from prefixd.serving.models import worker_process
+from prefixd.serving.models.worker_process import WorkerProcess
+from prefixd.worker_protocol.protocol import Cancel, Connection, Grow, Shrink, Shrunk, to_worker
+from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap import Export, FrameId, FramePool, NewFrames
 from prefixd_swap.vmem import recv_export
 

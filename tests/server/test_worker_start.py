@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from prefixd.cache import Troubles
-from prefixd.server import worker_process
-from prefixd.server.worker_process import WorkerProcess, WorkerState
-from prefixd.settings import Settings
-from prefixd.worker.protocol import Ready
-from prefixd.worker.settings import WorkerSettings
+from prefixd.serving.models import worker_process
+from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
+from prefixd.settings.settings import Settings
+from prefixd.worker_protocol.protocol import Ready
+from prefixd.worker_protocol.settings import WorkerSettings
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engines.sglang_controller import Controller, Shape, host_pool
 from benchmarks.engines.sglang_without_gpu import sglang
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.sglang.served import DAEMON, options
 
 sglang("srt.mem_cache.hybrid_cache.hybrid_cache_controller")  # takes seconds: no test measures it

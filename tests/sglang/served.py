@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.engines.sglang_controller import MODULE
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DAEMON = {"cpu.bytes": "64MiB", "disk.bytes": "256MiB"}
 PATIENCE_S = 30.0

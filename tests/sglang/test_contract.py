@@ -9,7 +9,7 @@ import pytest
 
 import prefixd.integrations.sglang
 from benchmarks.engines.sglang_without_gpu import sglang
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.sglang import contract
 
 storage = sglang("srt.mem_cache.hicache_storage")

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from benchmarks.engines.sglang_controller import Ranks, Shape, host_pool, same
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeController
 from tests.sglang.served import DAEMON, accounts, flush, new_prompt, poll
 

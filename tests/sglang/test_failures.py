@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.engines.sglang_controller import Controller, Shape, fill, host_pool, same
 from benchmarks.engines.sglang_without_gpu import sglang
+from prefixd.base.errors import ConfigError
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.errors import ConfigError
 from prefixd.integrations.sglang.pool_pages import BuffersAt
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeController
 from tests.sglang.served import accounts, frozen, new_prompt, options, poll
 

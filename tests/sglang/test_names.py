@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.engines.sglang_without_gpu import sglang
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.integrations.engine.naming import arguments
 from prefixd.integrations.sglang import backend, names
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeController
 from tests.sglang.served import new_prompt
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.engines.sglang_controller import Controller, Ranks, Shape, fill, host_pool, mamba_pool, same
 from benchmarks.engines.sglang_without_gpu import sglang
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeController
 from tests.sglang.served import accounts, flush, frozen, new_prompt, poll
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd_swap.vmem import AttachCosts
+from prefixd_swap.vtensor import AttachCosts
 
 
 def measured(map_s: float, copy_s: float) -> AttachCosts:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.vmem import FramePool, VirtualMemory, VirtualTensorManager, create_memory
+from prefixd_swap.vmem import FramePool, VirtualMemory, create_memory
+from prefixd_swap.vtensor import VirtualTensorManager
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ import pytest
 
 from prefixd_swap import KvGeometry
 from prefixd_swap.errors import IntegrityError
-from prefixd_swap.vmem import FrameId, FramePool, VirtualSet, VirtualTensorManager, create_memory
-from prefixd_swap.vmem.virtual_set import Row
+from prefixd_swap.vmem import FrameId, FramePool, create_memory
+from prefixd_swap.vtensor import VirtualSet, VirtualTensorManager
+from prefixd_swap.vtensor.virtual_set import Row
 
 
 def numbers(values: list[int]) -> list[FrameId]:

@@ -10,7 +10,8 @@ import pytest
 
 from prefixd_swap import KvGeometry, OutOfMemoryError
 from prefixd_swap.errors import DeviceError
-from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, VirtualSet, VirtualTensor, VirtualTensorManager
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory
+from prefixd_swap.vtensor import VirtualSet, VirtualTensor, VirtualTensorManager
 
 Settle = Callable[[], None]
 BLOCKS = 7

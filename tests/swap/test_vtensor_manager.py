@@ -12,15 +12,9 @@ import torch
 
 from prefixd_swap.errors import GeometryError, IntegrityError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.vmem import (
-    FrameId,
-    FramePool,
-    FrameTable,
-    VirtualMemory,
-    VirtualTensorManager,
-    create_memory,
-)
-from prefixd_swap.vmem.virtual_set import Row
+from prefixd_swap.vmem import FrameId, FramePool, FrameTable, VirtualMemory, create_memory
+from prefixd_swap.vtensor import VirtualTensorManager
+from prefixd_swap.vtensor.virtual_set import Row
 
 Settle = Callable[[], None]
 MAX_TOKENS = 22  # five blocks of four tokens, and half a block

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.geometry import KvGeometry, Layout
-from prefixd_swap.vmem import FrameId, FrameTable, VirtualTensor, VirtualTensorManager, create_memory
+from prefixd_swap.vmem import FrameId, FrameTable, create_memory
+from prefixd_swap.vtensor import VirtualTensor, VirtualTensorManager
 
 BLOCK = 2
 REQUESTS, MAX_BLOCKS, FRAMES = 5, 6, 14

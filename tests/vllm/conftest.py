@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from benchmarks.engines.vllm_models import save_gemma3, save_llama
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.vllm.forked import ForkedEngine
 from tests.vllm.served import DAEMON, Expected, NewRequests, StartEngine, Tokens, always, tokens_of
 

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.request_queue import RequestQueue
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.vllm import PrefixdConnector
 from prefixd.integrations.vllm.contract import CALLED, KNOWN, RELEASE, check_connector, check_scheduler
 

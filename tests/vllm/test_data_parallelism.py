@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineRequest
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm import data_parallel_child
 from tests.vllm.forked import ForkedEngine
 from tests.vllm.served import BLOCK_TOKENS, Expected, NewRequests, Tokens, always, cacheable, poll, registered

@@ -15,8 +15,8 @@ import zmq
 from vllm.distributed import kv_events as theirs
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import (
     BLOCK_TOKENS,
     DAEMON,

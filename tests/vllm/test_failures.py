@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import (
     PATIENCE_S,
     Expected,

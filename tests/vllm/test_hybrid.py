@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from benchmarks.engines.vllm_models import save_gemma2, save_gpt_oss, save_lfm2, save_qwen3_next
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, RecurrentState, Rule, SlidingWindow
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import DAEMON, NewRequests, StartEngine, Tokens, alter, registered, run
 
 WINDOWS = [SlidingWindow(128), None]

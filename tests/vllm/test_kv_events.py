@@ -17,10 +17,10 @@ from vllm.distributed import kv_events as theirs
 from vllm.v1.core.kv_cache_utils import to_event_extra_keys
 
 from prefixd.cache.index.keys import BlockChain
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.server.kv_events import wire as ours
 from prefixd.server.kv_events.announcer import MEDIA, block_hash
-from prefixd.workloads.daemon_process import DaemonProcess
 
 WAIT_MS = 60_000
 NAMES = ("KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from benchmarks.engines.vllm_models import save_blip2
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.vllm.served import NewRequests, StartEngine, Tokens, run
 
 TEXT = 200  # tokens, behind the image's 8

@@ -13,8 +13,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from benchmarks.engines.vllm_engine import EngineProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.integrations.vllm.plugin import register
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.other_connectors import beside, multi
 from tests.vllm.served import Expected, NewRequests, StartEngine, always, cacheable, run
 

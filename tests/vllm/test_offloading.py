@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from benchmarks.storage.bit_flips import StoredBlocks
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import (
     DAEMON,
     PATIENCE_S,

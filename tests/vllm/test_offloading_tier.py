@@ -17,11 +17,11 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering import base
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 
+from prefixd.base.errors import ConfigError
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import NamespaceSpec, PartSpec
-from prefixd.errors import ConfigError
 from prefixd.integrations.vllm import offloading
 from prefixd.integrations.vllm.offloading import releases, tier
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import poll
 
 CHUNKS, CHUNK_BYTES = 64, 4096

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.engines.vllm_engine import EngineFailed, EngineRequest
 from benchmarks.engines.vllm_engine_child import EngineLoop
 from benchmarks.engines.vllm_models import save_mla
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.v1.cache_pb2 import TIER_CPU
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import (
     BLOCK_TOKENS,
     DAEMON,

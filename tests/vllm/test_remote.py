@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.remote.valkey_server import valkey_server
 from tests.vllm.served import BLOCK_TOKENS, DAEMON, Expected, NewRequests, StartEngine, cacheable, poll, run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.vllm.served import BLOCK_TOKENS, Expected, NewRequests, StartEngine, cacheable, run
 
 

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.waiting.arrivals import FRONT_END_S
 from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler

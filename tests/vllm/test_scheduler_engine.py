@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.vllm.forked import ForkedEngine
 from tests.vllm.served import Expected, NewRequests, StartEngine, always, make_prompt, tokens_of
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineRequest
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.remote.processes import free_port
 from tests.vllm.served import Expected, poll
 

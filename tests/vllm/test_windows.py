@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.engines.vllm_engine import EngineRequest
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import BLOCK_TOKENS, Expected, NewRequests, StartEngine, cacheable, registered, run
 
 PROMPT_TOKENS = 1000

@@ -13,19 +13,20 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from prefixd.worker.draft import Draft
+from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
-from prefixd.worker.grouped_kv import GroupedKv
-from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
-from prefixd.worker.make_kv import make_kv
+from prefixd.worker.memory.grouped_kv import GroupedKv
+from prefixd.worker.memory.kv_memory import KvMemory, KvSequence, Segment
+from prefixd.worker.memory.make_kv import make_kv
+from prefixd.worker.memory.state_memory import PagedStates
+from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, load_model
-from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import Done, ImageFrames, PromptImage, Sampling, Start, StateFrames, Step
-from prefixd.worker.settings import WorkerSettings
-from prefixd.worker.state_memory import PagedStates
-from prefixd.worker.virtual_kv import VirtualKv
+from prefixd.worker.spec.model_spec import read_model_spec
+from prefixd.worker_protocol.protocol import Done, ImageFrames, PromptImage, Sampling, Start, StateFrames, Step
+from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.tiers import GpuTier, PagedGpuTier
-from prefixd_swap.vmem import FramePool, VirtualTensorManager, create_memory
+from prefixd_swap.vmem import FramePool, create_memory
+from prefixd_swap.vtensor import VirtualTensorManager
 
 VOCAB = 96
 EOS = 95

@@ -12,13 +12,14 @@ import sys
 
 import torch
 
-from prefixd.worker.frame_window import FrameWindow
-from prefixd.worker.paged_kv import PagedKv
-from prefixd.worker.protocol import Connection, Done, Grow, Memory, Ready, Shrink, Start, to_worker
-from prefixd.worker.shared_frames import SharedFrames
-from prefixd.worker.virtual_kv import VirtualKv
+from prefixd.worker.memory.frame_window import FrameWindow
+from prefixd.worker.memory.paged_kv import PagedKv
+from prefixd.worker.memory.shared_frames import SharedFrames
+from prefixd.worker.memory.virtual_kv import VirtualKv
+from prefixd.worker_protocol.protocol import Connection, Done, Grow, Memory, Ready, Shrink, Start, to_worker
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.vmem import VirtualTensorManager, attach_memory, recv_export
+from prefixd_swap.vmem import attach_memory, recv_export
+from prefixd_swap.vtensor import VirtualTensorManager
 
 BLOCKS = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.worker.protocol import Arrived, Extend
+from prefixd.worker_protocol.protocol import Arrived, Extend
 
 TOKENS = np.random.default_rng(12).integers(0, 95, 100).tolist()  # 6 blocks of 16, and 4
 MakeRig = Callable[..., Any]

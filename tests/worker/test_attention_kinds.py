@@ -13,7 +13,7 @@ import transformers
 from transformers import Cache
 
 from benchmarks.engines.varlen_reference import varlen_reference
-from prefixd.worker.attention import (
+from prefixd.worker.attention.attention import (
     ATTENTION_NAME,
     AttentionBackend,
     AttentionKind,
@@ -21,16 +21,16 @@ from prefixd.worker.attention import (
     refusal,
     register_attention,
 )
-from prefixd.worker.errors import ModelError
-from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
-from prefixd.worker.flash_attention import FlashAttention
-from prefixd.worker.flex_attention import FlexAttention
-from prefixd.worker.kv_cache import StepCache
-from prefixd.worker.kv_memory import Segment
-from prefixd.worker.paged_kv import BlockTable, PagedStep
-from prefixd.worker.probe import AttentionLayer
-from prefixd.worker.tile_attention import TileAttention, first_key
-from prefixd.worker.virtual_kv import VirtualStep
+from prefixd.worker.attention.flash_attention import FlashAttention
+from prefixd.worker.attention.flex_attention import FlexAttention
+from prefixd.worker.attention.tile_attention import TileAttention, first_key
+from prefixd.worker.memory.kv_cache import StepCache
+from prefixd.worker.memory.kv_memory import Segment
+from prefixd.worker.memory.paged_kv import BlockTable, PagedStep
+from prefixd.worker.memory.virtual_kv import VirtualStep
+from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
+from prefixd.worker.spec.probe import AttentionLayer
+from prefixd.worker_protocol.errors import ModelError
 from tests.worker.tiny_models import GROUP_SIZES, LATENT, WINDOW, WINDOWED, tiny_config
 
 BLOCK = 16

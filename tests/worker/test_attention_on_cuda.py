@@ -15,16 +15,17 @@ import torch
 
 from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.gpu_parts.attention import GatheredStep
-from prefixd.worker.attention import AttentionKind
-from prefixd.worker.flash_attention import READ_BLOCK, FlashAttention, VarlenKernel, find_kernel
-from prefixd.worker.flex_attention import FlexAttention
-from prefixd.worker.frame_window import FrameWindow
-from prefixd.worker.kv_memory import KvMemory, Segment
-from prefixd.worker.paged_kv import PagedKv
-from prefixd.worker.virtual_kv import VirtualKv
+from prefixd.worker.attention.attention import AttentionKind
+from prefixd.worker.attention.flash_attention import READ_BLOCK, FlashAttention, VarlenKernel, find_kernel
+from prefixd.worker.attention.flex_attention import FlexAttention
+from prefixd.worker.memory.frame_window import FrameWindow
+from prefixd.worker.memory.kv_memory import KvMemory, Segment
+from prefixd.worker.memory.paged_kv import PagedKv
+from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.vmem import FrameId, FrameTable, VirtualTensorManager, create_memory
+from prefixd_swap.vmem import FrameId, FrameTable, create_memory
+from prefixd_swap.vtensor import VirtualTensorManager
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 DEVICE = torch.device("cpu" if STAND_IN else "cuda")

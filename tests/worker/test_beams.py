@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker import beam_search
-from prefixd.worker.beam_search import BeamSearch, Hypothesis
-from prefixd.worker.protocol import Cancel, Done, blocks_needed
+from prefixd.worker.decoding import beam_search
+from prefixd.worker.decoding.beam_search import BeamSearch, Hypothesis
+from prefixd.worker_protocol.protocol import Cancel, Done, blocks_needed
 from prefixd_swap.errors import OutOfMemoryError
 
 EOS = 95

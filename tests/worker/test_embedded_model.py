@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from prefixd.embedded_model import EOS, ensure_embedded_model
+from prefixd.serving.models.embedded_model import EOS, ensure_embedded_model
 from prefixd.worker.model import load_model
-from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.spec.model_spec import read_model_spec
+from prefixd.worker_protocol.settings import WorkerSettings
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.kv_memory import Segment
-from prefixd.worker.protocol import Cancel, Extend, Sampling, Start
+from prefixd.worker.memory.kv_memory import Segment
+from prefixd.worker_protocol.protocol import Cancel, Extend, Sampling, Start
 from prefixd_swap.errors import OutOfMemoryError
 
 EOS = 95

@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from prefixd.worker.decode_graphs import DecodeGraphs, DecodeStep
-from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES
-from prefixd.worker.kv_memory import Segment
+from prefixd.worker.attention.decode_graphs import DecodeGraphs, DecodeStep
+from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.model import load_model
-from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import Cancel
-from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
+from prefixd.worker.spec.model_spec import read_model_spec
+from prefixd.worker_protocol.protocol import Cancel
+from prefixd.worker_protocol.settings import WorkerSettings
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 DEVICE = "cpu" if STAND_IN else "cuda"

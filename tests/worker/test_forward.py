@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.kv_memory import Segment
+from prefixd.worker.memory.kv_memory import Segment
 
 
 def random_tokens(seed: int, count: int, vocabulary: int = 96) -> list[int]:

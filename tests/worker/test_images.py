@@ -25,18 +25,18 @@ from transformers.models.mllama.processing_mllama import (
 
 from prefixd.images.decoding import InputArray, Pixels
 from prefixd.images.prepare import prepare_image, scaled, scales
-from prefixd.worker.errors import ModelError, RequestError
-from prefixd.worker.flex_attention import FlexAttention
-from prefixd.worker.grouped_attention import GroupedAttention
-from prefixd.worker.grouped_kv import GroupedStep, places
+from prefixd.worker.attention.attention import GroupedAttention
+from prefixd.worker.attention.flex_attention import FlexAttention
 from prefixd.worker.images import Features, FeatureStore, PromptImages, check_images, read_processor
-from prefixd.worker.kv_groups import AttentionGroup, KvGroups, with_images
-from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd.worker.memory.grouped_kv import GroupedStep, places
+from prefixd.worker.memory.kv_memory import KvSequence, Segment
+from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.model import CausalModel, _PlainMemory, load_model
-from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import FullAttention, ImageFrames, ImageGroup, ImageShape, PromptImage
-from prefixd.worker.settings import WorkerSettings
-from prefixd.worker.virtual_kv import VirtualStep
+from prefixd.worker.spec.kv_groups import AttentionGroup, KvGroups, with_images
+from prefixd.worker.spec.model_spec import read_model_spec
+from prefixd.worker_protocol.errors import ModelError, RequestError
+from prefixd.worker_protocol.protocol import FullAttention, ImageFrames, ImageGroup, ImageShape, PromptImage
+from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.geometry import KvGeometry
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import IMAGE_TOKEN, IMAGES, save_image_model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from prefixd import model_fingerprint
-from prefixd.errors import ConfigError
-from prefixd.model_fingerprint import (
+from prefixd.base import model_fingerprint
+from prefixd.base.errors import ConfigError
+from prefixd.base.model_fingerprint import (
     CACHE_NAME,
     fingerprint,
     fingerprint_of_both,

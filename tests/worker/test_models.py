@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.errors import ModelError
-from prefixd.worker.experts import PROBE_EXPERTS, STEADY_EXPERTS
-from prefixd.worker.kv_memory import Segment
+from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.model import CausalModel, load_model
-from prefixd.worker.model_spec import ModelSpec, read_model_spec
-from prefixd.worker.probe import PROBE_NAME
-from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.recurrent.experts import PROBE_EXPERTS, STEADY_EXPERTS
+from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
+from prefixd.worker.spec.probe import PROBE_NAME
+from prefixd.worker_protocol.errors import ModelError
+from prefixd.worker_protocol.settings import WorkerSettings
 from tests.worker.tiny_models import EOS, FAMILIES, VOCAB, save_tiny
 
 TOLERANCE = 1e-4  # of logits of about 10, in float32: sums in another order

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from prefixd.server.worker_process import describe_memory
-from prefixd.worker.errors import ConnectionClosedError
-from prefixd.worker.protocol import (
+from prefixd.serving.models.worker_process import describe_memory
+from prefixd.worker_protocol.errors import ConnectionClosedError
+from prefixd.worker_protocol.protocol import (
     Cancel,
     Connection,
     Done,
@@ -35,7 +35,7 @@ from prefixd.worker.protocol import (
     Step,
     from_worker,
 )
-from prefixd.worker.settings import WorkerSettings, encode_settings
+from prefixd.worker_protocol.settings import WorkerSettings, encode_settings
 from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.groups import (
+from prefixd.cache.index.children import Descendants, link, unlink_all
+from prefixd.cache.index.key_index import Rows as Rows
+from prefixd.cache.index.key_masks import Ordinals
+from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
+from prefixd.cache.index.trie_table import NO_SLOT as NO_SLOT
+from prefixd.cache.index.trie_table import NOWHERE, TrieTable
+from prefixd.cache.index.trie_table import TIERS as TIERS
+from prefixd.cache.rules import (
     MAX_GROUPS,
     Bools,
     FullAttention,
@@ -36,13 +43,6 @@ from prefixd.cache.groups import (
     needed_groups,
     possible_lengths,
 )
-from prefixd.cache.index.children import Descendants, link, unlink_all
-from prefixd.cache.index.key_index import Rows as Rows
-from prefixd.cache.index.key_masks import Ordinals
-from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
-from prefixd.cache.index.trie_table import NO_SLOT as NO_SLOT
-from prefixd.cache.index.trie_table import NOWHERE, TrieTable
-from prefixd.cache.index.trie_table import TIERS as TIERS
 
 GPU, CPU, DISK, REMOTE, NONE = 0, 1, 2, 3, 4
 _WALK_STEPS = 1 << 20

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.checksums import Checksums
-from prefixd.cache.groups import GroupMask
+from prefixd.base.pacer import give_way
+from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.movement import Movement
-from prefixd.cache.placement import Placement
+from prefixd.cache.moving.movement import Movement
+from prefixd.cache.placement.placement import Placement
 from prefixd.cache.remote.digests import Digests
 from prefixd.cache.remote.health import RemoteHealth
+from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots
-from prefixd.pacer import give_way
 from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError
 from prefixd_swap.stores import BlockIdentity, object_name
 from prefixd_swap.tiers import MemoryTier, RemoteLoad, RemoteSave, RemoteTier

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import xxhash
 
+from prefixd.base.pacer import give_way
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
-from prefixd.pacer import give_way
 from prefixd_swap.stores import BlockIdentity, TenantKeys
 from prefixd_swap.tiers import RemoteTier
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from prefixd.cache.index.trie import Trie
-from prefixd.cache.placement import Placement
+from prefixd.cache.placement.placement import Placement
 from prefixd.cache.tiers import tier_part
 from prefixd_swap import StorageError
 from prefixd_swap.tiers import RemoteTier

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.base.pacer import give_way
+from prefixd.base.steps import in_thread
+from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows, Trie
-from prefixd.cache.placement import Placement
-from prefixd.cache.scan import slices
-from prefixd.pacer import give_way
-from prefixd.steps import in_thread
+from prefixd.cache.placement.placement import Placement
 from prefixd_swap.tiers import RemoteTier
 
 _FORGOTTEN_AT_ONCE = 512

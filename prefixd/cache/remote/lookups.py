@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixd.cache.groups import GroupMask
+from prefixd.base.pacer import give_way
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace
-from prefixd.cache.paths import find_own, find_path
-from prefixd.cache.placement import Placement
+from prefixd.cache.placement.paths import find_own, find_path
+from prefixd.cache.placement.placement import Placement
 from prefixd.cache.remote.copies import RemoteCopies
 from prefixd.cache.remote.digests import Digests
 from prefixd.cache.remote.health import RemoteHealth
 from prefixd.cache.remote.known_blocks import KnownBlocks
-from prefixd.pacer import give_way
+from prefixd.cache.rules import GroupMask
 from prefixd_swap import StorageError
 from prefixd_swap.stores import object_name
 from prefixd_swap.tiers import RemoteTier

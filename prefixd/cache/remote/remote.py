@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prefixd.cache.checksums import Checksums
+from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
-from prefixd.cache.placement import Placement
+from prefixd.cache.placement.placement import Placement
 from prefixd.cache.remote.copies import RemoteCopies
 from prefixd.cache.remote.digests import Digests
 from prefixd.cache.remote.health import RemoteHealth

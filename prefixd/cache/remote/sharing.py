@@ -14,14 +14,14 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from prefixd.base.pacer import Pacer, give_way
+from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
-from prefixd.cache.movement import Movement
-from prefixd.cache.paths import find_ancestry
-from prefixd.cache.placement import Placement
+from prefixd.cache.moving.movement import Movement
+from prefixd.cache.placement.paths import find_ancestry
+from prefixd.cache.placement.placement import Placement
+from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten
 from prefixd.cache.remote.copies import RemoteCopies
-from prefixd.cache.scan import SCANNED_AT_ONCE, slices
-from prefixd.cache.unwritten import UnwrittenBlocks, unwritten
-from prefixd.pacer import Pacer, give_way
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import MemoryTier, RemoteTier, Tier, can_move
 from prefixd_swap.transfers import Urgency

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

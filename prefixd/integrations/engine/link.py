@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from prefixd.base.errors import ConfigError
 from prefixd.client import (
     Arena,
     AsyncCache,
@@ -37,9 +38,8 @@ from prefixd.client import (
     Unauthenticated,
     default_address,
 )
-from prefixd.client.portal import Portal
-from prefixd.client.slices import SLICE_SHARE
-from prefixd.errors import ConfigError
+from prefixd.client.connecting.portal import Portal
+from prefixd.client.memory.slices import SLICE_SHARE
 from prefixd.v1.cache_pb2 import BlockChange
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,16 @@ from uuid import uuid4
 
 import xxhash
 
+from prefixd.base.errors import ConfigError
+from prefixd.base.model_fingerprint import fingerprint
 from prefixd.client import NamespaceSpec, PartSpec
-from prefixd.errors import ConfigError
 from prefixd.integrations.engine.naming.arguments import content_of
 from prefixd.integrations.engine.pages_by_key.chains import BLOCK_TOKENS
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from prefixd.integrations.sglang.environment import environment_in_name
 from prefixd.integrations.sglang.log import log
 from prefixd.integrations.sglang.pool_pages import PoolPages
-from prefixd.model_fingerprint import fingerprint
-from prefixd.settings import default_data_dir
+from prefixd.settings.settings import default_data_dir
 
 KV = "kv"
 MAMBA = "mamba"

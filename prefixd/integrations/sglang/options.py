@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.options import Seconds
 
 SECTION = "prefixd"

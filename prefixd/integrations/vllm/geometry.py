@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.copying.pages import GroupPages, PageRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.options import DEFAULT_BLOCK_TOKENS

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.options import EngineOptions
 from prefixd_scheduler import POLICIES
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 
 Socket = zmq.Socket[bytes]
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 
+from prefixd.base.errors import SessionEndedError
 from prefixd.cache import Namespace, Session, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
-from prefixd.errors import SessionEndedError
 from prefixd.server.kv_events.announcer import MEDIA, Announcer, Flags
 from prefixd.server.kv_events.loop_share import LoopShare
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from prefixd.base.errors import ExhaustedError, SessionEndedError
 from prefixd.cache import Session, TieredCache
-from prefixd.errors import ExhaustedError, SessionEndedError
 from prefixd.server.kv_events.loop_share import LoopShare
 from prefixd.server.kv_events.watch import BlockWatch
 

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 
 from prefixd.images.prepare import PreparedImage, scaled, scales
-from prefixd.worker.errors import RequestError
 from prefixd.worker.images.cross_images import CrossPairs
 from prefixd.worker.images.feature_store import Features, FeatureStore
 from prefixd.worker.images.kinds import ImageKind
-from prefixd.worker.protocol import PromptImage
+from prefixd.worker_protocol.errors import RequestError
+from prefixd.worker_protocol.protocol import PromptImage
 
 
 class ImageEncoder:

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import AutoImageProcessor
 
-from prefixd.worker.errors import ModelError
-from prefixd.worker.protocol import ImageShape
+from prefixd.worker_protocol.errors import ModelError
+from prefixd.worker_protocol.protocol import ImageShape
 from prefixd_swap.geometry import KvGeometry
 
 VISION_ATTENTION = "sdpa"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from prefixd.worker.errors import RequestError
 from prefixd.worker.images.cross_images import CrossImages, CrossMemory
 from prefixd.worker.images.encoder import ImageEncoder
 from prefixd.worker.images.feature_store import Features
-from prefixd.worker.protocol import ImageShape, PromptImage
+from prefixd.worker_protocol.errors import RequestError
+from prefixd.worker_protocol.protocol import ImageShape, PromptImage
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import silu, softplus
 
-from prefixd.worker.errors import ModelError
 from prefixd.worker.recurrent.griffin import griffin_block, is_griffin_block
 from prefixd.worker.recurrent.state_cache import StateCache
+from prefixd.worker_protocol.errors import ModelError
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 

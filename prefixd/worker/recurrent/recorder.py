@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, Cache
 
-from prefixd.worker.errors import ModelError
-from prefixd.worker.experts import PROBE_EXPERTS, register_experts, set_experts
+from prefixd.worker.recurrent.experts import PROBE_EXPERTS, register_experts, set_experts
 from prefixd.worker.recurrent.griffin import griffin_block, is_griffin_block
 from prefixd.worker.recurrent.state_layout import StateShape
+from prefixd.worker_protocol.errors import ModelError
 
 _ATTENTION = "prefixd-states"
 _TOKENS = 2

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from prefixd.worker.errors import ModelError
 from prefixd.worker.recurrent.layers import RecurrentLayers
 from prefixd.worker.recurrent.segments import StateSegment
+from prefixd.worker_protocol.errors import ModelError
 
 _SINGLE_STEPS = 6
 # Of the relative error of a layer's results and states. Measured on small models of ten architectures: 2e-6, 4e-3 and

@@ -17,8 +17,8 @@ from pathlib import Path
 import xxhash
 
 from prefixd_swap.errors import DirectoryInUseError, FormatError
-from prefixd_swap.slab.file_ops import FileOps, storage_error
-from prefixd_swap.slab.io import DiskIo, try_read, usable
+from prefixd_swap.slab.files.file_ops import FileOps, storage_error
+from prefixd_swap.slab.files.io import DiskIo, try_read, usable
 from prefixd_swap.slots import PAGE_BYTES
 
 MAGIC = b"prefixd\0"

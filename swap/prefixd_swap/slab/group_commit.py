@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prefixd_swap.errors import StorageError
-from prefixd_swap.slab.file import SlabFile
-from prefixd_swap.slab.index import Change
+from prefixd_swap.slab.files.slab_file import SlabFile
+from prefixd_swap.slab.index.index import Change
 
 
 @dataclass(eq=False, slots=True)

@@ -10,12 +10,12 @@ import numpy as np
 import xxhash
 
 from prefixd_swap.errors import ChecksumError, StorageError
-from prefixd_swap.slab.block_record import DiskPart
-from prefixd_swap.slab.file import SlabFile
-from prefixd_swap.slab.file_ops import host_bytes
-from prefixd_swap.slab.files import SlabFiles
-from prefixd_swap.slab.pread_io import STEP_BYTES
-from prefixd_swap.slab.records import Int64s
+from prefixd_swap.slab.files.file_ops import host_bytes
+from prefixd_swap.slab.files.pread_io import STEP_BYTES
+from prefixd_swap.slab.files.slab_file import SlabFile
+from prefixd_swap.slab.files.slab_files import SlabFiles
+from prefixd_swap.slab.index.block_record import DiskPart
+from prefixd_swap.slab.index.record_columns import Int64s
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 

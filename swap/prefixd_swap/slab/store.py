@@ -24,8 +24,14 @@ from prefixd_swap.errors import (
     StorageError,
     SwapError,
 )
-from prefixd_swap.page_eviction import Allow, Victims, Worths
-from prefixd_swap.slab.block_record import (
+from prefixd_swap.pages.page_eviction import Allow, Victims, Worths
+from prefixd_swap.slab.data_directory import DataDirectory
+from prefixd_swap.slab.files.file_ops import FileOps, storage_error
+from prefixd_swap.slab.files.io import DiskIo
+from prefixd_swap.slab.files.slab_file import MAX_NUMBER, SlabFile
+from prefixd_swap.slab.files.slab_files import SlabFiles
+from prefixd_swap.slab.group_commit import Commit, GroupCommit
+from prefixd_swap.slab.index.block_record import (
     NAMESPACE_BYTES,
     BlockRecord,
     DiskPart,
@@ -35,18 +41,12 @@ from prefixd_swap.slab.block_record import (
     record_slots,
     without_parts,
 )
-from prefixd_swap.slab.bring_back import bring_back
-from prefixd_swap.slab.data_directory import DataDirectory
-from prefixd_swap.slab.file import MAX_NUMBER, SlabFile
-from prefixd_swap.slab.file_ops import FileOps, storage_error
-from prefixd_swap.slab.files import SlabFiles
-from prefixd_swap.slab.group_commit import Commit, GroupCommit
-from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.index.bring_back import bring_back
+from prefixd_swap.slab.index.index import Change, IndexDamagedError, SlabIndex
+from prefixd_swap.slab.index.record_columns import Bools, IndexTable, Int64s, Records
+from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile, recover, slabs_named
+from prefixd_swap.slab.index.set_aside import SetAside, list_set_aside, note_rest, set_copy_aside
 from prefixd_swap.slab.reader import SlabReader, verify
-from prefixd_swap.slab.records import Bools, IndexTable, Int64s, Records
-from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover, slabs_named
-from prefixd_swap.slab.set_aside import SetAside, list_set_aside, note_rest, set_copy_aside
 from prefixd_swap.slab.writer import SlabWriter
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span

@@ -12,11 +12,11 @@ import numpy as np
 import xxhash
 
 from prefixd_swap.errors import OutOfMemoryError, StorageError
-from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
-from prefixd_swap.slab.file import SlabFile
-from prefixd_swap.slab.file_ops import host_bytes
-from prefixd_swap.slab.files import SlabFiles
+from prefixd_swap.slab.files.file_ops import host_bytes
+from prefixd_swap.slab.files.slab_file import SlabFile
+from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit
+from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 

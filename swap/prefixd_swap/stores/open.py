@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 from prefixd_swap.errors import RemoteStoreError
 from prefixd_swap.stores.base import ObjectStore
-from prefixd_swap.stores.mooncake_options import MooncakeOptions
-from prefixd_swap.stores.s3_options import S3Options
-from prefixd_swap.stores.valkey import ValkeyOptions, ValkeyStore
+from prefixd_swap.stores.mooncake.mooncake_options import MooncakeOptions
+from prefixd_swap.stores.s3.s3_options import S3Options
+from prefixd_swap.stores.valkey.valkey_store import ValkeyOptions, ValkeyStore
 
 StoreOptions: TypeAlias = ValkeyOptions | S3Options | MooncakeOptions
 
@@ -22,11 +22,11 @@ def open_store(options: StoreOptions) -> ObjectStore:
     if isinstance(options, ValkeyOptions):
         return ValkeyStore(options)
     if isinstance(options, MooncakeOptions):
-        from prefixd_swap.stores.mooncake import MooncakeStore
+        from prefixd_swap.stores.mooncake.mooncake_store import MooncakeStore
 
         return MooncakeStore(options)
     try:
-        from prefixd_swap.stores.s3 import S3Store
+        from prefixd_swap.stores.s3.s3_store import S3Store
     except ImportError as error:
         raise RemoteStoreError(
             f"s3 at {options.address}: the package obstore is missing ({error}); run `pip install 'prefixd[remote]'`"

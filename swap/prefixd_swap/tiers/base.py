@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import MemoryMisuseError
-from prefixd_swap.page_eviction import ChooseVictims
+from prefixd_swap.pages.page_eviction import ChooseVictims
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]

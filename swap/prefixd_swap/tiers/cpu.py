@@ -7,8 +7,8 @@ from functools import partial
 
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.errors import MemoryMisuseError
-from prefixd_swap.page_blocks import allocate_blocks
-from prefixd_swap.page_eviction import ChooseVictims, choose_victims
+from prefixd_swap.pages.page_blocks import allocate_blocks
+from prefixd_swap.pages.page_eviction import ChooseVictims, choose_victims
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.memory import MemoryTier

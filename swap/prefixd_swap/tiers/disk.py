@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 
 from prefixd_swap.errors import IndexUnavailableError, LostBytesError, StorageError
-from prefixd_swap.page_eviction import ChooseVictims
-from prefixd_swap.slab.block_record import BlockRecord, NewBlock
-from prefixd_swap.slab.records import Records
+from prefixd_swap.pages.page_eviction import ChooseVictims
+from prefixd_swap.slab.index.block_record import BlockRecord, NewBlock
+from prefixd_swap.slab.index.record_columns import Records
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.threads import started_threads
 from prefixd_swap.tiers.base import NO_SLOT, Int64s

@@ -26,10 +26,10 @@ from functools import partial
 import numpy as np
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
-from prefixd_swap.page_blocks import allocate_blocks
-from prefixd_swap.page_eviction import Allow, ChooseVictims, Victims, Worths, choose_victims
-from prefixd_swap.page_table import Bools
-from prefixd_swap.pages import PageAllocator
+from prefixd_swap.pages.page_blocks import allocate_blocks
+from prefixd_swap.pages.page_eviction import Allow, ChooseVictims, Victims, Worths, choose_victims
+from prefixd_swap.pages.page_table import Bools
+from prefixd_swap.pages.pages import PageAllocator
 from prefixd_swap.slots import PAGE_BYTES as UNIT
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.gpu import GpuTier

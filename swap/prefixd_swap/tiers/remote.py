@@ -30,7 +30,7 @@ from prefixd_swap.errors import (
     RemoteStoreError,
     StorageError,
 )
-from prefixd_swap.slab.file_ops import host_bytes
+from prefixd_swap.slab.files.file_ops import host_bytes
 from prefixd_swap.spans import Span
 from prefixd_swap.stores.base import NAME_BYTES, ObjectStore, Read, Write
 from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity, object_name

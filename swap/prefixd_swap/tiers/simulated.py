@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from prefixd_swap.arena import CpuArena
-from prefixd_swap.copies import CopyEngine, Pair
+from prefixd_swap.copies.copies import CopyEngine, Pair
 from prefixd_swap.errors import (
     ChecksumError,
     IntegrityError,
@@ -26,7 +26,8 @@ from prefixd_swap.errors import (
     RecordDamagedError,
     StorageError,
 )
-from prefixd_swap.slab.block_record import (
+from prefixd_swap.slab.files.file_ops import host_bytes
+from prefixd_swap.slab.index.block_record import (
     NAMESPACE_BYTES,
     BlockRecord,
     DiskPart,
@@ -37,9 +38,8 @@ from prefixd_swap.slab.block_record import (
     record_slots,
     without_parts,
 )
-from prefixd_swap.slab.file_ops import host_bytes
-from prefixd_swap.slab.records import IndexTable, Records
-from prefixd_swap.slab.recovery import prefix_closed
+from prefixd_swap.slab.index.record_columns import IndexTable, Records
+from prefixd_swap.slab.index.recovery import prefix_closed
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.tiers.base import NO_SLOT, Int64s

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import final
 
 from prefixd_swap.errors import StorageError, SwapError
-from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
-from prefixd_swap.slab.records import Records
+from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.slab.index.record_columns import Records
 from prefixd_swap.tiers.base import Int64s, Tier, UInt64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.memory import MemoryTier

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from prefixd_swap.copies import CopyEngine, Pair
+from prefixd_swap.copies.copies import CopyEngine, Pair
 from prefixd_swap.errors import LostBytesError, MemoryMisuseError
-from prefixd_swap.page_blocks import allocate_blocks
-from prefixd_swap.page_eviction import ChooseVictims, choose_victims
-from prefixd_swap.pages import PageAllocator
-from prefixd_swap.slab.block_record import DiskPart
+from prefixd_swap.pages.page_blocks import allocate_blocks
+from prefixd_swap.pages.page_eviction import ChooseVictims, choose_victims
+from prefixd_swap.pages.pages import PageAllocator
+from prefixd_swap.slab.index.block_record import DiskPart
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.tiers.base import NO_SLOT, Int64s

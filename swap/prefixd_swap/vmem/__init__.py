@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from prefixd_swap.errors import DeviceError
-from prefixd_swap.vmem.attach_costs import AttachCosts
 from prefixd_swap.vmem.base import ChunkId, Export, FrameId, VirtualMemory, VirtualRange
 from prefixd_swap.vmem.cuda import CudaMemory
 from prefixd_swap.vmem.fence import Fence
 from prefixd_swap.vmem.frame_table import FrameTable
 from prefixd_swap.vmem.frames import FramePool, NewFrames
 from prefixd_swap.vmem.host import HostMemory
-from prefixd_swap.vmem.manager import MappingCounts, VirtualTensorManager
-from prefixd_swap.vmem.physical_set import PhysicalSet
 from prefixd_swap.vmem.transfer import attach_memory, recv_export, send_export
-from prefixd_swap.vmem.virtual_set import VirtualSet
-from prefixd_swap.vmem.virtual_tensor import VirtualTensor
 
 __all__ = [
-    "AttachCosts",
     "ChunkId",
     "Export",
     "Fence",
@@ -25,14 +19,9 @@ __all__ = [
     "FramePool",
     "FrameTable",
     "HostMemory",
-    "MappingCounts",
     "NewFrames",
-    "PhysicalSet",
     "VirtualMemory",
     "VirtualRange",
-    "VirtualSet",
-    "VirtualTensor",
-    "VirtualTensorManager",
     "attach_memory",
     "create_memory",
     "recv_export",

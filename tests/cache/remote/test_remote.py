@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec
-from prefixd.cache.forgetting import find_subtree, forget
+from prefixd.cache.background.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import CPU, REMOTE
 from prefixd.cache.remote import Remote, RemoteOptions, health, lookups, sharing
 from prefixd_swap import RemoteStoreError

@@ -18,8 +18,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from prefixd.base.errors import ExhaustedError
 from prefixd.cache.remote import Remote, RemoteOptions
-from prefixd.errors import ExhaustedError
 from tests.cache.conftest import WAIT_S, Rig
 from tests.cache.remote.memory_store import MemoryStore
 from tests.cache.test_cache_property import weak_digest

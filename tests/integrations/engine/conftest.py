@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import MatchResult, Retention
 from prefixd.integrations.engine.copying.device import Fence, computed_already
 from prefixd.integrations.engine.copying.pages import GroupPages, PageRun
@@ -22,9 +23,8 @@ from prefixd.integrations.engine.counters import ConnectorCounters
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, SaveJob
 from prefixd.integrations.engine.link import Link
-from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap import CopyEngine, PageCopies
-from prefixd_swap.copies import HostCopyEngine, Pair
+from prefixd_swap.copies.copies import HostCopyEngine, Pair
 
 DEADLINE_S = 60.0
 PATIENT_S = 60.0  # a limit that no call to a daemon that runs reaches on a busy machine

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.naming import arguments
 from prefixd.integrations.engine.naming.arguments import Argument, ArgumentTable, content_of, plain
 

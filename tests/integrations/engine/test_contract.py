@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.contract import BaseClass, Contract
 
 log = logging.getLogger("test.contract")

@@ -16,13 +16,13 @@ from typing import Any
 import grpc
 import pytest
 
+from prefixd.base.errors import ConfigError
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, ClientError, ExhaustedError, InvalidArgumentError, NamespaceSpec, PartSpec
-from prefixd.client.portal import Portal
-from prefixd.errors import ConfigError
+from prefixd.client.connecting.portal import Portal
 from prefixd.integrations.engine import link as link_module
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.server.tickets import SCHEME, LocalProcess, Tickets
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.server.access.tickets import SCHEME, LocalProcess, Tickets
 from tests.client.conftest import StandIn, short_folder
 from tests.client.test_client_tickets import Guarded
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.integrations.engine.copying.pages import NO_BLOCK, GroupPages, PageRun
-from prefixd_swap.page_copies import gather_pages, scatter_pages
+from prefixd_swap.copies.page_copies import gather_pages, scatter_pages
 
 
 def test_layer_by_layer_and_within_a_layer_block_by_block() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.releases import Releases
 from prefixd.integrations.sglang.releases import RELEASES as SGLANG
 from prefixd.integrations.vllm.releases import RELEASES as VLLM

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Retention
 from prefixd.integrations.engine.copying.pages import NO_BLOCK
 from prefixd.integrations.engine.copying.transfers import computed_already
 from prefixd.integrations.engine.jobs import Namespaced, SaveJob
-from prefixd.workloads.daemon_process import DaemonProcess
-from prefixd_swap.copies import HostCopyEngine, Pair
+from prefixd_swap.copies.copies import HostCopyEngine, Pair
 from tests.integrations.engine.conftest import (
     DEADLINE_S,
     LAYERS,

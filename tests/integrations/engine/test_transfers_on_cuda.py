@@ -16,10 +16,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.integrations.engine.copying.device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry, Group
-from prefixd.workloads.daemon_process import DaemonProcess
-from prefixd_swap import PageCopies, create_copy_engine, create_memory, pinning, register_host, unregister_host
+from prefixd_swap import PageCopies, create_copy_engine, create_memory, register_host, unregister_host
+from prefixd_swap.copies import pinning
 from prefixd_swap.errors import DeviceError
 from prefixd_swap.vmem.cuda_driver import open_device
 from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank, wait_until

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from prefixd.base.errors import ConfigError
 from prefixd.client import RecurrentState, SlidingWindow
-from prefixd.errors import ConfigError
 from prefixd.integrations.vllm.geometry import check_failure_policy, layer_names, read_geometry, read_pages
 from prefixd.integrations.vllm.options import ConnectorOptions
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
+from prefixd.base.model_fingerprint import fingerprint_of_folder
 from prefixd.integrations.vllm.naming.model_name import Adapters, model_name, packing
-from prefixd.model_fingerprint import fingerprint_of_folder
 
 
 class Hf:

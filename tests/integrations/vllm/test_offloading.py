@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.pages_by_key.pages import PagesUnusable
 from prefixd.integrations.vllm.offloading.naming import own_name, prefix_groups, unsure_names
 from prefixd.integrations.vllm.offloading.options import TierOptions

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.vllm.options import ConnectorOptions
 
 

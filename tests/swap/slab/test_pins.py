@@ -12,9 +12,9 @@ import lmdb
 import pytest
 
 from prefixd_swap import IntegrityError, StorageError
-from prefixd_swap.slab.block_record import index_key
+from prefixd_swap.slab.index.block_record import index_key
 from prefixd_swap.slab.store import SlabStore
-from tests.swap.slab.test_recovery import CAPACITY, NS, key, write
+from tests.swap.slab.index.test_recovery import CAPACITY, NS, key, write
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_killed_writer_has_pinned_what_it_was_told_and_nothing_without_its_byt
 import sys
 from pathlib import Path
 import numpy as np
-from prefixd_swap.slab.block_record import NewBlock
+from prefixd_swap.slab.index.block_record import NewBlock
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
 store = SlabStore.open(Path(sys.argv[1]), 64 * 4096)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from prefixd_swap.errors import ChecksumError, LostBytesError, StorageError
-from prefixd_swap.slab.block_record import DiskPart, NewBlock
-from prefixd_swap.slab.file import INDEX_BITS
-from prefixd_swap.slab.file_ops import FileOps
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.files.file_ops import FileOps
+from prefixd_swap.slab.files.io import DiskIo
+from prefixd_swap.slab.files.slab_file import INDEX_BITS
+from prefixd_swap.slab.index.block_record import DiskPart, NewBlock
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span

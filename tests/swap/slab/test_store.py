@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixd_swap.errors import ChecksumError, DiskFullError, IntegrityError, StorageError
-from prefixd_swap.pages import PageAllocator
-from prefixd_swap.slab import index as slab_index
-from prefixd_swap.slab.block_record import BlockRecord, NewBlock
-from prefixd_swap.slab.file import INDEX_BITS
-from prefixd_swap.slab.file_ops import FileOps
-from prefixd_swap.slab.files import INDEX_RESERVE_BYTES
-from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.pages.pages import PageAllocator
+from prefixd_swap.slab.files.file_ops import FileOps
+from prefixd_swap.slab.files.io import DiskIo
+from prefixd_swap.slab.files.slab_file import INDEX_BITS
+from prefixd_swap.slab.files.slab_files import INDEX_RESERVE_BYTES
+from prefixd_swap.slab.index import index as slab_index
+from prefixd_swap.slab.index.block_record import BlockRecord, NewBlock
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
 
@@ -451,7 +451,7 @@ def test_the_index_full_then_usable_again(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from prefixd_swap.slab.block_record import NewBlock
+from prefixd_swap.slab.index.block_record import NewBlock
 from prefixd_swap.errors import StorageError
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
+from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
 from tests.worker.recurrent.flattened import Runner
 from tests.worker.tiny_models import build_recurrent
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from prefixd.worker.errors import ModelError
 from prefixd.worker.recurrent import RecurrentLayers, check_resume, mends
 from prefixd.worker.recurrent.state_cache import StateCache
+from prefixd.worker_protocol.errors import ModelError
 from tests.worker.tiny_models import RECURRENT, build_recurrent
 
 CELL = 16

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.errors import PrefixdError
+from prefixd.base.errors import PrefixdError
 
 Bytes = npt.NDArray[np.uint8]
 Check = Callable[[], None]

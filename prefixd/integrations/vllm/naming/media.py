@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from prefixd.drawn_tokens import drawn_ids
+from prefixd.base.drawn_tokens import drawn_ids
 from prefixd.integrations.vllm.naming.media_content import Medium
 
 

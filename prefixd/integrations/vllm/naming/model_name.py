@@ -16,19 +16,19 @@ from uuid import uuid4
 import torch
 import xxhash
 
-from prefixd import clocks
-from prefixd.errors import ConfigError
-from prefixd.integrations.engine.naming.arguments import Argument
-from prefixd.integrations.vllm.log import log
-from prefixd.integrations.vllm.naming.arguments import ADAPTER_TABLE, TABLE, arguments_of
-from prefixd.model_fingerprint import (
+from prefixd.base import clocks
+from prefixd.base.errors import ConfigError
+from prefixd.base.model_fingerprint import (
     fingerprint,
     fingerprint_of_files,
     fingerprint_of_folder,
     last_change_ns,
     state_of_folder,
 )
-from prefixd.settings import default_data_dir
+from prefixd.integrations.engine.naming.arguments import Argument
+from prefixd.integrations.vllm.log import log
+from prefixd.integrations.vllm.naming.arguments import ADAPTER_TABLE, TABLE, arguments_of
+from prefixd.settings.settings import default_data_dir
 
 _PROBED_TOKENS = 64
 _COARSEST_FILE_TIME_NS = 2_000_000_000  # FAT's; others have the kernel's tick, and a file server a clock of its own

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.options import Seconds
 
 

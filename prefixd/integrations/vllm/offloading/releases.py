@@ -15,7 +15,7 @@ from typing import Any
 
 import vllm
 
-from prefixd.errors import ConfigError
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.contract import BaseClass, Contract
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.releases import WORKS_WITH

@@ -12,8 +12,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from prefixd.clocks import elapsed_s
-from prefixd.errors import ConfigError
+from prefixd.base.clocks import elapsed_s
+from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.waiting.arrivals import Arrivals
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits
 from prefixd.integrations.engine.waiting.ready import time_to_ready
@@ -51,7 +51,7 @@ class FastestPrefixFirstScheduler(Scheduler):
     **Priorities**: with `--scheduling-policy priority` the classes come first, as in vLLM, and the order is one among
     requests of a class. With "fcfs" vLLM ignores priorities, and so does this.
 
-    **Time** is measured by a clock that nobody sets (`prefixd.clocks.elapsed_s`): steps of the wall clock change
+    **Time** is measured by a clock that nobody sets (`prefixd.base.clocks.elapsed_s`): steps of the wall clock change
     neither order nor promise.
 
     Settings: `policy`, `starvation_bound_s` and `look_ahead` in the connector's `kv_connector_extra_config` (see

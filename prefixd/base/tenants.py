@@ -1,0 +1,185 @@
+"""Tenants: to whom a caller belongs, and how much of the daemon each tenant may have.
+
+A tenant is a customer, a team or an application. Sessions, namespaces (hence blocks) and requests belong to one each,
+and no tenant reads, fills, cancels or sees what belongs to another. Without any setting all callers belong to the
+tenant `default`, which has no quotas but the server's own limits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from prefixd.base.errors import ExhaustedError
+
+DEFAULT = "default"
+"""Name of the tenant of callers that no setting maps to another one."""
+COMMON = "(common)"
+"""Name of the tenant that blocks belong to which are common to all; no caller can be mapped to it."""
+LONGEST_NAME = 64
+_NAMED = 4  # tenants in an error, those with most of what it is about
+_NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{LONGEST_NAME - 1}}}")
+
+QUOTA_TIERS = ("gpu", "cpu", "disk")
+"""Tiers that have quotas, by level."""
+
+
+class Role(StrEnum):
+    """What a caller may use: METRICS the metrics page; CLIENT PrefixCache and Inference; ADMIN everything."""
+
+    METRICS = "metrics"
+    CLIENT = "client"
+    ADMIN = "admin"
+
+
+def check_tenant_name(name: str) -> str:
+    """The name, if it can be one; else ValueError."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name[:100]!r} is no name of a tenant; use 1 to {LONGEST_NAME} of a-z, 0-9, '_' and '-', beginning with "
+            "a letter or a digit"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TierQuota:
+    """Bytes of a tier. A tenant within `guaranteed_bytes` loses no block for another's sake; None: no upper limit."""
+
+    guaranteed_bytes: int = 0
+    most_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may have; None: as much as the server's own limits allow.
+
+    Attributes:
+        tiers: bytes of cached blocks and of reservations, by level.
+        sessions: sessions open at once.
+        grants: leases and reservations at once, all sessions.
+        namespaces: namespaces at once that are open in a session, or have blocks.
+        waiting_requests: requests (sequences) that wait in the queue.
+        requests_per_s: calls of Generate a second; as many may come at once as in one second.
+        calls: calls under way at once, beside the streams of sessions and Generate.
+        retained_bytes: bytes of blocks with a priority above 0 (`cache/placement/retention.py` has the default).
+    """
+
+    tiers: tuple[TierQuota, ...] = (TierQuota(),) * len(QUOTA_TIERS)
+    sessions: int | None = None
+    grants: int | None = None
+    namespaces: int | None = None
+    waiting_requests: int | None = None
+    requests_per_s: float | None = None
+    calls: int | None = None
+    retained_bytes: int | None = None
+
+
+def check_guarantees(quotas: Mapping[str, Quota], tier: str, size: int, larger: str = "") -> None:
+    """Raises ValueError unless a tier of that name and size can hold what the tenants are guaranteed of it.
+
+    `larger`: how the tier gets larger; by default, by its setting.
+    """
+    level = QUOTA_TIERS.index(tier)
+    given = {name: quota.tiers[level].guaranteed_bytes for name, quota in quotas.items()}
+    if (total := sum(given.values())) > size:
+        largest = sorted(((name, nbytes) for name, nbytes in given.items() if nbytes), key=lambda each: -each[1])
+        who = ", ".join(f"{name} {nbytes}" for name, nbytes in largest[:_NAMED])
+        more = f" and {len(largest) - _NAMED} more" if len(largest) > _NAMED else ""
+        raise ValueError(
+            f"tenants are guaranteed {total} bytes of the {tier} tier, which has {size} ({who}{more}); lower tenants.*."
+            f"{tier}_guaranteed or {larger or f'raise {tier}.bytes'}"
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """One tenant.
+
+    Attributes:
+        name: what settings, tokens and `prefixd tenants` call it.
+        ordinal: its place in this process, from 0 on; the default tenant is 0.
+        quota: what it may have; replaced while the daemon runs.
+        refused: how often it was refused something, by the limit's name.
+    """
+
+    name: str
+    ordinal: int
+    quota: Quota = Quota()
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def refusal(self, limit: str, have: str, remedy: str, operator: str = "") -> ExhaustedError:
+        """The error for a call that is beyond a limit of this tenant, which is counted.
+
+        Args:
+            limit: a field of `Quota`, such as "sessions", or of a tier: "cpu_most".
+            have: what it has and the most it may have: "64 of 64 sessions are open".
+            remedy: what the caller can do: "close one".
+            operator: what the operator can do; by default: raise the limit.
+        """
+        self.refused[limit] += 1
+        operator = operator or f"raise the limit (`prefixd tenants set {self.name}`)"
+        return ExhaustedError(
+            f"tenant {self.name}: {have} (limit tenants.{self.name}.{limit}); {remedy}, or have the operator {operator}"
+        )
+
+    def check(self, limit: str, have: int, things: str, remedy: str, more: int = 1) -> None:
+        """Raises ExhaustedError if `have` things and `more` of them are above the limit of that name."""
+        most: int | None = getattr(self.quota, limit)
+        if most is not None and have + more > most:
+            asked = "" if more == 1 else f", and {more} more are asked for"
+            raise self.refusal(limit, f"{have} of {most} {things}{asked}", remedy)
+
+
+class Tenants:
+    """All tenants that this daemon knows: those of the settings, and those that have blocks from before.
+
+    One that the settings no longer name stays for its blocks' sake, without a guarantee.
+    """
+
+    def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
+        self._by_name: dict[str, Tenant] = {}
+        self._by_ordinal: list[Tenant] = []
+        self._named: frozenset[str] = frozenset()
+        self.default = self.known(DEFAULT)
+        self.set_quotas(quotas or {})
+
+    def known(self, name: str) -> Tenant:
+        """The tenant of this name; one without quotas is made where there is none."""
+        tenant = self._by_name.get(name)
+        if tenant is None:
+            tenant = self._by_name[name] = Tenant(name, len(self._by_name))
+            self._by_ordinal.append(tenant)
+        return tenant
+
+    def at(self, ordinal: int) -> Tenant:
+        """The tenant with this ordinal."""
+        return self._by_ordinal[ordinal]
+
+    def get(self, name: str) -> Tenant | None:
+        """The tenant of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """Gives every tenant its quota; those that are not named have none from now on."""
+        for tenant in self._by_name.values():
+            tenant.quota = quotas.get(tenant.name, Quota())
+        for name, quota in quotas.items():
+            self.known(name).quota = quota
+        named = frozenset(quotas) - {COMMON}
+        self._named = named | {DEFAULT} if named else named
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._by_ordinal)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def calling(self) -> int:
+        """How many of them may send calls: those that settings name; where they name none, all but the one that owns
+        common blocks."""
+        return len(self._named) or len(self._by_name) - (COMMON in self._by_name)

@@ -1,0 +1,1 @@
+"""Checks that what the cache knows in several places agrees (`check_integrity`)."""

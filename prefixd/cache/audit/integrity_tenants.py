@@ -1,0 +1,168 @@
+"""Is every byte of a tier counted for the tenant that has it? Counts against the tries, slots in flight, and holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.steps import Steps
+from prefixd.base.tenants import QUOTA_TIERS, Tenant
+from prefixd.cache.audit.findings import Findings
+from prefixd.cache.cache import TieredCache
+from prefixd.cache.index.scan import memory_for_copies
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.cache.placement.tenant_use import Holders
+from prefixd.cache.rules import GroupMask
+from prefixd_swap.tiers import Account, MemoryTier, Tier
+
+
+def audit_tenants(found: Findings, cache: TieredCache) -> Steps[None]:
+    """What each tenant has cached, in flight and held, in each tier that has quotas."""
+    for tier in cache.tiers.own:
+        if tier.level < len(QUOTA_TIERS):
+            yield from _audit_cached(found, cache, tier)
+            if isinstance(tier, MemoryTier):
+                yield from _audit_in_flight(found, cache, tier)
+            yield from _audit_held(found, cache, tier)
+    yield from _audit_retained(found, cache)
+
+
+def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
+    use, level = cache.mover.use, tier.level
+    columns = [
+        column for trie in cache.tries for column in (trie.slots[: trie.rows, level], trie.namespace[: trie.rows])
+    ]
+    copies = yield from memory_for_copies(*columns)
+    counted = use.counted(tier)
+    there = [
+        (
+            use.part_bytes(trie, tier),
+            copies.copy(trie.slots[: trie.rows, level]),
+            copies.copy(trie.namespace[: trie.rows]),
+        )
+        for trie in cache.tries
+    ]
+    owner_of = use.owner_of()
+
+    def compare() -> None:
+        nbytes = np.zeros_like(counted)
+        for part_bytes, slots, namespaces in there:
+            rows = np.flatnonzero(namespaces != NOWHERE)
+            np.add.at(nbytes, owner_of(namespaces[rows]), (slots[rows] != NO_SLOT) @ part_bytes)
+        for ordinal in np.flatnonzero(nbytes != counted).tolist():
+            name = use.tenants.at(ordinal).name
+            found.demand(
+                False,
+                f"tenant {name} has {nbytes[ordinal]} bytes of blocks in the {tier.name} tier, and {counted[ordinal]} "
+                "are counted",
+            )
+
+    yield compare
+
+
+def _audit_in_flight(found: Findings, cache: TieredCache, tier: MemoryTier) -> Steps[None]:
+    use, charges = cache.mover.use, list(tier.in_flight.values())
+    accounts = {tier.unassigned: "nobody"}
+    for tenant in cache.tenants:
+        accounts[use.moving(tenant, tier)] = f"tenant {tenant.name}"
+        accounts[use.granted(tenant, tier)] = f"tenant {tenant.name}, granted"
+    for session in cache.leases.sessions.values() if tier is cache.tiers.shared else ():
+        accounts[session.reserved] = f"session {session.id[:8]}"
+    counted = {account: account.nbytes for account in accounts}
+
+    def compare() -> None:
+        nbytes: Counter[Account] = Counter()
+        for (account, slot_bytes), count in Counter(charges).items():
+            whole: Account | None = account
+            while whole is not None:
+                nbytes[whole] += count * slot_bytes
+                whole = whole.whole
+        for account, whose in accounts.items():
+            found.demand(
+                counted[account] == nbytes[account],
+                f"{whose}: {nbytes[account]} bytes are in flight in the {tier.name} tier, and {counted[account]} are "
+                "counted",
+            )
+
+    yield compare
+
+
+def _audit_held(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
+    use = cache.mover.use
+    columns = [(use.held.holders(trie, tier), trie.namespace) for trie in cache.tries]
+    copies = yield from memory_for_copies(*(column for each in columns for column in each))
+    there = [
+        _Held(
+            trie,
+            copies.copy(use.held.holders(trie, tier)[: trie.rows]),
+            copies.copy(trie.namespace[: trie.rows]),
+            [
+                (hold.rows, hold.wanted)
+                for hold in cache.mover.placement.holds
+                if (hold.trie, hold.counted) == (trie, tier)
+            ],
+        )
+        for trie in cache.tries
+    ]
+    owner_of, counted = use.owner_of(), [use.held.nbytes(tenant, tier) for tenant in cache.tenants]
+
+    def compare() -> None:
+        nbytes = np.zeros(len(counted), np.int64)
+        for each in there:
+            holders, groups = np.zeros_like(each.counted), np.zeros(len(each.counted), np.uint8)
+            for rows, wanted in each.holds:
+                for group in each.trie.groups:
+                    holders[rows if wanted is None else rows[(wanted & np.uint8(group.mask)) != 0], group.bit] += 1
+            found.demand_none(
+                np.flatnonzero((holders != each.counted).any(axis=1)),
+                f"trie {each.trie.ordinal}: rows of which holders are miscounted in the {tier.name} tier",
+            )
+            for group in each.trie.groups:
+                groups |= np.where(holders[:, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
+            rows = np.flatnonzero(groups)
+            np.add.at(nbytes, owner_of(each.namespaces[rows]), use.group_bytes(each.trie, tier)[groups[rows]])
+        for ordinal in np.flatnonzero(nbytes != counted).tolist():
+            found.demand(
+                False,
+                f"tenant {use.tenants.at(ordinal).name} holds {nbytes[ordinal]} bytes of blocks in the {tier.name} "
+                f"tier, and {counted[ordinal]} are counted",
+            )
+
+    yield compare
+
+
+def _audit_retained(found: Findings, cache: TieredCache) -> Steps[None]:
+    there = [dict(trie.retained_bytes) for trie in cache.tries]
+    use, owner_of, counted = cache.mover.use, cache.mover.use.owner_of(), +cache.retained.of_tenant
+    total = cache.retained.nbytes
+
+    def compare() -> None:
+        nbytes: Counter[Tenant] = Counter()
+        for of_trie in there:
+            owners = owner_of(np.fromiter(of_trie, np.int32, len(of_trie))).tolist()
+            for owner, more in zip(owners, of_trie.values(), strict=True):
+                nbytes[use.tenants.at(owner)] += more
+        found.demand(
+            nbytes == counted and nbytes.total() == total,
+            f"{_by_name(counted)} bytes, {total} in all, are counted as retained by tenant, not {_by_name(nbytes)}",
+        )
+
+    yield compare
+
+
+def _by_name(nbytes: Counter[Tenant]) -> dict[str, int]:
+    return {tenant.name: count for tenant, count in nbytes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is counted of a trie in one tier, and who holds what."""
+
+    trie: Trie
+    counted: Holders
+    namespaces: npt.NDArray[np.int32]
+    holds: list[tuple[Rows, GroupMask | None]]

@@ -1,0 +1,1 @@
+"""What the cache does ahead of need or behind it: writing back, scrubbing, prefetching, forgetting."""

@@ -1,0 +1,125 @@
+"""Forgetting many blocks: a prefix and what continues it, a namespace, or everything; a slice at a time.
+
+The blocks are found first, and forgotten then, children before parents. Others use the trie in between, so a block is
+known by its row and the row's generation: one that has gone meanwhile, and left its row to another, is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.pacer import SLICE_ROWS, give_way
+from prefixd.base.steps import in_thread
+from prefixd.cache.disk.records import Identity
+from prefixd.cache.index.children import Descendants, MovedError
+from prefixd.cache.index.scan import slices
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.cache.moving.mover import Mover
+
+_WALK_STEPS = 1 << 11
+_FORGOTTEN_AT_ONCE = 256
+_DURABLE_AT_ONCE = 4096  # removals of one transaction of the disk's index
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """m blocks of a trie, children before parents."""
+
+    trie: Trie
+    rows: Rows
+    generations: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    async def of(self, namespaces: Collection[int]) -> FoundBlocks:
+        """Those of some namespaces, by ordinal."""
+        wanted, rows, generations = np.array(sorted(namespaces), np.int64), [self.rows[:0]], [self.generations[:0]]
+        for part in slices(len(self)):
+            mine = np.isin(self.trie.namespace[self.rows[part]], wanted)
+            rows.append(self.rows[part][mine])
+            generations.append(self.generations[part][mine])
+            await give_way()
+        return FoundBlocks(self.trie, np.concatenate(rows), np.concatenate(generations))
+
+
+async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
+    """A block and everything that continues it. Empty when the block goes meanwhile."""
+    generation = trie.generation[root]
+    while trie.generation[root] == generation:
+        rows, generations = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+        walk = Descendants(trie, np.array([root]))
+        try:
+            while not walk.done:
+                found = np.array(walk.take(_WALK_STEPS), np.int64)
+                rows.append(found)
+                generations.append(trie.generation[found])
+                await give_way()
+        except MovedError:  # what it has found may lack what continues the block that went
+            continue
+        return FoundBlocks(trie, np.concatenate(rows)[::-1], np.concatenate(generations)[::-1])
+    return FoundBlocks(trie, np.empty(0, np.int64), np.empty(0, np.int32))
+
+
+async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
+    """All blocks of a namespace, by its ordinal, or of all namespaces of a trie."""
+    return await find_namespaces(trie, None if namespace is None else (namespace,))
+
+
+async def find_namespaces(trie: Trie, ordinals: Collection[int] | None) -> FoundBlocks:
+    """All blocks of some namespaces, or of all of a trie, in one look over its rows."""
+    wanted = None if ordinals is None else np.array(sorted(ordinals), np.int64)
+    rows, generations, depths = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    for start in range(0, trie.rows, SLICE_ROWS):
+        namespaces = trie.namespace[start : min(start + SLICE_ROWS, trie.rows)]
+        found = start + np.flatnonzero(namespaces != NOWHERE if wanted is None else np.isin(namespaces, wanted))
+        rows.append(found)
+        generations.append(trie.generation[found])
+        depths.append(trie.depth[found])
+        await give_way()
+
+    def deepest_first() -> FoundBlocks:
+        order = np.argsort(np.concatenate(depths), kind="stable")[::-1]
+        return FoundBlocks(trie, np.concatenate(rows)[order], np.concatenate(generations)[order])
+
+    return await in_thread(deepest_first)
+
+
+async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> AsyncGenerator[tuple[int, int], None]:
+    """Forgets what nobody holds, keeps, pins or continues, some thousand blocks at a time.
+
+    After each of these parts, which is gone durably then, yields how many of its blocks went and how many stay. When it
+    is cancelled in between, what has left the trie leaves the disk as well. With `shared` they are deleted from the
+    shared store, too, where there is one.
+
+    Raises:
+        StorageError: the last part is gone from memory, but the disk failed and it comes back at the next start.
+    """
+    trie = blocks.trie
+    for start in range(0, len(blocks), _DURABLE_AT_ONCE):
+        await mover.wait_for_checksums()
+        went = there = 0
+        on_disk: list[Identity] = []
+        end = min(start + _DURABLE_AT_ONCE, len(blocks))
+        with mover.disk.removals.leave(on_disk):
+            try:
+                for first in range(start, end, _FORGOTTEN_AT_ONCE):
+                    part = slice(first, min(first + _FORGOTTEN_AT_ONCE, end))
+                    rows = blocks.rows[part]
+                    same = rows[trie.generation[rows] == blocks.generations[part]]
+                    if shared and mover.remote is not None:
+                        # First there: what has left this host nobody could name any more. It may be used meanwhile.
+                        await mover.remote.copies.delete(trie, trie.all_removable(same.tolist()))
+                        same = rows[trie.generation[rows] == blocks.generations[part]]
+                    count, identities = mover.forget_in_memory(trie, same.tolist())
+                    went, there = went + count, there + len(same)
+                    on_disk += identities
+                    await give_way()
+            finally:
+                await mover.disk.removals.remove(trie, on_disk)
+        yield went, there - went

@@ -1,0 +1,299 @@
+"""Write back ahead of need: a copy further down, so that eviction costs nothing when room is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.pacer import Pacer
+from prefixd.base.steps import in_thread
+from prefixd.base.tenants import Tenant
+from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.moving.movement import Movement
+from prefixd.cache.moving.mover import Mover
+from prefixd.cache.moving.victims import find_victims
+from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten
+from prefixd_swap import SwapError
+from prefixd_swap.tiers import MemoryTier, Tier, can_move
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+_BATCH = 64
+_CLEAN_SHARE = 8  # an eighth of the compute tier is to be had without waiting for a copy
+_LOOKED_AT = 2048  # of its next victims: some milliseconds on the event loop
+_RETRY_S = 5.0
+
+
+class WriteBack:
+    """Copies down whatever would cost time to evict: every block of the shared tier to disk, and the next victims of
+    the compute tier to the tier below.
+
+    Args:
+        mover: does the copying.
+        enabled: False leaves only `flush`.
+        limit_bytes: above this many bytes of blocks that wait in the CPU tier to be written to disk, `admit` waits. The
+            tenants share it.
+    """
+
+    def __init__(self, mover: Mover, *, enabled: bool = True, limit_bytes: int | None = None) -> None:
+        self._mover = mover
+        self._tiers = mover.tiers
+        self._holds = mover.placement.holds
+        self._enabled = enabled
+        self.limit_bytes = limit_bytes
+        self.written = 0
+        """Blocks written to disk since the start."""
+        self.pushed_back = 0
+        """Calls that had to wait in `admit`."""
+        self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
+        self._without_room: set[Tenant] = set()  # the disk had no room for them in this turn
+        self._awaited = 0  # calls that wait in `admit`
+        self._flushed_s = -math.inf  # when the last flush began, if the disk took what it wrote
+        self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
+        self._working = False
+        self._turned = asyncio.Event()  # set, and replaced, after each batch and when there is nothing more to do
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> asyncio.Task[None] | None:
+        """Starts working in the background, if enabled; the task ends with `stop`, or by a defect."""
+        if self._enabled:
+            self._task = asyncio.create_task(self._run(), name="write-back")
+        return self._task
+
+    async def admit(self, tenant: Tenant) -> None:
+        """Waits until the disk has caught up with what is queued for it, so that new blocks of a tenant do not outrun
+        it.
+
+        It does not wait for what cannot come: while the disk is out of service, or has no room for what is queued, the
+        queue is what fits into memory, and eviction says what is lost.
+        """
+        if not self._must_wait(tenant):
+            return
+        self.pushed_back += 1
+        self._awaited += 1
+        self._movement.raise_to(self._urgency)
+        try:
+            while self._must_wait(tenant):
+                await self._turned.wait()
+        finally:
+            self._awaited -= 1
+
+    @property
+    def _urgency(self) -> Urgency:
+        """While somebody waits for the disk to catch up, no prefetch keeps it from that."""
+        return Urgency.PREFETCH if self._awaited else Urgency.WRITE_BACK
+
+    def _must_wait(self, tenant: Tenant) -> bool:
+        if self.limit_bytes is None or self._task is None or self._task.done() or not self._tiers.writes:
+            return False
+        return (self._working or self._mover.changed.is_set()) and self._fills_queue(tenant, self.limit_bytes)
+
+    def _fills_queue(self, tenant: Tenant, limit_bytes: int) -> bool:
+        """Whether the queue is full, and by this tenant's blocks.
+
+        It is shared as by `SharedLimit`: half of it evenly, half by whoever comes first. Who has no more in it than its
+        own part waits for nobody, though others are beyond theirs: how many blocks come with one reservation is not
+        limited here. What the disk has no room for is in nobody's way: it stays in memory and does not count.
+        """
+        placement, tenants = self._mover.placement, self._mover.use.tenants
+        if tenant in placement.without_room:
+            return False
+        queued = {each: have for each, have in placement.queued_bytes_of.items() if each not in placement.without_room}
+        sharing = max(tenants.calling, sum(have > 0 for have in queued.values()))
+        own_bytes = limit_bytes // (2 * sharing)
+        beyond = sum(max(0, have - own_bytes) for have in queued.values())
+        return queued.get(tenant, 0) > own_bytes and beyond > limit_bytes - sharing * own_bytes
+
+    def _turn(self) -> None:
+        turned, self._turned = self._turned, asyncio.Event()
+        turned.set()
+
+    async def stop(self) -> None:
+        """Ends after the batch under way."""
+        if self._task is not None:
+            self._stopping.set()
+            self._mover.changed.set()
+            await asyncio.wait({self._task})  # how it ended is its watcher's to report
+            self._task = None
+            self._turn()
+
+    async def flush(self, *, again: bool = False) -> int:
+        """Writes every block that has no copy on disk to disk; returns how many blocks became durable.
+
+        Where that takes room, pages go as a whole, and with them copies of blocks that are in memory, too. These get
+        what room is left.
+
+        again: after another flush. What nobody has used since gets free room only: the last flush found no room for it,
+            and would have it change places with what it has written instead.
+        """
+        if self._tiers.durable is None:
+            return 0
+        begun_s = self._mover.placement.clock()
+        with self._mover.working():
+            written = await self._flush(self._flushed_s if again else -math.inf, evict=True)
+            written += await self._flush(-math.inf, evict=False)
+        if self._tiers.writes:
+            self._flushed_s = begun_s
+        self.written += written
+        return written
+
+    async def _flush(self, used_since_s: float, *, evict: bool) -> int:
+        written = 0
+        for trie in self._mover.tries:
+            for source in reversed(self._tiers.memories):  # what a file can be written from first
+                # Others are evicted from the CPU tier for what reaches the disk through it.
+                if self._tiers.exists(source) and (evict or can_move(source, self._tiers.require_durable())):
+                    written += await self._flush_tier(trie, source, used_since_s, evict)
+        return written
+
+    async def _flush_tier(self, trie: Trie, source: MemoryTier, used_since_s: float, evict: bool) -> int:
+        """Writes the blocks of a trie that are in `source` and not on disk, and were used since, parents first; returns
+        how many."""
+        found = [np.empty(0, np.int64)]
+        with ExitStack() as held:
+            pacer = Pacer(SCANNED_AT_ONCE)
+            for part in slices(trie.rows):
+                rows = part.start + np.flatnonzero(
+                    unwritten(
+                        trie, source.level, self._tiers.require_durable().level, part, self._mover.placement.admit_uses
+                    )
+                )
+                rows = rows[trie.last_used[rows] >= used_since_s]
+                held.enter_context(self._holds.hold("flush", trie, rows, source))
+                found.append(rows)
+                await pacer.worked(part.stop - part.start)
+            rows = np.concatenate(found)
+            depth = trie.depth[rows]
+            if len(rows) > SCANNED_AT_ONCE:
+                rows = rows[await in_thread(lambda: np.argsort(depth, kind="stable"))]
+            written = 0
+            for _, its in self._mover.use.by_owner(trie, rows):  # one may have no room where others have
+                written += await self._to_disk(trie, its, source, evict)
+            return written
+
+    async def _to_disk(self, trie: Trie, rows: Rows, source: MemoryTier, evict: bool) -> int:
+        mover, shared = self._mover, self._tiers.shared
+        if self._tiers.durable is None or can_move(source, self._tiers.durable):
+            return await mover.write(trie, rows, source, Urgency.WRITE_BACK, evict=evict)
+        written = 0
+        rows = rows[np.argsort(trie.depth[rows], kind="stable")]
+        while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits
+            batch = rows[:_BATCH]
+            with self._holds.hold("flush", trie, batch, shared):
+                wanted = trie.wanted(batch, source.level)
+                there = await mover.bring(trie, batch, shared, wanted, urgency=Urgency.WRITE_BACK)
+                written += await mover.write(trie, batch[:there], shared, Urgency.WRITE_BACK)
+            if not there:
+                mover.lost["no room in the CPU tier to write back through"] += len(rows)
+                break
+            rows = rows[there:]
+        return written
+
+    async def _run(self) -> None:
+        mover = self._mover
+        while not self._stopping.is_set():
+            await mover.changed.wait()
+            mover.changed.clear()
+            self._without_room.clear()
+            self._working = True
+            failed = False
+            try:
+                with mover.working():
+                    while not self._stopping.is_set() and await self._batch():
+                        self._turn()
+            except SwapError as error:
+                log.error("write back failed and is tried again: %s", error)
+                failed = True
+            finally:
+                self._working = False
+                self._turn()
+            if failed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), _RETRY_S)
+                mover.changed.set()
+
+    async def _batch(self) -> bool:
+        """One batch down from each tier; whether there may be more to write to disk."""
+        compute, shared, durable = self._tiers.compute, self._tiers.shared, self._tiers.durable
+        below = self._tiers.below(compute)
+        if below is not None:
+            await self._down(await self._next_victims(compute, below), compute, below)
+        if durable is None or not self._tiers.exists(shared) or not durable.takes:
+            return False
+        more = False
+        for trie in self._mover.tries:
+            queue = self._queue(trie)
+            rows = await queue.next(_BATCH)
+            written = await self._down([(trie, rows)], shared, durable)
+            self._note_room(trie, rows)
+            if written < len(rows):
+                queue.begin_again()
+                more |= 0 < len(self._without_room) < len(self._mover.use.tenants)  # others' may be behind them
+            self.written += written
+            more |= written > 0
+        return more
+
+    def _note_room(self, trie: Trie, rows: Rows) -> None:
+        """Leaves out tenants of whose blocks, `rows`, nothing could be written."""
+        for tenant, its in self._mover.use.by_owner(trie, rows):
+            if self._mover.disk.missing(trie, its) == len(its):
+                self._without_room.add(tenant)
+                self._mover.placement.without_room.add(tenant)
+            else:
+                self._mover.placement.without_room.discard(tenant)
+
+    def _has_room(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+        if not self._without_room:
+            return np.ones(len(rows), np.bool_)
+        return ~np.isin(self._mover.use.owners(trie, rows), [tenant.ordinal for tenant in self._without_room])
+
+    async def _down(self, chosen: list[tuple[Trie, Rows]], source: MemoryTier, target: Tier) -> int:
+        copied = 0
+        self._movement = movement = Movement(self._urgency)
+        with ExitStack() as held:
+            held.enter_context(self._mover.holding(source, movement))
+            for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
+                held.enter_context(self._holds.hold("write-back", trie, rows, source))
+            for trie, rows in chosen:
+                if len(rows):
+                    copied += await self._mover.copy(trie, rows, source, target, movement, ahead=True)
+        return copied
+
+    def _queue(self, trie: Trie) -> UnwrittenBlocks:
+        """The trie's blocks in the shared tier that wait to be written to disk."""
+        source, placement = self._tiers.shared.level, self._mover.placement
+        while len(self._queues) <= trie.ordinal:
+            later = self._mover.tries[len(self._queues)]
+            target = self._tiers.require_durable().level
+            self._queues.append(
+                UnwrittenBlocks(
+                    *(later, source, target, placement.clock, placement.admit_uses), partial(self._has_room, later)
+                )
+            )
+        return self._queues[trie.ordinal]
+
+    async def _next_victims(self, tier: MemoryTier, below: Tier) -> list[tuple[Trie, Rows]]:
+        """The blocks that would be evicted next and are not in the tier below."""
+        mover = self._mover
+        lacking_bytes = tier.capacity_bytes // _CLEAN_SHARE - (tier.capacity_bytes - tier.used_bytes)
+        if lacking_bytes <= 0 or not mover.tries:
+            return []
+        want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
+        now_s = mover.placement.clock()
+        victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True, now_s=now_s)
+        lacking = [
+            (trie, rows[(trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0])
+            for trie, rows in victims
+        ]
+        if below is not self._tiers.durable:
+            return lacking
+        return [(trie, rows[mover.placement.admits(trie, rows)]) for trie, rows in lacking]

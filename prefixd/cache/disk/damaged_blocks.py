@@ -1,0 +1,140 @@
+"""Blocks whose bytes on disk cannot be had: they leave the disk, and what continued them with them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.pacer import give_way
+from prefixd.cache.disk.records import DiskRecords, DiskRemovals, Identity
+from prefixd.cache.index.children import Descendants, MovedError
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.placement.placement import Placement
+from prefixd_swap import ChecksumError, RecordDamagedError, StorageError
+
+log = logging.getLogger(__name__)
+
+_DROPPED_AT_ONCE = 512  # blocks behind damaged ones
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A block whose bytes on disk were not what was written."""
+
+    identity: Identity
+    error: StorageError
+    dropped: int
+    """Blocks that left the disk for it: itself, and what continued it."""
+
+
+class DamagedBlocks:
+    """Drops damaged blocks.
+
+    Args:
+        placement: what is where.
+        records: the blocks' names on disk.
+        removals: removes them from the index.
+    """
+
+    def __init__(self, placement: Placement, records: DiskRecords, removals: DiskRemovals) -> None:
+        self._placement = placement
+        self._records = records
+        self._removals = removals
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    @property
+    def busy(self) -> set[asyncio.Task[None]]:
+        """Removals of damaged blocks under way."""
+        return self._under_way
+
+    def drop(self, trie: Trie, rows: Rows, error: StorageError) -> int:
+        """Drops blocks' copies on disk, whoever holds them, because their bytes cannot be had.
+
+        A block that has no other copy is matched no more, and its descendants that nobody holds go with it; one that is
+        in memory is written again by write-back. Their removal from the index becomes durable in the background, see
+        `busy`. Counts the blocks under `lost`.
+
+        Args:
+            trie: the blocks' trie.
+            rows: rows that have a copy on disk.
+            error: what was found.
+
+        Returns:
+            How many blocks have left the disk. Where they are many, those that continue the damaged ones leave it later
+            and are not counted.
+        """
+        placement = self._placement
+        why = "disk read failed"
+        if isinstance(error, ChecksumError):
+            why = "checksum mismatch on disk"
+        elif isinstance(error, RecordDamagedError):
+            why = "damaged index record"
+        placement.lost[why] += len(rows)
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
+        damaged = [self._records.identity(trie, row) for row in rows.tolist()]
+        children: list[Identity] = []
+        placement.discard_copies(trie, rows, placement.tiers.require_durable())
+        emptied = rows[trie.any_part[rows] == 0]
+        if len(emptied) < len(rows):
+            placement.changed.set()  # write-back writes the others again
+        walk = Descendants(trie, emptied)
+        descendants = walk.take(_DROPPED_AT_ONCE)
+        if walk.done:
+            children += self._forget(trie, descendants[::-1])
+        else:
+            self._in_background(self._drop_descendants(trie, emptied, trie.generation[emptied]))
+        placement.sweep(trie, emptied)
+        self._in_background(self._remove_damaged(trie, children, damaged, isinstance(error, RecordDamagedError)))
+        return len(damaged) + len(children)
+
+    def _in_background(self, removal: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(removal)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    def _forget(self, trie: Trie, rows: Sequence[int]) -> list[Identity]:
+        """Drops those of `rows`, children before parents, that nobody holds; returns those that were on disk."""
+        going = trie.all_removable(rows)
+        on_disk = self._records.identities(trie, self._records.stored(trie, going))
+        self._placement.discard(trie, going)
+        return on_disk
+
+    async def _drop_descendants(self, trie: Trie, roots: Rows, generations: npt.NDArray[np.int32]) -> None:
+        """Drops what continues blocks that have no copy left and that nobody holds, a part of it in one turn.
+
+        What it does not come to, since a block goes meanwhile, is matched by nobody and evicted like any other.
+        """
+        found: list[int] = []
+        before: list[int] = []  # their generations
+        walk = Descendants(trie, roots[trie.generation[roots] == generations])
+        with suppress(MovedError):
+            while not walk.done:
+                await give_way()
+                rows = walk.take(_DROPPED_AT_ONCE)
+                found += rows
+                before += trie.generation[rows].tolist()
+        for end in range(len(found), 0, -_DROPPED_AT_ONCE):
+            await give_way()
+            some = slice(max(end - _DROPPED_AT_ONCE, 0), end)
+            rows_now = np.array(found[some], np.int64)
+            same = rows_now[trie.generation[rows_now] == np.array(before[some])][::-1].tolist()
+            with suppress(StorageError):  # reported; the records go when the disk works again
+                await self._removals.remove(trie, self._forget(trie, same))
+
+    async def _remove_damaged(
+        self, trie: Trie, children: list[Identity], damaged: list[Identity], records: bool
+    ) -> None:
+        """Removes damaged blocks after what continued them; `records`: it is their records that are damaged."""
+        with (
+            self._removals.leave(damaged),
+            suppress(StorageError),
+        ):  # reported; the records go when the disk works again
+            await self._removals.remove(trie, children if records else children + damaged)
+            await self._removals.remove(trie, damaged if records else [], damaged=True)

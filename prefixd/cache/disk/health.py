@@ -1,0 +1,193 @@
+"""The disk tier's failures: what is taken out of service, and how it comes back by itself.
+
+Writing and reading fail apart. A disk that refuses writes (full, read-only, failing) still gives what it has; one that
+refuses reads is no longer matched against. Either way a probe tries the device itself, so that the tier comes back also
+when nobody wants anything from it. Nothing is lost by waiting: what was not written stays in memory while there is
+room, and what cannot be read is offered again when it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+
+import numpy as np
+
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.placement.placement import Placement
+from prefixd.cache.tiers import tier_part
+from prefixd_swap import LostBytesError, StorageError
+from prefixd_swap.tiers import Int64s, StoreTier
+
+FIRST_PROBE_S = 0.25
+LONGEST_PROBE_S = 4.0
+INSPECT_S = 1.0
+
+_SHRUNK = "the file system has no room for more of it; free space or lower disk.bytes"
+
+Drop = Callable[[Trie, Rows, StorageError], int]
+"""Trie, rows, what was found: what is done with blocks whose bytes are lost."""
+Reread = Callable[[Trie, int], Awaitable[StorageError | None]]
+"""Trie, row: why the block's bytes still cannot be read, or None when they can."""
+
+
+class DiskHealth:
+    """Whether the disk tier takes and gives blocks.
+
+    Args:
+        placement: where copies are entered.
+        tries: all tries, by ordinal.
+        still: nothing else changes the store within it.
+        drop: called with blocks whose bytes are lost.
+        reread: tries to read a block again.
+        revived: called when the store is written to again.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        tries: list[Trie],
+        still: Callable[[], AbstractAsyncContextManager[None]],
+        drop: Drop,
+        reread: Reread,
+        revived: Callable[[], None],
+    ) -> None:
+        self._placement = placement
+        self._tiers = placement.tiers
+        self._tries = tries
+        self._still = still
+        self._drop = drop
+        self._reread = reread
+        self._revived = revived
+        self._suspects: dict[tuple[int, int], int] = {}  # (trie, row) -> generation: what could not be read
+        self._failed = asyncio.Event()
+
+    @property
+    def _store(self) -> StoreTier:
+        """The durable tier, where the caller knows that there is one."""
+        return self._tiers.require_durable()
+
+    @property
+    def part(self) -> str:
+        """What the tier's troubles are entered under."""
+        return tier_part(self._store)
+
+    def write_failed(self, error: StorageError) -> None:
+        """Stops writing until a probe succeeds."""
+        self._store.takes = False
+        self._begin(error)
+
+    def shrunk(self, error: StorageError) -> None:
+        """Reports that the tier cannot grow; it goes on with the room that it has."""
+        self._begin(error)
+
+    def read_failed(self, trie: Trie, row: int, error: StorageError) -> None:
+        """Offers nothing from disk until a probe succeeds; the block is then tried again."""
+        self._suspects[trie.ordinal, row] = int(trie.generation[row])
+        self._give(False)
+        self._begin(error)
+
+    async def watch(self) -> None:
+        """Looks at the disk's files, and while it is in trouble probes it too; runs for ever."""
+        wait_s = FIRST_PROBE_S
+        while True:
+            while not self._failed.is_set():
+                await self.inspect()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(INSPECT_S):  # not wait_for: see RemoteHealth._try_writing
+                        await self._failed.wait()
+            await asyncio.sleep(wait_s)
+            await self.inspect()
+            well = await self.revive()
+            wait_s = FIRST_PROBE_S if well else min(2 * wait_s, LONGEST_PROBE_S)
+
+    async def inspect(self) -> None:
+        """Drops blocks whose file was deleted or cut off; those that are in memory are written again."""
+        try:
+            gone = await self._store.lost_slots()
+        except StorageError as error:
+            self.write_failed(error)
+            return
+        if len(gone):
+            self._drop_all(gone, "its file was deleted or cut off")
+
+    async def revive(self) -> bool:
+        """Tries the disk now; whether it is well."""
+        async with self._still():
+            return await self.revive_locked()
+
+    async def revive_locked(self) -> bool:
+        """As `revive`, for who has the lock."""
+        tiers = self._tiers
+        if self.part not in tiers.troubles:
+            return True
+        try:
+            if not self._store.gives:
+                await self._store.try_read()
+                await self._judge_suspects()
+                self._give(True)
+            if not self._store.takes:
+                await self._revive_writing()
+            if await self._store.has_shrunk():
+                return False
+        except StorageError as error:
+            self._begin(error)
+            return False
+        if not (self._store.gives and self._store.takes):  # it failed anew meanwhile
+            return False
+        self._failed.clear()
+        tiers.troubles.end(self.part)
+        self._placement.changed.set()
+        return True
+
+    async def _revive_writing(self) -> None:
+        slots = [trie.slots[rows, self._store.level].ravel().astype(np.int64) for trie, rows in self._stored()]
+        known = np.concatenate([np.zeros(0, np.int64), *slots])
+        gone = await self._store.revive(known[known != NO_SLOT])
+        self._store.takes = True
+        self._tiers.troubles.begin(self.part, _SHRUNK)  # unless the caller finds that it can grow
+        self._revived()
+        self._placement.changed.set()
+        if len(gone):
+            self._drop_all(gone, "the index has lost the block")
+
+    def _stored(self) -> list[tuple[Trie, Rows]]:
+        """Every block on disk."""
+        return [
+            (trie, np.flatnonzero(trie.any_part[: trie.rows] & np.uint8(1 << self._store.level)))
+            for trie in self._tries
+        ]
+
+    def _drop_all(self, slots: Int64s, why: str) -> None:
+        """Drops the blocks that are in `slots`."""
+        for trie, rows in self._stored():
+            lost: Rows = rows[np.isin(trie.slots[rows, self._store.level], slots).any(axis=1)]
+            if len(lost):
+                self._drop(trie, lost, LostBytesError(why))
+
+    async def _judge_suspects(self) -> None:
+        """The device can be read: those that still cannot are damaged."""
+        while self._suspects:
+            (ordinal, row), generation = next(iter(self._suspects.items()))
+            trie = self._tries[ordinal]
+            if trie.generation[row] == generation and trie.any_part[row] & (1 << self._store.level):
+                error = await self._reread(trie, row)
+                if (
+                    error is not None
+                    and trie.generation[row] == generation
+                    and trie.any_part[row] & (1 << self._store.level)
+                ):
+                    self._drop(trie, np.array([row]), error)
+            self._suspects.pop((ordinal, row), None)
+
+    def _give(self, gives: bool) -> None:
+        if self._store.gives != gives:
+            self._store.gives = gives
+            for trie in self._tries:
+                trie.offer(self._store.level, gives)
+            self._placement.epoch += 1
+
+    def _begin(self, error: StorageError) -> None:
+        self._tiers.troubles.begin(self.part, str(error))
+        self._failed.set()

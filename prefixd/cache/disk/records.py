@@ -1,0 +1,179 @@
+"""What the index on disk says of blocks: their names, the records it must have, and what is to be stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import numpy as np
+
+from prefixd.cache.disk.urgent_lock import UrgentLock, to_the_end
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.cache.moving.movement import Movement
+from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.rules import GroupMask
+from prefixd.cache.tiers import Tiers
+from prefixd_swap import BlockRecord, DiskPart, NewBlock, Span, StorageError
+from prefixd_swap.tiers import MemoryTier
+from prefixd_swap.transfers import Urgency
+
+Identity = tuple[bytes, bytes]
+"""Namespace id and block key: a block's name on disk."""
+
+_KEY_BYTES = 16
+
+
+class DiskRecords:
+    """Translates rows of tries. There is a durable tier whenever anything but names is asked for."""
+
+    def __init__(self, tiers: Tiers, namespaces: NamespaceRegistry) -> None:
+        self._tiers = tiers
+        self._namespaces = namespaces
+
+    def identity(self, trie: Trie, row: int) -> Identity:
+        """The block's name on disk."""
+        return self._namespaces.at(int(trie.namespace[row])).id, trie.key(row)
+
+    def identities(self, trie: Trie, rows: Rows) -> list[Identity]:
+        """The blocks' names on disk."""
+        keys = trie.keys(rows).tobytes()
+        namespaces = trie.namespace[rows].tolist()
+        ids = {ordinal: self._namespaces.at(ordinal).id for ordinal in set(namespaces)}
+        return [(ids[ordinal], keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES]) for at, ordinal in enumerate(namespaces)]
+
+    def rows(self, trie: Trie, identities: Sequence[Identity]) -> Rows:
+        """The blocks that have these names, -1 for those that are not there."""
+        known = {name: self._namespaces.get(name) for name, _ in identities if name in self._namespaces}
+        homes = np.array([known[name].ordinal if name in known else NOWHERE for name, _ in identities], np.int64)
+        rows = trie.find_all(np.maximum(homes, 0), b"".join(key for _, key in identities))
+        rows[homes == NOWHERE] = -1
+        return rows
+
+    def stored(self, trie: Trie, rows: Rows) -> Rows:
+        """Those of `rows` that have a record in the durable tier."""
+        if self._tiers.durable is None:
+            return rows[:0]
+        recorded: Rows = rows[(trie.any_part[rows] & np.uint8(1 << self._tiers.durable.level)) != 0]
+        return recorded
+
+    def expected(self, trie: Trie, rows: Rows) -> list[BlockRecord]:
+        """What the index has to say of blocks that are on disk."""
+        records = []
+        stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
+        for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
+            columns = zip(stored[at], trie.part_bytes, checksums[at], strict=True)
+            parts = tuple(DiskPart(*column) if column[0] != NO_SLOT else None for column in columns)
+            records.append(BlockRecord(*name, parent, tokens, parts, depth))
+        return records
+
+    def new_blocks(self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask) -> list[NewBlock]:
+        """What is to be stored of `rows`: the KV groups in each block's mask from `source`, and what it has on disk."""
+        blocks = []
+        addresses = source.addresses(trie.slots[rows, source.level]).tolist()
+        stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
+        written = ((groups[:, None] & trie.part_mask) != 0).tolist()
+        known = trie.checksummed[rows].tolist()
+        of_shared = source is self._tiers.shared  # what the checksums are of
+        for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
+            parts = [
+                Span(address, size, source.on_device)
+                if write
+                else (DiskPart(slot, size, checksum) if slot != NO_SLOT else None)
+                for address, slot, size, checksum, write in zip(
+                    addresses[at], stored[at], trie.part_bytes, checksums[at], written[at], strict=True
+                )
+            ]
+            taken = [
+                checksum if certain and of_shared else None
+                for checksum, certain in zip(checksums[at], known[at], strict=True)
+            ]
+            blocks.append(NewBlock(*name, parent, tokens, depth, parts, taken))
+        return blocks
+
+    def _slots_on_disk(self, trie: Trie, rows: Rows) -> list[list[int]]:
+        """[n, parts]"""
+        slots: list[list[int]] = trie.slots[rows, self._tiers.require_durable().level].tolist()
+        return slots
+
+    def _heads(self, trie: Trie, rows: Rows) -> Iterator[tuple[Identity, bytes, bytes, int]]:
+        """Each block's name, its parent's key (b"" where it has none), its tokens, and its depth."""
+        parents = trie.parent[rows].astype(np.int64)
+        keys = trie.keys(np.maximum(parents, 0)).tobytes()
+        tokens, width = trie.tokens[rows].tobytes(), trie.tokens.itemsize * trie.tokens.shape[1]
+        columns = zip(self.identities(trie, rows), parents.tolist(), trie.depth[rows].tolist(), strict=True)
+        for at, (name, parent, depth) in enumerate(columns):
+            key = keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES] if parent >= 0 else b""
+            yield name, key, tokens[at * width : (at + 1) * width], depth
+
+
+_REMOVED_AT_ONCE = 1024  # blocks, while the lock is held
+
+
+class DiskRemovals:
+    """Removes blocks from the durable tier, in order with whatever else changes it.
+
+    Args:
+        tiers: the durable tier is one of them.
+        records: the blocks' names on disk.
+        lock: orders whatever changes the store.
+        failed: told of an error.
+        removed: told when blocks have left the index: their slots are free from then on.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        records: DiskRecords,
+        lock: UrgentLock,
+        failed: Callable[[StorageError], None],
+        removed: Callable[[], None],
+    ) -> None:
+        self._tiers = tiers
+        self._records = records
+        self._lock = lock
+        self._failed = failed
+        self._removed = removed
+        self._leaving: list[Sequence[Identity]] = []
+
+    @property
+    def leaving(self) -> Iterable[Identity]:
+        """Blocks that have left the tries, and are about to leave the index."""
+        return chain.from_iterable(self._leaving)
+
+    @contextmanager
+    def leave(self, ids: Sequence[Identity]) -> Iterator[None]:
+        """Around the removal from the index of blocks that have left the tries; `ids` may grow meanwhile."""
+        self._leaving.append(ids)
+        try:
+            yield
+        finally:
+            self._leaving = [each for each in self._leaving if each is not ids]
+
+    async def remove(self, trie: Trie, ids: list[Identity], *, damaged: bool = False) -> None:
+        """Removes blocks that have left the trie; returns when that is durable.
+
+        `damaged`: their records in the index are damaged, see `SlabStore.remove`.
+
+        Raises:
+            StorageError: I/O failed; the blocks are removed when the disk works again, or come back at the next start.
+        """
+        if ids:
+            with self.leave(ids):
+                await to_the_end(self._remove(trie, ids, damaged))
+
+    async def _remove(self, trie: Trie, ids: list[Identity], damaged: bool) -> None:
+        movement, store = Movement(Urgency.WRITE_BACK), self._tiers.require_durable()
+        for start in range(0, len(ids), _REMOVED_AT_ONCE):
+            some = ids[start : start + _REMOVED_AT_ONCE]
+            async with self._lock.hold(movement):
+                rows = self._records.rows(trie, some)
+                back = set(self._records.stored(trie, rows[rows >= 0]).tolist())  # a write has replaced the record
+                gone = [each for each, row in zip(some, rows.tolist(), strict=True) if row not in back]
+                try:
+                    await store.remove(gone, movement.urgency, damaged=damaged)
+                except StorageError as error:
+                    self._failed(error)
+                    raise
+            self._removed()

@@ -1,0 +1,1 @@
+"""Moving blocks between tiers, and making room for them."""

@@ -1,0 +1,315 @@
+"""Who has to go when blocks of other sizes have the room: whole pages, those whose occupants are worth least.
+
+A page has slots of one size. Where a tier holds blocks of several sizes, room for one of them may mean that a page of
+another has to be emptied (Jenga, sections 4.3 and 5.4). Here every slot in the tier gets a worth from the eviction
+policy, and `swap/pages` says which single slots, or whole pages, make room at the least cost.
+
+Of blocks that are worth the same, as those of a prompt that was used as a whole, the last goes first. A page may have a
+block that others continue, which lie elsewhere. It goes all the same: with LRU they are worth no more than it, and
+where its last copy goes, its row stays in the trie for as long as they do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.pacer import Pacer
+from prefixd.base.steps import in_thread
+from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.moving.victims import Limits, no_limits
+from prefixd.cache.placement.tenant_use import Losses
+from prefixd_swap import EvictionPolicy, Victims, round_to_slot
+from prefixd_swap.pages.page_eviction import Allow
+
+_ATTEMPTS = 3
+_BARE_AT_ONCE = 256
+"""Records without bytes that go in one call, of each slice: some milliseconds on the event loop."""
+
+Choose = Callable[
+    [int, int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_], Allow | None],
+    Victims,
+]
+"""(bytes of a part, how many, slots, their worth, which may go, whether they may go together): which of them to evict;
+see `swap/page_eviction`."""
+
+
+def has_other_sizes(tries: Sequence[Trie], tier: int, sizes: Sequence[int]) -> bool:
+    """Whether `tier` may hold slots of other sizes than those of parts of `sizes` bytes, or of several."""
+    wanted = {round_to_slot(size) for size in sizes}
+    held = {
+        round_to_slot(nbytes)
+        for trie in tries
+        if np.bitwise_or.reduce(trie.any_part[: trie.rows]) & (1 << tier)
+        for nbytes in trie.part_bytes
+    }
+    return len(wanted | held) > 1
+
+
+async def find_page_victims(
+    tries: Sequence[Trie],
+    tier: int,
+    sizes: Sequence[int],
+    want: int,
+    policy: EvictionPolicy,
+    choose: Choose,
+    *,
+    demotable: bool,
+    spare_copies: bool = False,
+    for_thread: Callable[[], Choose] | None = None,
+    limits: Limits = no_limits,
+    now_s: float = 0.0,
+) -> list[tuple[Trie, Rows]]:
+    """The blocks that have to leave `tier` so that `want` blocks with parts of `sizes` bytes have room, by trie, each
+    trie's children before their parents.
+
+    Before them go the blocks that have nothing in the tier but a record there, which nothing continues any more: they
+    give no room, and nobody else would ever choose them. So a trie may be named twice.
+
+    Large tables are read in slices, and the choice is made in a thread; others use the tries meanwhile. So it is
+    checked at the end whether all that was chosen may still go, else the choice is made again. What is returned may go
+    at that moment; after some attempts it may be less than was chosen.
+
+    Args:
+        tries: all tries, by ordinal.
+        tier: the tier that needs room.
+        sizes: bytes of each part of a wanted block.
+        want: how many blocks.
+        policy: gives every block a score, lowest goes first.
+        choose: the tier's own choice among slots.
+        demotable: a block's last copy may go, because it will be written a tier down before.
+        spare_copies: spare blocks that are in a tier above as well.
+        for_thread: gives a choice among the slots as they are now that can be made in a thread; `choose` itself is
+            one, where this is absent.
+        limits: what each tenant may lose.
+        now_s: the time, for priorities: those of a lower one go first.
+
+    Raises:
+        ExhaustedError: no thread can be started.
+    """
+
+    def may_go(trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+        return _may_go(trie, rows, tier, demotable=demotable, spare_copies=spare_copies)
+
+    def pick(slots: _Slots, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
+        return slots.pick(Counter(map(round_to_slot, sizes)), want, choose)
+
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        slots = await _read_slots(tries, tier, policy, may_go, limits(), now_s)
+        if not len(slots.slots):
+            chosen = []
+        elif slots.interrupted:
+            chosen = await in_thread(partial(pick, slots, choose if for_thread is None else for_thread()))
+        else:
+            chosen = pick(slots, choose)
+        found, all_may_go, losses = [], True, limits()
+        for trie, rows, parts, places in chosen:
+            fine = may_go(trie, rows) & (trie.slots[rows, tier, parts] == places)
+            going = np.unique(rows[fine])
+            if losses is not None and not losses.take(trie, going):  # others have taken of it meanwhile
+                going = np.array([row for row in going.tolist() if losses.take(trie, np.array([row]))], np.int64)
+                fine &= np.isin(rows, going)
+            all_may_go &= bool(fine.all())
+            found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
+        if all_may_go or not attempts_left:
+            break
+    bare = [(trie, rows[_is_bare(trie, rows, tier) & may_go(trie, rows)]) for trie, rows in slots.bare]
+    return [(trie, rows) for trie, rows in (*bare, *found) if len(rows)]
+
+
+def _is_bare(trie: Trie, rows: Rows, tier: int) -> npt.NDArray[np.bool_]:
+    """[len(rows)]: which blocks have a record in `tier`, no bytes there, and nothing that continues them."""
+    is_bare: npt.NDArray[np.bool_] = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
+    is_bare &= (trie.children[rows] == 0) & (trie.slots[rows, tier] == NO_SLOT).all(axis=1)
+    return is_bare
+
+
+def _may_go(trie: Trie, rows: Rows, tier: int, *, demotable: bool, spare_copies: bool) -> npt.NDArray[np.bool_]:
+    """[len(rows)]: which blocks' copies in `tier` may go, if they have one."""
+    bit = np.uint8(1 << tier)
+    last = trie.last_copies(rows, tier)
+    goes: npt.NDArray[np.bool_] = ~trie.held(rows, tier)
+    stays = (trie.keep[rows] > 0) | trie.pinned[rows]
+    if demotable:
+        stays &= trie.wanted(rows, tier) == 0
+    goes &= ~(last & stays)
+    if spare_copies:
+        goes &= (trie.any_part[rows] & (bit - np.uint8(1))) == 0
+    return goes
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """The n slots that are taken in a tier, with the blocks that have them. A thread may look at it."""
+
+    interrupted: bool
+    """Others have used the tries while they were read."""
+    tries: list[Trie]
+    bare: list[tuple[Trie, Rows]]
+    """The blocks that have a record in the tier and nothing else, see `_is_bare`."""
+    left: npt.NDArray[np.int64] | None
+    """By owner, bytes that may go; None: all."""
+    slots: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float64]
+    depths: npt.NDArray[np.int32]
+    may_go: npt.NDArray[np.bool_]
+    rows: Rows
+    parts: Rows
+    places: Rows
+    """Whose rows: positions in `tries`."""
+    priorities: npt.NDArray[np.int8]
+    sizes: npt.NDArray[np.int64]
+    owners: Rows
+    row_bytes: npt.NDArray[np.int64]
+    """Of their blocks, all that leaves the tier with them; with the owners only where there are limits."""
+
+    def pick(self, sizes: Mapping[int, int], want: int, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
+        """Chooses what has to go for `want` blocks, which have so many parts of each of `sizes`: by trie, the rows,
+        parts and slots."""
+        worth = _worth(self.scores, self.depths, self.priorities)
+        evicted = np.zeros(len(self.slots), np.bool_)
+        for size, parts in sizes.items():
+            evicted[self._pick_size(size, parts * want, choose, worth, evicted)] = True
+        found = []
+        for place, trie in enumerate(self.tries):
+            mine = np.flatnonzero(evicted & (self.places == place))
+            if len(mine):
+                found.append((trie, self.rows[mine], self.parts[mine], self.slots[mine]))
+        return found
+
+    def _pick_size(
+        self,
+        size: int,
+        count: int,
+        choose: Choose,
+        worth: npt.NDArray[np.float64],
+        evicted: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.int64]:
+        """The positions of slots that have to go, beside those `evicted`, for `count` slots of one size."""
+        chosen = np.empty(0, np.int64)
+        levels = np.unique(self.priorities[self.may_go]).tolist()
+        for level in levels:  # of a higher priority something goes only where the lower ones do not do
+            may_go = self.may_go & (self.priorities <= level) if len(levels) > 1 else self.may_go
+            allow = None
+            if self.left is not None:
+                allow = _Allowance(self, self.left, evicted)
+                may_go = self._affordable(size, worth, may_go, allow.left)
+            victims = choose(size, count, self.slots, worth, may_go, allow)
+            chosen = victims.positions
+            if victims.slots >= count:
+                break
+        return chosen
+
+    def _affordable(
+        self, size: int, worth: npt.NDArray[np.float64], may_go: npt.NDArray[np.bool_], left: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """[n]: of the slots that go alone, those of least worth that their owner may lose, so that not all are asked
+        for one by one; and all others that may go."""
+        may_go = may_go.copy()
+        alone = np.flatnonzero(may_go & (self.sizes == size))
+        for owner in np.unique(self.owners[alone]).tolist():
+            mine = alone[self.owners[alone] == owner]
+            most = int(left[owner]) // size
+            if most < len(mine):
+                may_go[mine[np.argsort(worth[mine], kind="stable")][max(most, 0) :]] = False
+        return may_go
+
+
+class _Allowance:
+    """Says of slots, one after the other, whether they may go without an owner's losing more than he may.
+
+    Args:
+        slots: all slots.
+        left: by owner, bytes that may go.
+        evicted: slots that go anyway.
+    """
+
+    def __init__(self, slots: _Slots, left: npt.NDArray[np.int64], evicted: npt.NDArray[np.bool_]) -> None:
+        self.left = left.copy()
+        whose = slots.rows * len(slots.tries) + slots.places
+        _, first, self._block = np.unique(whose, return_index=True, return_inverse=True)  # by slot, its block
+        self._owner, self._nbytes = slots.owners[first], slots.row_bytes[first]
+        self._gone = np.zeros(len(first), np.bool_)
+        self(np.flatnonzero(evicted))
+
+    def __call__(self, positions: npt.NDArray[np.int64]) -> bool:
+        """Whether the blocks of these slots may go; they are gone then."""
+        blocks = np.unique(self._block[positions])
+        blocks = blocks[~self._gone[blocks]]
+        owners = self._owner[blocks]
+        nbytes = np.bincount(owners, weights=self._nbytes[blocks], minlength=len(self.left)).astype(np.int64)
+        if (nbytes > self.left)[owners].any():
+            return False
+        self.left -= nbytes
+        self._gone[blocks] = True
+        return True
+
+
+async def _read_slots(
+    tries: Sequence[Trie],
+    tier: int,
+    policy: EvictionPolicy,
+    may_go: Callable[[Trie, Rows], npt.NDArray[np.bool_]],
+    losses: Losses | None,
+    now_s: float,
+) -> _Slots:
+    """The slots that are taken in a tier, read in slices."""
+    bit, pacer, scanned = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE), 0
+    nothing = np.empty(0, np.int64)
+    pieces: list[tuple[npt.NDArray[Any], ...]] = [
+        (
+            *(nothing, np.empty(0), np.empty(0, np.int32), np.empty(0, np.bool_), nothing, nothing, nothing),
+            *(np.empty(0, np.int8), nothing, nothing, nothing),
+        )
+    ]
+    bare: list[tuple[Trie, Rows]] = []
+    for place, trie in enumerate(tries):
+        for scan in slices(trie.rows):
+            rows = scan.start + np.flatnonzero(trie.any_part[scan] & bit)
+            goes, depths = may_go(trie, rows), trie.depth[rows]
+            owners = row_bytes = np.zeros(len(rows), np.int64)
+            if losses is not None:
+                owners, row_bytes = losses.owners(trie, rows), losses.bytes_of(trie, rows)
+                goes &= row_bytes <= losses.left[owners]
+            bare.append((trie, rows[_is_bare(trie, rows, tier)][:_BARE_AT_ONCE]))
+            scores = policy.scores(trie, rows, tier)
+            priorities = trie.priorities(rows, now_s) if trie.has_priorities else np.zeros(len(rows), np.int8)
+            for part in range(len(trie.part_bytes)):
+                slots = trie.slots[rows, tier, part]
+                at = np.flatnonzero(slots != NO_SLOT)
+                whose = np.full(len(at), part), np.full(len(at), place)
+                size = np.full(len(at), round_to_slot(trie.part_bytes[part]))
+                pieces.append(
+                    (
+                        *(slots[at], scores[at], depths[at], goes[at], rows[at], *whose),
+                        *(priorities[at], size, owners[at], row_bytes[at]),
+                    )
+                )
+            scanned += scan.stop - scan.start
+            await pacer.worked(scan.stop - scan.start)
+    interrupted = scanned >= SCANNED_AT_ONCE
+
+    def joined() -> _Slots:
+        columns = map(np.concatenate, zip(*pieces, strict=True))
+        return _Slots(interrupted, list(tries), bare, None if losses is None else losses.left, *columns)
+
+    return await in_thread(joined) if interrupted else joined()
+
+
+def _worth(
+    scores: npt.NDArray[np.float64], depths: npt.NDArray[np.int32], priorities: npt.NDArray[np.int8]
+) -> npt.NDArray[np.float64]:
+    """[n] numbers in the order of `priorities`, then of `scores`; of equal ones the deeper block is worth less."""
+    order = np.lexsort((scores, priorities)) if priorities.any() else np.argsort(scores)
+    ascending, levels = scores[order], priorities[order]
+    rank = np.zeros(len(scores), np.int64)
+    rank[order[1:]] = np.cumsum((ascending[1:] != ascending[:-1]) | (levels[1:] != levels[:-1]))
+    deepest = int(depths.max(initial=0))
+    return (rank * (deepest + 1) + (deepest - depths)).astype(np.float64)

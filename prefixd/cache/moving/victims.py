@@ -1,0 +1,373 @@
+"""Who has to go: the eviction policy's choice over all tries, leaves first.
+
+The tables are scanned in slices, and others use the tries between two slices. Only what may go anyway is looked at
+closely: what was found is checked, scored and chosen again at the end, in one turn, so that it is true at the moment
+when it is returned. A caller that awaits nothing before it acts can rely on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from prefixd.base.pacer import Pacer, give_way
+from prefixd.cache.index.scan import SCANNED_AT_ONCE, LowestRows, Scores, slices
+from prefixd.cache.index.trie import LOCAL_TIERS, NO_SLOT, REMOTE, TIERS, Rows, Trie, lasting_copies
+from prefixd.cache.placement.tenant_use import Losses
+from prefixd.cache.rules import GroupMask
+from prefixd_swap import EvictionPolicy, choose_victims
+
+# A row of any trie as one number: the trie's ordinal above the row.
+_ROW_BITS = 40
+_ROW_MASK = (1 << _ROW_BITS) - 1
+
+Limits = Callable[[], Losses | None]
+"""What each tenant may lose as of now; None: everything."""
+
+
+def no_limits() -> None:
+    """Everybody may lose everything."""
+
+
+_SPARE = 64  # candidates beyond twice the number wanted, for those that may not go any more at the end
+
+
+async def find_expired(
+    tries: Sequence[Trie], tier: int, want: int, *, likely: bool = False, limits: Limits = no_limits
+) -> list[tuple[Trie, Rows, GroupMask]]:
+    """Up to `want` blocks of each trie that have bytes in `tier` which only shorter prefixes need and nobody holds, the
+    least recently used first; with each the groups that may go.
+
+    Args:
+        tries: all tries, by ordinal.
+        tier: where.
+        want: how many of each trie.
+        likely: those of prefixes that are likely to be asked for, too, as far as a longer prefix does without them.
+        limits: what each tenant may lose.
+    """
+    groups_that_go = _unheld if likely else _expired
+    pacer = Pacer(SCANNED_AT_ONCE)
+    lowest: list[tuple[Trie, LowestRows]] = []
+    losses = limits()
+    for trie in tries:
+        if not trie.has_rules:
+            continue
+        lowest.append((trie, LowestRows(2 * want + _SPARE)))
+        for part in slices(trie.rows):
+            bytes_here = trie.there[part, tier]
+            rows = part.start + np.flatnonzero(bytes_here if likely else trie.expired[part] & bytes_here)
+            rows = rows[groups_that_go(trie, rows, tier) != 0]
+            if losses is not None:
+                rows = rows[losses.left[losses.owners(trie, rows)] > 0]
+            lowest[-1][1].offer(rows, trie.last_used[rows], rows)
+            await pacer.worked(part.stop - part.start)
+    found, losses = [], limits()
+    for trie, candidates in lowest:
+        rows = candidates.ascending()
+        groups = groups_that_go(trie, rows, tier)
+        rows, groups = rows[groups != 0][:want], groups[groups != 0][:want]
+        if losses is not None:
+            goes = losses.first(trie, rows, groups)
+            rows, groups = rows[goes], groups[goes]
+        if len(rows):
+            found.append((trie, rows, groups))
+    return found
+
+
+def _expired(trie: Trie, rows: Rows, tier: int) -> GroupMask:
+    """[len(rows)]: the groups of each block whose bytes in `tier` only shorter prefixes need and nobody holds."""
+    return _without_held(trie, rows, tier, trie.expired[rows] & trie.there[rows, tier])
+
+
+def _unheld(trie: Trie, rows: Rows, tier: int) -> GroupMask:
+    """[len(rows)]: the groups of each block with bytes in `tier` that longer prefixes do without, and nobody holds."""
+    groups = np.where(trie.pinned[rows], np.uint8(0), trie.there[rows, tier] & np.uint8(trie.partial_groups))
+    return _without_held(trie, rows, tier, groups)
+
+
+def _without_held(trie: Trie, rows: Rows, tier: int, groups: GroupMask) -> GroupMask:
+    for group in trie.groups:
+        groups &= ~np.where(trie.holds[rows, tier, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
+    return groups
+
+
+async def can_free(
+    tries: Sequence[Trie],
+    tier: int,
+    slots: int,
+    *,
+    demotable: bool,
+    weigh: Callable[[int], int] = lambda nbytes: 1,
+    losses: Losses | None = None,
+) -> bool:
+    """Whether evictions, one after the other, can free so many slots in `tier`, where a part of so many bytes counts
+    as `weigh` says: with `losses`, as the bytes of its slot.
+
+    A scan in slices, which ends where there are enough. Others use the tries between two slices, so it is an estimate.
+    """
+    bit, pacer = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE)
+    left = None if losses is None else np.maximum(losses.left, 0)
+    for trie in list(tries):
+        weights = np.array([weigh(nbytes) for nbytes in trie.part_bytes], np.int64)
+        for part in slices(trie.rows):
+            if slots <= 0:
+                return True
+            rows = part.start + np.flatnonzero(trie.any_part[part] & bit)
+            goes = ~trie.held(rows, tier)
+            if not demotable:
+                goes &= (trie.any_part[rows] != bit) | ((trie.keep[rows] == 0) & ~trie.pinned[rows])
+            freed = np.zeros(len(rows), np.int64)
+            freed[goes] = (trie.slots[rows[goes], tier] != NO_SLOT) @ weights
+            if trie.has_rules:
+                groups = _unheld(trie, rows[~goes], tier)
+                freed[~goes] = ((groups[:, None] & trie.part_mask) != 0) @ weights
+            if losses is None or left is None:
+                slots -= int(freed.sum())
+            else:
+                by_owner = np.bincount(losses.owners(trie, rows), weights=freed, minlength=len(left)).astype(np.int64)
+                slots -= int(np.minimum(by_owner, left).sum())
+                left -= np.minimum(by_owner, left)
+            await pacer.worked(part.stop - part.start)
+    return slots <= 0
+
+
+async def find_victims(
+    tries: Sequence[Trie],
+    tier: int,
+    want: int,
+    policy: EvictionPolicy,
+    *,
+    demotable: bool,
+    spare_copies: bool = False,
+    limits: Limits = no_limits,
+    now_s: float = 0.0,
+) -> list[tuple[Trie, Rows]]:
+    """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
+
+    Blocks of a lower priority go before all others.
+
+    Args:
+        tries: all tries, by ordinal.
+        tier: the tier that needs room.
+        want: how many, at most some thousand; fewer are returned when no more may go, or when tenants have lost what
+            they may while others have more, or have to, which others may do meanwhile.
+        policy: gives every block a score, lowest goes first.
+        demotable: a block's last copy may go too, because it will be written a tier down before.
+        spare_copies: spare blocks that are in a tier above as well.
+        limits: what each tenant may lose.
+        now_s: the time, for priorities.
+    """
+    if want <= 0:
+        return []
+    bit = 1 << tier
+    above = bit - 1 if spare_copies else 0
+
+    def may_go(trie: Trie, among: Rows | slice, losses: Losses | None) -> tuple[Rows, Scores]:
+        rows = trie.evictable(tier, demotable=demotable, among=among)
+        rows = rows[(trie.any_part[rows] & np.uint8(above)) == 0]
+        if losses is not None:
+            rows = rows[losses.may_go(trie, rows)]
+        return rows, policy.scores(trie, rows, tier)
+
+    pacer = Pacer(SCANNED_AT_ONCE)
+    while True:
+        lowest = _LowestByPriority(2 * want + _SPARE, now_s)
+        losses = limits()
+        for trie in list(tries):
+            for part in slices(trie.rows):
+                rows, scores = may_go(trie, part, losses)
+                lowest.offer(trie, rows, scores)
+                await pacer.worked(part.stop - part.start)
+        candidates = lowest.ascending()
+        await give_way()
+        losses = limits()
+        if losses is not None and losses.wanted is not None and losses.wanted <= 0:  # enough has gone meanwhile
+            return []
+        chosen = _choose(
+            *(tries, tier, want, candidates, may_go, policy),
+            above=above,
+            demotable=demotable,
+            losses=losses,
+            now_s=now_s if lowest.has_priorities else None,
+        )
+        if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile; there may be others
+            return [
+                (trie, chosen[mine] & _ROW_MASK)
+                for trie in tries
+                if (mine := chosen >> _ROW_BITS == trie.ordinal).any()
+            ]
+
+
+class _LowestByPriority:
+    """As `LowestRows`, of several tries; all of a lower priority come before others.
+
+    Args:
+        keep: how many.
+        now_s: the time, for priorities.
+    """
+
+    def __init__(self, keep: int, now_s: float) -> None:
+        self._keep = keep
+        self._now_s = now_s
+        self._lowest = {0: LowestRows(keep)}
+        self.has_priorities = False
+
+    def offer(self, trie: Trie, rows: Rows, scores: Scores) -> None:
+        """Takes in m rows, with one score each."""
+        ids = rows | (trie.ordinal << _ROW_BITS)
+        if not trie.has_priorities:
+            self._lowest[0].offer(ids, scores, ids)
+            return
+        self.has_priorities = True
+        priorities = trie.priorities(rows, self._now_s)
+        for priority in np.unique(priorities).tolist():
+            lowest, mine = self._lowest.setdefault(priority, LowestRows(self._keep)), priorities == priority
+            lowest.offer(ids[mine], scores[mine], ids[mine])
+
+    def ascending(self) -> Rows:
+        """The rows, with their tries' ordinals, by priority, score and number."""
+        ordered = [self._lowest[priority].ascending() for priority in sorted(self._lowest)]
+        return np.concatenate(ordered)[: self._keep]
+
+
+def _choose(
+    tries: Sequence[Trie],
+    tier: int,
+    want: int,
+    candidates: Rows,
+    may_go: Callable[[Trie, Rows | slice, Losses | None], tuple[Rows, Scores]],
+    policy: EvictionPolicy,
+    *,
+    above: int,
+    demotable: bool,
+    losses: Losses | None,
+    now_s: float | None,
+) -> Rows:
+    """Chooses among `candidates`, and the parents that become leaves with them, in one turn. `now_s`: None where all
+    have one priority."""
+    bit = 1 << tier
+    ids: list[Rows] = [np.empty(0, np.int64)]
+    scores: list[Scores] = [np.empty(0, np.float64)]
+    priorities: dict[int, int] = {}
+    costs: dict[int, tuple[int, int]] = {}
+    for trie in tries:
+        mine = np.sort(candidates[candidates >> _ROW_BITS == trie.ordinal] & _ROW_MASK)
+        rows, its_scores = may_go(trie, mine, losses)
+        ids.append(rows | (trie.ordinal << _ROW_BITS))
+        scores.append(its_scores)
+        if now_s is not None:
+            priorities.update(zip(ids[-1].tolist(), trie.priorities(rows, now_s).tolist(), strict=True))
+        if losses is not None:
+            costs.update(_costs(trie, rows, losses))
+    views = [_Columns(trie, tier) for trie in tries]
+    gone: dict[int, int] = {}  # children that leave this tier as victims, by parent
+    vanished: dict[int, int] = {}  # those of them that had no other copy and go nowhere
+
+    def reveal(identity: int) -> tuple[int, float] | None:
+        ordinal, row = identity >> _ROW_BITS, identity & _ROW_MASK
+        trie, columns = tries[ordinal], views[ordinal]
+        leaves = 1
+        vanishes = columns.any_part[row] == bit and not (demotable and columns.wanted(row))
+        while True:
+            parent = columns.parent[row]
+            if parent < 0:
+                return None
+            up = parent | (ordinal << _ROW_BITS)
+            gone[up] = gone.get(up, 0) + leaves
+            vanished[up] = vanished.get(up, 0) + vanishes
+            protected = columns.keep[parent] or columns.pinned[parent] or columns.children[parent] > vanished[up]
+            some = columns.any_part[parent]
+            if some or protected:
+                break
+            row, leaves = parent, 0  # it has no copy, and goes with the last of its children
+        if gone[up] < columns.tier_children[parent] or not some & bit or columns.is_held(parent):
+            return None
+        if some & above:
+            return None
+        may_stay = not columns.is_last(parent) or (demotable and columns.wanted(parent))
+        if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier
+            return None
+        return up, policy.score(trie, parent, tier)
+
+    def rank(identity: int) -> int:
+        if identity not in priorities:
+            trie, row = tries[identity >> _ROW_BITS], np.array([identity & _ROW_MASK])
+            priorities[identity] = int(trie.priorities(row, now_s or 0.0)[0])
+        return priorities[identity]
+
+    left = [] if losses is None else losses.left.tolist()
+    wanted = None if losses is None else losses.wanted
+
+    def allow(identity: int) -> bool:
+        nonlocal wanted
+        if wanted is not None and wanted <= 0:
+            return False
+        if identity not in costs and losses is not None:
+            costs[identity] = losses.cost(tries[identity >> _ROW_BITS], identity & _ROW_MASK)
+        owner, nbytes = costs[identity]
+        if nbytes > left[owner]:
+            return False
+        left[owner] -= nbytes
+        if wanted is not None:
+            wanted -= nbytes
+        return True
+
+    chosen = choose_victims(
+        *(want, np.concatenate(ids), np.concatenate(scores), reveal),
+        rank=None if now_s is None else rank,
+        allow=None if losses is None else allow,
+    )
+    return np.array(chosen, np.int64)
+
+
+def _costs(trie: Trie, rows: Rows, losses: Losses) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Of each row, with its trie's ordinal: whose the block is, and the bytes that go with it."""
+    costs = zip(losses.owners(trie, rows).tolist(), losses.bytes_of(trie, rows).tolist(), strict=True)
+    return zip((rows | (trie.ordinal << _ROW_BITS)).tolist(), costs, strict=True)
+
+
+class _Columns:
+    """A trie's columns for access by row, which takes a third of the time that numpy takes. Good for one turn of the
+    event loop: columns grow."""
+
+    __slots__ = (
+        *("any_part", "children", "keep", "parent", "pinned", "tier_children"),
+        *("_elsewhere", "_expired", "_holds", "_lasting", "_other_tiers", "_remote", "_there"),
+    )
+
+    def __init__(self, trie: Trie, tier: int) -> None:
+        self.any_part = trie.any_part.data
+        self.children = trie.children.data
+        self.keep = trie.keep.data
+        self.parent = trie.parent.data
+        self.pinned = trie.pinned.data
+        self.tier_children = trie.tier_children[:, tier].data
+        self._there = trie.there[:, tier].data
+        self._expired = trie.expired.data
+        self._lasting = lasting_copies(tier)
+        self._elsewhere = [trie.there[:, other].data for other in range(TIERS) if other not in (tier, REMOTE)]
+        self._remote = trie.there[:, REMOTE].data
+        self._holds = [trie.holds[:, tier, group].data for group in range(trie.holds.shape[2])]
+        self._other_tiers = LOCAL_TIERS & ~(1 << tier)
+
+    def is_held(self, row: int) -> bool:
+        """Whether somebody holds the copy of a KV group in the tier."""
+        return any(holds[row] for holds in self._holds)
+
+    def wanted(self, row: int) -> int:
+        """See `Trie.wanted`."""
+        return self._there[row] & ~self._expired[row]
+
+    def is_last(self, row: int) -> bool:
+        """See `Trie.last_copies`."""
+        if self.pinned[row] and not self._lasting:
+            return True
+        lacking = self.wanted(row)
+        for there in self._elsewhere:
+            lacking &= ~there[row]
+        others = self._other_tiers
+        if not self.pinned[row]:
+            lacking &= ~self._remote[row]
+            others |= 1 << REMOTE
+        return bool(lacking) or not self.any_part[row] & others

@@ -1,0 +1,508 @@
+"""How many bytes of each tier each tenant has, what it may have more of, and what it may lose for others' sake.
+
+    what a tenant has of a tier
+    |<------- cached: slots in the tries ------->|<--- granted --->|<- moving ->|
+             |<-- held: leased, in use -->|      reserved, of runs    copies under way
+                                                 or in quarantine
+
+*Most* is the bound of all of it, and is looked at before anything is allocated. What is *guaranteed* no other tenant's
+need may take: others take of a tenant only what it has beyond that (`losses`). So that a guarantee that is not used yet
+can be had when it is wanted, what tenants hold for as long as they please (granted or held) is bounded, too: all of it
+together leaves the others their guarantees (`room_to_hold`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.steps import Steps
+from prefixd.base.tenants import QUOTA_TIERS, Tenant, Tenants
+from prefixd.cache.index.columns import ColumnMemory
+from prefixd.cache.index.scan import slices
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.namespaces import Namespace
+from prefixd.cache.rules import GroupMask
+from prefixd.cache.tiers import Slots, Tiers
+from prefixd_swap import round_to_slot
+from prefixd_swap.tiers import Account, Int64s, MemoryTier, Tier
+
+Holders = npt.NDArray[np.int32]
+
+
+class HeldBytes:
+    """Counts, by tenant and tier, the bytes of blocks that have a holder. A block may have many; it counts once.
+
+    Args:
+        use: knows whose blocks are whose, and their sizes.
+    """
+
+    def __init__(self, use: TenantUse) -> None:
+        self._use = use
+        self._memory: dict[tuple[int, int], ColumnMemory] = {}
+        self._holders: dict[tuple[int, int], Holders] = {}  # by trie and level: [rows, groups]
+        self._nbytes: dict[tuple[int, int], int] = {}  # by tenant and level
+
+    def nbytes(self, tenant: Tenant, tier: Tier) -> int:
+        """Bytes held of a tenant's blocks in a tier."""
+        return self._nbytes.get((tenant.ordinal, tier.level), 0)
+
+    def holders(self, trie: Trie, tier: Tier) -> Holders:
+        """[rows, groups]: how many hold the bytes of a KV group of each block."""
+        place = trie.ordinal, tier.level
+        holders = self._holders.get(place)
+        if holders is None or holders.shape[1] != len(trie.groups):  # a trie can get another geometry
+            self._memory[place], holders = ColumnMemory(), np.zeros((0, len(trie.groups)), np.int32)
+        if len(holders) < max(trie.rows, 1):
+            holders = self._holders[place] = self._memory[place].grown("holders", holders, len(trie.namespace))
+        return holders
+
+    def change(self, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None, *, begin: bool) -> None:
+        """The `wanted` groups of different blocks, all by default, have one holder more, or fewer."""
+        for tenant, mine in self._use.places_by_owner(trie, rows):
+            self._change_of(tenant, trie, tier, rows[mine], None if wanted is None else wanted[mine], begin=begin)
+
+    def _change_of(
+        self, tenant: Tenant, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None, *, begin: bool
+    ) -> None:
+        """As `change`, blocks of one tenant."""
+        holders, nbytes, by = self.holders(trie, tier), 0, 1 if begin else -1
+        for group in trie.groups:
+            chosen = rows if wanted is None else rows[(wanted & np.uint8(group.mask)) != 0]
+            holders[chosen, group.bit] += by
+            changed = int(np.count_nonzero(holders[chosen, group.bit] == begin))
+            nbytes += by * changed * int(self._use.group_bytes(trie, tier)[group.mask])
+        place = tenant.ordinal, tier.level
+        self._nbytes[place] = self._nbytes.get(place, 0) + nbytes
+
+    def fresh_bytes(self, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None) -> Int64s:
+        """[len(rows)]: bytes of the `wanted` groups of each block that nobody holds yet."""
+        holders = self.holders(trie, tier)[rows]
+        lacking = np.zeros(len(rows), np.uint8)
+        for group in trie.groups:
+            lacking |= np.where(holders[:, group.bit] == 0, np.uint8(group.mask), np.uint8(0))
+        fresh: Int64s = self._use.group_bytes(trie, tier)[lacking if wanted is None else lacking & wanted]
+        return fresh
+
+
+_NO_LIMIT = np.int64(1 << 62)
+
+
+class Losses:
+    """What the tenants may lose in a tier, for one tenant's sake, from now on; `take` uses it up.
+
+    Args:
+        use: knows whose blocks are whose.
+        tier: the tier.
+        left: by tenant, bytes; below 0: not even a record without bytes. The last one is for tenants that were not
+            there yet.
+        wanted: bytes that are enough: who has lost so many loses no more; None: no such bound.
+    """
+
+    def __init__(self, use: TenantUse, tier: Tier, left: Int64s, wanted: int | None = None) -> None:
+        self._use = use
+        self._tier = tier
+        self.left = left
+        self.wanted = wanted
+
+    def owners(self, trie: Trie, rows: Rows) -> Rows:
+        """[len(rows)]: the tenants' places in `left`."""
+        return np.minimum(self._use.owners(trie, rows), len(self.left) - 1)
+
+    def bytes_of(self, trie: Trie, rows: Rows) -> Int64s:
+        """[len(rows)]: what each block has in the tier."""
+        return self._use.bytes_of(trie, rows, self._tier)
+
+    def cost(self, trie: Trie, row: int) -> tuple[int, int]:
+        """Of one block, its owner and its bytes: what `owners` and `bytes_of` say, in half the time."""
+        return min(self._use.owner_number(trie, row), len(self.left) - 1), self._use.bytes_of_row(trie, row, self._tier)
+
+    def may_go(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+        """[len(rows)]: which blocks' copies could go if no other did before."""
+        left = self.left[self.owners(trie, rows)]
+        may_go: npt.NDArray[np.bool_] = left >= int(self._use.part_bytes(trie, self._tier).sum())
+        close = np.flatnonzero(~may_go & (left >= 0))
+        may_go[close] = self.bytes_of(trie, rows[close]) <= left[close]
+        return may_go
+
+    def take(self, trie: Trie, rows: Rows) -> bool:
+        """Whether these blocks' copies may go, all of them, after what has been taken before; they are taken then."""
+        nbytes = np.zeros_like(self.left)
+        owners = self.owners(trie, rows)
+        np.add.at(nbytes, owners, self.bytes_of(trie, rows))
+        if (nbytes > self.left)[owners].any():
+            return False
+        self.left -= nbytes
+        return True
+
+    def first(self, trie: Trie, rows: Rows, groups: GroupMask) -> npt.NDArray[np.bool_]:
+        """[len(rows)]: whose bytes of these `groups` may go one after the other; they are taken."""
+        owners, nbytes = self.owners(trie, rows), self._use.group_bytes(trie, self._tier)[groups]
+        goes = np.ones(len(rows), np.bool_)
+        for owner in np.unique(owners).tolist():
+            mine = np.flatnonzero(owners == owner)
+            lost = np.cumsum(nbytes[mine])
+            goes[mine] = (self.left[owner] >= 0) & (lost <= self.left[owner])
+            if self.wanted is not None:
+                goes[mine] &= lost - nbytes[mine] < self.wanted
+                self.wanted -= int(nbytes[mine][goes[mine]].sum())
+            self.left[owner] -= int(nbytes[mine][goes[mine]].sum())
+        return goes
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of the slots that a trie's blocks take in a tier: by part, and by mask of KV groups."""
+
+    tier: Tier
+    part_bytes: tuple[int, ...]
+    parts: Int64s
+    groups: Int64s
+
+
+class TenantUse:
+    """The tenants' bytes in the tiers that have quotas.
+
+    Args:
+        tiers: the memory.
+        tenants: all tenants, with their quotas as of now.
+    """
+
+    def __init__(self, tiers: Tiers, tenants: Tenants) -> None:
+        self._tiers = tiers
+        self.tenants = tenants
+        self._owner_of = np.zeros(64, np.int64)  # by namespace, its tenant
+        self._cached = np.zeros((1, len(QUOTA_TIERS)), np.int64)  # by tenant and level
+        self._leaving = np.zeros_like(self._cached)  # of these, chosen to go and not gone yet
+        self._moving: dict[tuple[int, int], Account] = {}
+        self._granted: dict[tuple[int, int], Account] = {}
+        self._slot_bytes: dict[tuple[int, int], _Sizes] = {}
+        self.held = HeldBytes(self)
+        self._pinned: Counter[int] = Counter()  # by tenant, bytes of pinned blocks
+
+    # -- whose ----------------------------------------------------------------------------------------------------
+
+    def tenant_of(self, namespace: Namespace) -> Tenant:
+        """The tenant that a namespace belongs to."""
+        return self.tenants.at(int(self._owner_of[namespace.ordinal]))
+
+    def assign(self, namespace: int, tenant: Tenant) -> None:
+        """The namespace with this ordinal, which has no blocks, belongs to a tenant from now on."""
+        if namespace >= len(self._owner_of):
+            self._owner_of = np.concatenate([self._owner_of, np.zeros(namespace + 1, np.int64)])
+        self._owner_of[namespace] = tenant.ordinal
+
+    def owners(self, trie: Trie, rows: Rows) -> Rows:
+        """[len(rows)]: the tenants' ordinals."""
+        if len(self.tenants) == 1:
+            return np.zeros(len(rows), np.int64)
+        owners: Rows = self._owner_of[trie.namespace[rows]]
+        return owners
+
+    def owner_number(self, trie: Trie, row: int) -> int:
+        """The ordinal of the tenant that a block belongs to."""
+        return 0 if len(self.tenants) == 1 else int(self._owner_of[trie.namespace[row]])
+
+    def owner(self, trie: Trie, row: int) -> Tenant:
+        """The tenant that a block belongs to."""
+        return self.tenants.at(self.owner_number(trie, row))
+
+    def by_owner(self, trie: Trie, rows: Rows) -> list[tuple[Tenant, Rows]]:
+        """Each tenant's part of `rows`, in their order."""
+        return [(tenant, rows[at]) for tenant, at in self.places_by_owner(trie, rows)]
+
+    def places_by_owner(self, trie: Trie, rows: Rows) -> list[tuple[Tenant, slice | Rows]]:
+        """Where in `rows` each tenant's are, ascending."""
+        if not len(rows):
+            return []
+        owners = self.owners(trie, rows)
+        first = int(owners[0])
+        if (owners == first).all():
+            return [(self.tenants.at(first), slice(None))]
+        return [(self.tenants.at(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners).tolist()]
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def part_bytes(self, trie: Trie, tier: Tier) -> Int64s:
+        """[parts]: bytes of the slot that each part of a block takes in a tier."""
+        return self._sizes(trie, tier).parts
+
+    def group_bytes(self, trie: Trie, tier: Tier) -> Int64s:
+        """[2 ** groups]: bytes of the slots that the parts of the groups of a mask take in a tier."""
+        return self._sizes(trie, tier).groups
+
+    def bytes_of(self, trie: Trie, rows: Rows, tier: Tier) -> Int64s:
+        """[len(rows)]: bytes of the slots that blocks have in a tier."""
+        nbytes: Int64s = (trie.slots[rows, tier.level] != NO_SLOT) @ self.part_bytes(trie, tier)
+        return nbytes
+
+    def bytes_of_row(self, trie: Trie, row: int, tier: Tier) -> int:
+        """Bytes of the slots that one block has in a tier."""
+        return int((trie.slots[row, tier.level] != NO_SLOT) @ self.part_bytes(trie, tier))
+
+    def _sizes(self, trie: Trie, tier: Tier) -> _Sizes:
+        known = self._slot_bytes.get((trie.ordinal, tier.level))
+        # Another pool may have other frames, and a trie can get another geometry.
+        if (
+            known is None
+            or known.part_bytes is not trie.part_bytes
+            or (known.tier is not tier and self._tiers.exists(tier))
+        ):
+            parts = np.array([_slot_bytes(tier, nbytes) for nbytes in trie.part_bytes], np.int64)
+            masks = np.arange(trie.all_groups + 1, dtype=np.uint8)
+            groups = ((masks[:, None] & trie.part_mask) != 0) @ parts
+            known = self._slot_bytes[trie.ordinal, tier.level] = _Sizes(tier, trie.part_bytes, parts, groups)
+        return known
+
+    # -- what is where --------------------------------------------------------------------------------------------
+
+    def entered(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
+        """Slots [m, parts] have become those of blocks in a tier."""
+        self._count(trie, rows, tier, slots, 1)
+
+    def left(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
+        """Slots [m, parts] are blocks' no more."""
+        self._count(trie, rows, tier, slots, -1)
+
+    def _count(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots, sign: int) -> None:
+        if tier.level >= len(QUOTA_TIERS):
+            return
+        nbytes = (slots != NO_SLOT) @ self.part_bytes(trie, tier)
+        if len(self.tenants) == 1:
+            self._cached[0, tier.level] += sign * int(nbytes.sum())
+        else:
+            self._fit()
+            np.add.at(self._cached[:, tier.level], self.owners(trie, rows), sign * nbytes)
+
+    def _fit(self) -> None:
+        if (lacking := len(self.tenants) - len(self._cached)) > 0:
+            self._cached, self._leaving = (
+                np.concatenate([column, np.zeros((lacking, len(QUOTA_TIERS)), np.int64)])
+                for column in (self._cached, self._leaving)
+            )
+
+    def recount(self, tries: Sequence[Trie]) -> None:
+        """Counts what the tries have, where blocks came into them all at once."""
+        self._fit()
+        self._cached[:] = 0
+        for trie in tries:
+            for part in slices(trie.rows):
+                rows = np.arange(part.start, part.stop)
+                for tier in self._tiers.own:
+                    here = rows[(trie.slots[rows, tier.level] != NO_SLOT).any(axis=1)]
+                    self.entered(trie, here, tier, trie.slots[here, tier.level])
+
+    @contextmanager
+    def leaving(self, tier: Tier, victims: Sequence[tuple[Trie, Rows]]) -> Iterator[None]:
+        """Within it, blocks' copies in `tier` are on their way out: nobody else counts on losing them."""
+        self._fit()
+        nbytes = np.zeros(len(self._leaving), np.int64)
+        for trie, rows in victims:
+            np.add.at(nbytes, self.owners(trie, rows), self.bytes_of(trie, rows, tier))
+        self._leaving[: len(nbytes), tier.level] += nbytes
+        try:
+            yield
+        finally:
+            self._leaving[: len(nbytes), tier.level] -= nbytes
+
+    def leaving_bytes(self, tenant: Tenant, tier: Tier) -> int:
+        """Bytes of a tenant's blocks in a tier that are on their way out."""
+        return int(self._leaving[tenant.ordinal, tier.level]) if tenant.ordinal < len(self._leaving) else 0
+
+    # -- accounts of slots in flight ------------------------------------------------------------------------------
+
+    def moving(self, tenant: Tenant, tier: Tier) -> Account:
+        """Of slots in flight: copies under way, and everything that is granted."""
+        return self._moving.setdefault((tenant.ordinal, tier.level), Account())
+
+    def granted(self, tenant: Tenant, tier: Tier) -> Account:
+        """Of slots in flight that a tenant keeps for as long as it likes: reservations, those in quarantine, frames of
+        runs."""
+        account = self._granted.get((tenant.ordinal, tier.level))
+        if account is None:
+            account = self._granted[tenant.ordinal, tier.level] = Account(self.moving(tenant, tier))
+        return account
+
+    # -- figures --------------------------------------------------------------------------------------------------
+
+    def cached_bytes(self, tenant: Tenant, tier: Tier) -> int:
+        """Bytes of a tenant's blocks in a tier."""
+        return int(self._cached[tenant.ordinal, tier.level]) if tenant.ordinal < len(self._cached) else 0
+
+    def used_bytes(self, tenant: Tenant, tier: Tier) -> int:
+        """Bytes that a tenant has of a tier: what `most` is about."""
+        return self.cached_bytes(tenant, tier) + self.moving(tenant, tier).nbytes
+
+    def held_bytes(self, tenant: Tenant, tier: Tier) -> int:
+        """Of these, bytes that it keeps for as long as it likes: granted, leased, of its runs, or pinned. Pins count in
+        the last tier: there the blocks stay at least."""
+        pinned = self._pinned[tenant.ordinal] if self._tiers.own[-1:] == [tier] else 0
+        return self.granted(tenant, tier).nbytes + self.held.nbytes(tenant, tier) + pinned
+
+    def count_pinned(self, tries: Sequence[Trie]) -> Steps[None]:
+        """Counts anew what is pinned, after that has changed."""
+        pinned: Counter[int] = Counter()
+        for trie in list(tries):
+            block_bytes = int(self.part_bytes(trie, self._tiers.own[-1]).sum())
+            for part in slices(trie.rows):
+                owners = self.owners(trie, part.start + np.flatnonzero(trie.pinned[part]))
+                for owner, blocks in zip(*np.unique(owners, return_counts=True), strict=True):
+                    pinned[int(owner)] += int(blocks) * block_bytes
+                yield None
+        self._pinned = pinned
+
+    def check_pin(self, trie: Trie, path: Rows) -> None:
+        """Raises ExhaustedError if a tenant may not hold the blocks of a prefix, once they are pinned."""
+        tier = self._tiers.own[-1]
+        for tenant, fresh in self.by_owner(trie, path[~trie.pinned[path]]):
+            room = self.room_to_hold(tenant, tier)
+            if room is not None and len(fresh) * int(self.part_bytes(trie, tier).sum()) > room:
+                self.refuse_to_hold(tenant, tier, "unpin other prefixes")
+
+    # -- what it may have -----------------------------------------------------------------------------------------
+
+    def room(self, tenant: Tenant, tier: Tier) -> int | None:
+        """Bytes more that a tenant may have of a tier, below 0 where its quota was lowered; None: no limit."""
+        most = _quota(tenant, tier.level)[1]
+        return None if most is None else most - self.used_bytes(tenant, tier)
+
+    def never_fits(self, tenant: Tenant, tier: Tier, nbytes: int) -> bool:
+        """Whether a tenant may not have so many bytes of a tier even if it has nothing else there."""
+        most = _quota(tenant, tier.level)[1]
+        return most is not None and most < nbytes
+
+    @staticmethod
+    def guaranteed(tenant: Tenant, tier: Tier) -> int:
+        """Bytes that a tenant is guaranteed of a tier."""
+        return _quota(tenant, tier.level)[0]
+
+    def hold_bounds(self, tier: Tier) -> dict[Tenant, int] | None:
+        """Bytes that each tenant may hold of a tier while nobody else holds any; None: there are no quotas."""
+        quotas = {tenant: _quota(tenant, tier.level) for tenant in self.tenants}
+        if all(quota == _UNLIMITED for quota in quotas.values()):
+            return None
+        common = tier.capacity_bytes - sum(guaranteed for guaranteed, _ in quotas.values())
+        return {
+            tenant: min(guaranteed + max(common, 0), tier.capacity_bytes if most is None else most)
+            for tenant, (guaranteed, most) in quotas.items()
+        }
+
+    def room_to_hold(self, tenant: Tenant, tier: Tier) -> int | None:
+        """Bytes more that a tenant may hold of a tier, so that what others are guaranteed can be had; None: no limit.
+
+        What nobody is guaranteed is for all: a tenant may hold what it is guaranteed, and of the rest what the others
+        do not hold beyond what they are guaranteed.
+        """
+        if (bounds := self.hold_bounds(tier)) is None:
+            return None
+        others = [
+            max(self.guaranteed(other, tier), self.held_bytes(other, tier)) for other in bounds if other is not tenant
+        ]
+        common = tier.capacity_bytes - sum(others) - self.guaranteed(tenant, tier)
+        bound = min(bounds[tenant], self.guaranteed(tenant, tier) + max(common, 0))
+        return bound - self.held_bytes(tenant, tier)
+
+    def kept_from(self, tenant: Tenant, tier: Tier) -> int:
+        """Bytes of a tier that others have and do not lose for a tenant's sake: held or pinned, or within what they are
+        guaranteed."""
+        return sum(
+            max(self.held_bytes(other, tier), min(self.cached_bytes(other, tier), self.guaranteed(other, tier)))
+            for other in self.tenants
+            if other is not tenant
+        )
+
+    def refuse_to_hold(self, tenant: Tenant, tier: Tier, remedy: str) -> None:
+        """Raises the ExhaustedError for a tenant that may hold no more of a tier."""
+        own, most = _quota(tenant, tier.level)
+        held, used = self.held_bytes(tenant, tier), self.used_bytes(tenant, tier)
+        if most is not None and most - held <= (self.room_to_hold(tenant, tier) or 0):
+            raise tenant.refusal(
+                f"{tier.name}_most", f"it holds {held} of {most} bytes of the {tier.name} tier", remedy
+            )
+        raise tenant.refusal(
+            f"{tier.name}_guaranteed",
+            f"it holds {held} bytes of the {tier.name} tier ({own} guaranteed, {used} used), and the rest of its "
+            f"{tier.capacity_bytes} bytes is held by, or guaranteed to, others",
+            remedy,
+        )
+
+    def refuse_at_most(self, tenant: Tenant, tier: Tier, nbytes: int, remedy: str) -> None:
+        """Raises the ExhaustedError for a tenant that may have no `nbytes` more of a tier; else does nothing."""
+        room = self.room(tenant, tier)
+        if room is not None and room < nbytes:
+            used = self.used_bytes(tenant, tier)
+            raise tenant.refusal(
+                f"{tier.name}_most",
+                f"it has {used} of {used + room} bytes of the {tier.name} tier, {nbytes} more are needed, and none of "
+                "its blocks there may be evicted",
+                remedy,
+            )
+
+    # -- what others may lose -------------------------------------------------------------------------------------
+
+    def losses(
+        self, tenant: Tenant | None, tier: Tier, *, own: bool = False, wanted: int | None = None
+    ) -> Losses | None:
+        """What each tenant may lose in a tier for the sake of `tenant`, or of nobody in particular; None: everything.
+
+        `own`: only it loses anything: it is at its most. Then it loses no block more than it takes for `wanted` bytes.
+        """
+        if tier.level >= len(QUOTA_TIERS):
+            return None
+        if not own and not any(_quota(other, tier.level)[0] for other in self.tenants):
+            return None
+        self._fit()
+        left = np.full(len(self._cached) + 1, -1, np.int64)
+        if not own:
+            for other in self.tenants:
+                # Copies under way do not count: they may come to nothing.
+                has = self.cached_bytes(other, tier) + self.granted(other, tier).nbytes
+                has -= int(self._leaving[other.ordinal, tier.level])
+                left[other.ordinal] = max(0, has - _quota(other, tier.level)[0])
+        if tenant is not None:
+            left[tenant.ordinal] = _NO_LIMIT
+        return Losses(self, tier, left, wanted)
+
+    @staticmethod
+    def footprint(tier: Tier, sizes: Sequence[int]) -> int:
+        """Bytes of the slots that parts of `sizes` bytes take in a tier."""
+        return sum(_slot_bytes(tier, nbytes) for nbytes in sizes)
+
+    # -- integrity ------------------------------------------------------------------------------------------------
+
+    def owner_of(self) -> Callable[[npt.NDArray[np.int32]], Rows]:
+        """Gives, in a thread too, the tenants of namespaces as of now; 0 of those that there are not."""
+        known = self._owner_of.copy() if len(self.tenants) > 1 else np.zeros(0, np.int64)
+
+        def owners(namespaces: npt.NDArray[np.int32]) -> Rows:
+            there = (namespaces >= 0) & (namespaces < len(known))
+            found = np.zeros(len(namespaces), np.int64)
+            found[there] = known[namespaces[there]]
+            return found
+
+        return owners
+
+    def counted(self, tier: Tier) -> Int64s:
+        """[tenants]: what is counted as cached in a tier."""
+        self._fit()
+        return self._cached[:, tier.level].copy()
+
+
+_UNLIMITED = (0, None)
+
+
+def _quota(tenant: Tenant, level: int) -> tuple[int, int | None]:
+    """What a tenant is guaranteed of a tier, and the most of it that it may have."""
+    if level >= len(QUOTA_TIERS):
+        return _UNLIMITED
+    quota = tenant.quota.tiers[level]
+    return quota.guaranteed_bytes, quota.most_bytes
+
+
+def _slot_bytes(tier: Tier, nbytes: int) -> int:
+    return tier.footprint((nbytes,)) if isinstance(tier, MemoryTier) else round_to_slot(nbytes)

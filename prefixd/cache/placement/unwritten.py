@@ -1,0 +1,93 @@
+"""Which blocks wait in a tier to be written to disk, in the order in which they came there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.pacer import Pacer
+from prefixd.cache.index.scan import SCANNED_AT_ONCE, LowestRows, slices
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.rules import GroupMask
+
+_FOUND_AT_ONCE = 8192  # blocks that one scan of the table finds
+
+
+class UnwrittenBlocks:
+    """The blocks of a trie that have a KV group in a tier which the disk lacks and a prefix needs.
+
+    The first to come are the first to be given out, of those that came together parents before children. They are found
+    some thousand at a time, by a scan of the table in slices; others use the trie between two slices, and between the
+    scan and the moment when a block is given out. So what waits is looked at again then, and a block that came after a
+    scan had begun is left to the next one: the scan may have passed its parent's row.
+
+    Args:
+        trie: the blocks' trie.
+        source: the level of the tier.
+        target: the level of the disk tier.
+        clock: seconds, by which blocks enter tiers.
+        admit_uses: blocks that were asked for again less often do not wait to be written.
+        may_go: says of blocks which may be given out now, [m]; all by default.
+    """
+
+    def __init__(
+        self,
+        trie: Trie,
+        source: int,
+        target: int,
+        clock: Callable[[], float],
+        admit_uses: int = 0,
+        may_go: Callable[[Rows], npt.NDArray[np.bool_]] | None = None,
+    ) -> None:
+        self._trie = trie
+        self._source = source
+        self._target = target
+        self._clock = clock
+        self._admit_uses = admit_uses
+        self._may_go = may_go or (lambda rows: np.ones(len(rows), np.bool_))
+        self._found: Rows = np.empty(0, np.int64)
+
+    async def next(self, count: int) -> Rows:
+        """Up to `count` of them, taken from the beginning of the queue; none when none waits."""
+        rows = self._take(count)
+        if not len(rows):
+            await self._scan()
+            rows = self._take(count)
+        return rows
+
+    def begin_again(self) -> None:
+        """Has the next call look for the first ones: some that were given out could not be written."""
+        self._found = self._found[:0]
+
+    def _take(self, count: int) -> Rows:
+        while len(self._found):
+            rows, self._found = self._found[:count], self._found[count:]
+            waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows, self._admit_uses) != 0]
+            if len(waiting := waiting[self._may_go(waiting)]):
+                return waiting
+        return self._found
+
+    async def _scan(self) -> None:
+        trie, begun_s, pacer = self._trie, self._clock(), Pacer(SCANNED_AT_ONCE)
+        lowest = LowestRows(_FOUND_AT_ONCE)
+        for part in slices(trie.rows):
+            waiting = unwritten(trie, self._source, self._target, part, self._admit_uses)
+            rows = part.start + np.flatnonzero(waiting)
+            rows = rows[self._may_go(rows)]
+            entered = trie.entered[rows, self._source]
+            if part.start:
+                rows, entered = rows[entered < begun_s], entered[entered < begun_s]
+            lowest.offer(rows, entered, trie.depth[rows])
+            await pacer.worked(part.stop - part.start)
+        self._found = lowest.ascending()
+
+
+def unwritten(trie: Trie, source: int, target: int, rows: Rows | slice, admit_uses: int = 0) -> GroupMask:
+    """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs; none of
+    blocks that were asked for again less often than `admit_uses`."""
+    groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, target] & ~trie.expired[rows]
+    if admit_uses:
+        groups[trie.uses[rows] < admit_uses] = 0
+    return groups

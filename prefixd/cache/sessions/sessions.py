@@ -1,0 +1,350 @@
+"""Sessions, leases and reservations: who may read or fill what, and until when."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.base.errors import (
+    ExhaustedError,
+    InvalidArgumentError,
+    NamespaceClosedError,
+    NotFoundError,
+    PrefixdError,
+    SessionEndedError,
+    UnavailableError,
+)
+from prefixd.base.tenants import Tenant, Tenants
+from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.namespaces import Namespace
+from prefixd.cache.placement.holds import Hold
+from prefixd.cache.sessions.arrivals import Arrivals
+from prefixd_swap.tiers import Account
+
+_REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
+_LONGEST_NAME = 256  # characters of a client's name
+_TICK_S = 0.25  # grants that end within a tick end together, when it is over
+_EXPIRED_AT_ONCE = 2048  # grants: some milliseconds
+_NAMESPACES = 2048
+"""Namespaces open in one session. Those of the engines' connectors before 0.1 that forgot the first of 1,024 they had
+registered never used one that was not among the last 2,046."""
+_KEPT_FOR_OTHERS = 8
+"""Sessions that each tenant can open however many the others have open; fewer where `max_sessions` is small."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to read blocks in the CPU tier.
+
+    `hold` has the blocks, and of each the KV groups that a reader of the whole prefix needs.
+    """
+
+    id: str
+    session: Session
+    hold: Hold
+    expires_s: float
+
+    @property
+    def trie(self) -> Trie:
+        """The blocks' trie."""
+        return self.hold.trie
+
+    @property
+    def rows(self) -> Rows:
+        """The leased blocks, in order."""
+        return self.hold.rows
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """A client's process that has the arena mapped."""
+
+    pid: int
+    alive: bool = True
+    quarantined_bytes: int = 0
+    """Of slots into which it may still be writing."""
+
+
+@dataclass(slots=True)
+class Reservation:
+    """The right to fill `slots` for the blocks from `first_block` on.
+
+    `slots[i, j]`, [blocks, parts], is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` holds
+    the blocks before `first_block`, so that a committed block always has its prefix. `by_daemon`: the daemon fills the
+    slots itself, from a stream; the client does not know them. `retention_refused`: why its commit left out what was
+    wished for; empty if it did not.
+    """
+
+    id: str
+    session: Session
+    namespace: Namespace
+    trie: Trie
+    chain: BlockChain
+    prefix: Hold
+    first_block: int
+    parts: tuple[int, ...]
+    slots: npt.NDArray[np.int64]
+    expires_s: float
+    by_daemon: bool = False
+    retention_refused: str = ""
+
+
+@dataclass(slots=True)
+class Session:
+    """One engine's connection. Everything it was granted ends with it.
+
+    `namespaces` are those it has open, by id, the least recently used first: it reads and fills no others. `processes`
+    are those that have the arena through it and live. `reserved` has the bytes of its reservations' slots. `reopens`:
+    its client registers a namespace again that was closed meanwhile. `arrivals` has what it gave hints for.
+    """
+
+    id: str
+    client_name: str
+    pid: int
+    opened_s: float
+    tenant: Tenant
+    reopens: bool = False
+    grants: dict[str, Lease | Reservation] = field(default_factory=dict)
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)
+    processes: set[Process] = field(default_factory=set)
+    reserved: Account = field(default_factory=Account)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    _granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
+
+    def count(self, kind: type[Lease] | type[Reservation]) -> int:
+        """Grants of one kind that have not ended."""
+        return self._granted[kind]
+
+    def add(self, grant: Lease | Reservation) -> None:
+        """Adds a grant."""
+        self.grants[grant.id] = grant
+        self._granted[type(grant)] += 1
+
+    def remove(self, grant: Lease | Reservation) -> None:
+        """Removes a grant that it has."""
+        del self.grants[grant.id]
+        self._granted[type(grant)] -= 1
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Opens a namespace that its client has registered, and closes the least recently used beyond 2,048."""
+        self.namespaces.pop(namespace.id, None)
+        self.namespaces[namespace.id] = namespace
+        if len(self.namespaces) > _NAMESPACES:
+            del self.namespaces[next(iter(self.namespaces))]
+
+    def namespace(self, identity: bytes) -> Namespace:
+        """A namespace that is open to this session; NamespaceClosedError for every other, known or not."""
+        namespace = self.namespaces.pop(identity, None)
+        if namespace is None:
+            raise NamespaceClosedError(
+                f"namespace {identity.hex() or '(empty)'} is not open to this session; register it in this session "
+                "with RegisterNamespace"
+            )
+        self.namespaces[identity] = namespace
+        return namespace
+
+
+class LeaseTable:
+    """All sessions and what they hold.
+
+    Args:
+        end: called with grants that end, however they end, and whether at their holder's word; gives back what they
+            protected, at once or, where that is much, soon.
+        closed: called with every session that ends.
+        default_ttl_s: lifetime of a grant that asked for none.
+        max_ttl_s: longest lifetime that may be asked for.
+        max_sessions: sessions open at once.
+        max_grants: grants of one session at once.
+        tenants: to whom sessions belong.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[Sequence[Lease | Reservation], bool], None],
+        closed: Callable[[Session], None],
+        *,
+        default_ttl_s: float,
+        max_ttl_s: float,
+        max_sessions: int,
+        max_grants: int,
+        tenants: Tenants,
+    ) -> None:
+        self._end = end
+        self._closed = closed
+        self.default_ttl_s = default_ttl_s
+        self.max_ttl_s = max_ttl_s
+        self.max_sessions = max_sessions
+        self.max_grants = max_grants
+        self._tenants = tenants
+        self.sessions_of: Counter[Tenant] = Counter()
+        """Open sessions by tenant."""
+        self.grants_of: Counter[Tenant] = Counter()
+        """Grants by tenant."""
+        self.sessions: dict[str, Session] = {}
+        self.ending = False
+        """Whether the daemon is ending, and with it every session."""
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._granted = 0
+        self._due: dict[int, dict[str, Lease | Reservation]] = {}
+        """By the tick at whose end they are overdue, the grants, by id."""
+
+    def open(self, client_name: str, pid: int, now_s: float, tenant: Tenant, *, reopens: bool = False) -> Session:
+        """A new session of a tenant; see `Session.reopens`.
+
+        Raises:
+            InvalidArgumentError: the name is too long, or not fit to be shown.
+            ExhaustedError: there are too many sessions, or too many of this tenant.
+        """
+        if len(client_name) > _LONGEST_NAME or not client_name.isprintable():
+            raise InvalidArgumentError(
+                f"client_name has {len(client_name)} characters ({client_name[:40]!r}); use at most {_LONGEST_NAME}, "
+                "printable ones"
+            )
+        tenant.check("sessions", self.sessions_of[tenant], "sessions are open", "close one")
+        others = [other for other in self._tenants if other is not tenant]
+        share = min(_KEPT_FOR_OTHERS, self.max_sessions // (len(others) + 1))
+        kept = sum(max(0, share - self.sessions_of[other]) for other in others)
+        if len(self.sessions) + kept >= self.max_sessions:
+            tenant.refused["sessions"] += 1
+            for_others = f", {kept} are kept for other tenants" if kept else ""
+            raise ExhaustedError(
+                f"tenant {tenant.name}: {len(self.sessions)} sessions are open{for_others}, and all tenants together "
+                f"may have {self.max_sessions} (limit server.max_sessions); close one, or have the operator raise it"
+            )
+        session = Session(secrets.token_hex(16), client_name, pid, now_s, tenant, reopens)
+        self.sessions[session.id] = session
+        self.sessions_of[tenant] += 1
+        return session
+
+    def close(self, session: Session) -> None:
+        """Ends a session and all it was granted. Closing twice does nothing."""
+        if self.sessions.pop(session.id, None) is None:
+            return
+        self.sessions_of[session.tenant] -= 1
+        self._finish(list(session.grants.values()), "its session ended", at_its_word=False)
+        session.namespaces.clear()
+        self._closed(session)
+
+    def session(self, session_id: str) -> Session:
+        """The open session with this id."""
+        try:
+            return self.sessions[session_id]
+        except KeyError:
+            if self.ending:
+                raise UnavailableError("the daemon ends, and its sessions with it; try again when it is back") from None
+            raise SessionEndedError(
+                f"session {session_id[:8] or '(empty)'} is not open; open one with OpenSession and keep its stream"
+            ) from None
+
+    def ttl(self, wanted_s: float) -> float:
+        """The lifetime for a wish of `wanted_s` seconds; 0 asks for the default."""
+        if wanted_s < 0 or wanted_s != wanted_s:
+            raise InvalidArgumentError(f"ttl_s is {wanted_s}; it must be 0 (default) or positive")
+        return min(wanted_s or self.default_ttl_s, self.max_ttl_s)
+
+    def next_id(self) -> str:
+        """A fresh id for a grant, that nobody can guess."""
+        self._granted += 1
+        return f"{self._granted}-{secrets.token_hex(8)}"
+
+    def admit(self, session: Session) -> None:
+        """Raises ExhaustedError when a session, or its tenant, may have no grant more."""
+        tenant = session.tenant
+        if len(session.grants) >= self.max_grants:
+            tenant.refused["grants"] += 1
+            raise ExhaustedError(
+                f"session {session.id[:8]} of tenant {tenant.name} has {len(session.grants)} leases and reservations, "
+                "the most allowed (limit server.max_grants); release some, or have the operator raise it"
+            )
+        tenant.check("grants", self.grants_of[tenant], "leases and reservations are held", "release some")
+
+    def grant(self, grant: Lease | Reservation) -> None:
+        """Adds a grant to its session.
+
+        Raises:
+            SessionEndedError: the session ended while the grant was prepared; so does the grant.
+            ExhaustedError: others were granted meanwhile, and it is one too many; it ends.
+        """
+        try:
+            self.session(grant.session.id)
+            self.admit(grant.session)
+        except PrefixdError:
+            self._end([grant], True)  # nobody has been told of it
+            raise
+        grant.session.add(grant)
+        self.grants_of[grant.session.tenant] += 1
+        self._watch(grant)
+
+    def find(self, session: Session, grant_id: str) -> Lease | Reservation:
+        """A session's grant; NotFoundError says how it ended if it did: with its session, SessionEndedError."""
+        grant = session.grants.get(grant_id)
+        if grant is None:
+            how = self._ended.get(grant_id)
+            if how:
+                over = NotFoundError if session.id in self.sessions else SessionEndedError
+                raise over(f"lease {grant_id} is over: {how}; acquire or reserve again")
+            raise NotFoundError(f"lease {grant_id or '(empty)'} was never granted to this session; check the id")
+        return grant
+
+    def release(self, session: Session, grant_id: str) -> None:
+        """Ends a grant at its holder's wish."""
+        self._finish([self.find(session, grant_id)], "it was released", at_its_word=True)
+
+    def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
+        """Lets grants live for `ttl_s` seconds from now; none of them, with NotFoundError, when one is over."""
+        if len(grant_ids) > self.max_grants:
+            raise InvalidArgumentError(
+                f"lease_ids has {len(grant_ids)} ids, and a session has at most {self.max_grants} leases and "
+                "reservations (limit server.max_grants); name each once"
+            )
+        for grant in [self.find(session, grant_id) for grant_id in grant_ids]:
+            self._unwatch(grant)
+            grant.expires_s = now_s + ttl_s
+            self._watch(grant)
+
+    def expire(self, now_s: float) -> int:
+        """Ends grants whose time is up, as many as take some milliseconds; returns how many. The others are next."""
+        overdue: list[Lease | Reservation] = []
+        for tick in [tick for tick in self._due if tick * _TICK_S <= now_s]:
+            overdue += islice(self._due[tick].values(), _EXPIRED_AT_ONCE - len(overdue))
+        self._finish(overdue, "its time was up", at_its_word=False)
+        return len(overdue)
+
+    def _watch(self, grant: Lease | Reservation) -> None:
+        self._due.setdefault(_tick(grant.expires_s), {})[grant.id] = grant
+
+    def _unwatch(self, grant: Lease | Reservation) -> None:
+        tick = _tick(grant.expires_s)
+        del self._due[tick][grant.id]
+        if not self._due[tick]:
+            del self._due[tick]
+
+    def forget(self, grant: Lease | Reservation, how: str) -> None:
+        """Removes a grant whose protection the caller has dealt with itself."""
+        grant.session.remove(grant)
+        self.grants_of[grant.session.tenant] -= 1
+        self._unwatch(grant)
+        self._ended[grant.id] = how
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def count(self, kind: type[Lease] | type[Reservation]) -> int:
+        """Grants of one kind, all sessions."""
+        return sum(session.count(kind) for session in self.sessions.values())
+
+    def _finish(self, grants: Sequence[Lease | Reservation], how: str, *, at_its_word: bool) -> None:
+        for grant in grants:
+            self.forget(grant, how)
+        self._end(grants, at_its_word)
+
+
+def _tick(expires_s: float) -> int:
+    return math.ceil(expires_s / _TICK_S)

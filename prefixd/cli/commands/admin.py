@@ -1,0 +1,69 @@
+"""`prefixd stats`, `flush`, `drain`: the daemon as a whole."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prefixd.cli.connect import Address, Json, connected, run
+from prefixd.cli.failures import examples
+
+STATS_EXAMPLES = examples("prefixd stats", "prefixd stats --json | jq '.tiers[].hit_tokens'")
+FLUSH_EXAMPLES = examples("prefixd flush")
+DRAIN_EXAMPLES = examples("prefixd drain", "prefixd drain --shutdown")
+
+
+def stats_command(address: Address = None, as_json: Json = False) -> None:
+    """Show the tiers, the hit rate, the queue and who is connected."""
+    from prefixd.cli.output import json_values as plain
+    from prefixd.cli.output import tables as render
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            stats = await client.stats()
+        if as_json:
+            plain.print_json(plain.to_plain(stats))
+        else:
+            render.print_stats(stats)
+
+    run(ask())
+
+
+def flush_command(address: Address = None, as_json: Json = False) -> None:
+    """Write every cached block that has no copy on disk to disk; returns when they are durable."""
+    from prefixd.cli.output import json_values as plain
+    from prefixd.cli.output import tables as render
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            answer = await client.flush()
+        if as_json:
+            plain.print_json(plain.to_plain(answer))
+        else:
+            typer.echo(f"{answer.blocks:,} blocks ({render.size(answer.nbytes)}) written to disk")
+
+    run(ask())
+
+
+def drain_command(
+    shutdown: Annotated[bool, typer.Option("--shutdown", help="End the daemon when it is done.")] = False,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Take no new work, finish what runs, write the cache back to disk."""
+    from prefixd.cli.output import json_values as plain
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            answer = await client.drain(shutdown=shutdown)
+        if as_json:
+            plain.print_json(plain.to_plain(answer))
+        else:
+            end = "the daemon ends" if shutdown else "the daemon takes no new work"
+            typer.echo(
+                f"{answer.finished_requests:,} requests finished, "
+                f"{answer.written_blocks:,} blocks written to disk; {end}"
+            )
+
+    run(ask())

@@ -1,0 +1,205 @@
+"""`prefixd serve`: the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from prefixd.base.errors import ConfigError
+from prefixd.cli.commands.config import Assignments, ConfigFile, parse_assignments
+from prefixd.cli.failures import examples
+from prefixd.cli.output.terminal import LogFormatter
+from prefixd.process.start import ensure_temporary_folder
+from prefixd.settings.sources import find_config_file
+
+if TYPE_CHECKING:
+    from prefixd.server.daemon import Endpoints
+
+EXAMPLES = examples(
+    "prefixd serve --embedded",
+    "prefixd serve --model ~/models/Llama-3.2-1B --gpu-bytes 8GiB --cpu-bytes 32GiB --disk-bytes 200GiB",
+    "prefixd serve --cpu-bytes 64GiB --tcp 0.0.0.0:7070 --tls-cert host.pem --tls-key host.key --tokens tokens.txt",
+)
+
+TCP = "For clients on other hosts"
+TIERS = "Tiers (sizes such as 8GiB, 512MiB, 4096)"
+WORKER = "Model"
+QUEUE = "Queue and eviction"
+
+_SWITCH_S = 0.0005
+"""After so long, a thread that hashes or writes small blocks lets go of the interpreter's lock. With Python's own 5 ms
+the event loop, which gives the lock away at every wait and every larger numpy operation, waits as long to have it back.
+"""
+
+
+def _option(name: str, panel: str | None, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(name, metavar=metavar, rich_help_panel=panel, show_default=False, help=help)
+
+
+def serve_command(
+    context: typer.Context,
+    config: ConfigFile = None,
+    data_dir: Annotated[
+        Path | None, _option("--data-dir", None, "What must outlive the daemon lives here.", "DIR")
+    ] = None,
+    socket: Annotated[Path | None, _option("--socket", None, "Unix socket to listen on.", "PATH")] = None,
+    tcp: Annotated[
+        str | None, _option("--tcp", TCP, "Listen here too; needs TLS, or --insecure-tcp.", "HOST:PORT")
+    ] = None,
+    tls_cert: Annotated[Path | None, _option("--tls-cert", TCP, "Certificate of the TCP port, PEM.", "FILE")] = None,
+    tls_key: Annotated[Path | None, _option("--tls-key", TCP, "The certificate's key, PEM.", "FILE")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        _option("--tls-client-ca", TCP, "Let in only whom these authorities signed.", "FILE"),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        _option("--tokens", TCP, "Let in only holders of these tokens: lines `name role token \\[tenant]`.", "FILE"),
+    ] = None,
+    insecure_tcp: Annotated[
+        bool | None,
+        typer.Option("--insecure-tcp", rich_help_panel=TCP, show_default=False, help="Do without TLS."),
+    ] = None,
+    metrics_port: Annotated[
+        str | None, _option("--metrics-port", None, "Prometheus metrics on 127.0.0.1.", "PORT")
+    ] = None,
+    model: Annotated[
+        Path | None, _option("--model", WORKER, "Serve this Hugging Face model beside the cache.", "DIR")
+    ] = None,
+    embedded: Annotated[
+        bool | None,
+        typer.Option(
+            "--embedded",
+            rich_help_panel=WORKER,
+            show_default=False,
+            help="Serve the small random model that comes with prefixd.",
+        ),
+    ] = None,
+    device: Annotated[str | None, _option("--device", WORKER, "auto, cpu, cuda or cuda:N.", "DEVICE")] = None,
+    gpu_bytes: Annotated[
+        str | None,
+        _option(
+            "--gpu-bytes",
+            TIERS,
+            "GPU tier (with a model only); auto: what the device has free, less a reserve.",
+            "SIZE",
+        ),
+    ] = None,
+    cpu_bytes: Annotated[str | None, _option("--cpu-bytes", TIERS, "CPU tier.", "SIZE")] = None,
+    disk_bytes: Annotated[str | None, _option("--disk-bytes", TIERS, "Disk tier; 0: none.", "SIZE")] = None,
+    policy: Annotated[
+        str | None,
+        _option(
+            "--policy", QUEUE, "Order of the queue: fcfs, fpf, relaxed-fpf, lpm, shortest-ready or deadline.", "POLICY"
+        ),
+    ] = None,
+    eviction: Annotated[
+        str | None,
+        _option(
+            "--eviction",
+            QUEUE,
+            "Which blocks are evicted first: lru, fifo, random, lfu, s3-fifo or weighing.",
+            "POLICY",
+        ),
+    ] = None,
+    look_ahead: Annotated[
+        str | None,
+        _option(
+            "--look-ahead",
+            QUEUE,
+            "How many waiting requests get their prefixes loaded before their turn, or auto.",
+            "COUNT",
+        ),
+    ] = None,
+    assignments: Assignments = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="How much to log on stderr.")
+    ] = "info",
+    as_json: Annotated[bool, typer.Option("--json", help="Announce readiness as one line of JSON.")] = False,
+) -> None:
+    """Run the daemon until SIGTERM or Ctrl-C.
+
+    Every setting can also stand in prefixd.toml or in a variable such as PREFIXD_CPU__BYTES; flags win.
+    """
+    from prefixd.settings.checks import check_start
+    from prefixd.settings.settings import Settings
+
+    flags = {
+        "data_dir": data_dir,
+        "server.socket": socket,
+        "server.tcp": tcp,
+        "server.tls_cert": tls_cert,
+        "server.tls_key": tls_key,
+        "server.tls_client_ca": tls_client_ca,
+        "server.tokens": tokens,
+        "server.insecure_tcp": insecure_tcp,
+        "server.metrics_port": metrics_port,
+        "worker.model": model,
+        "worker.embedded": embedded,
+        "gpu.device": device,
+        "gpu.bytes": gpu_bytes,
+        "cpu.bytes": cpu_bytes,
+        "disk.bytes": disk_bytes,
+        "scheduler.policy": policy,
+        "cache.eviction": eviction,
+        "scheduler.look_ahead": look_ahead,
+    }
+
+    file = (config or find_config_file(os.environ) or Path()).absolute()
+
+    def read_settings() -> Settings:
+        # The file that was read at the start, whatever there is now: without it every quota would be gone.
+        return Settings.load(None if file.is_dir() else file, _overrides(flags, assignments))
+
+    settings = read_settings()
+    check_start(settings)
+    ensure_temporary_folder(settings.data_dir / "tmp")
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+
+    from prefixd.server.daemon import serve
+
+    def announce(endpoints: Endpoints) -> None:
+        typer.echo(_ready_json(endpoints) if as_json else _ready_line(endpoints))
+
+    async def serve_and_leave() -> None:
+        code = await serve(settings, ready=announce, ops=context.obj, read_settings=read_settings)
+        # All is put away. Python would wait for threads, of which one may be reading a model for minutes.
+        os._exit(code)
+
+    sys.setswitchinterval(_SWITCH_S)
+    asyncio.run(serve_and_leave())
+
+
+def _overrides(flags: dict[str, Any], assignments: list[str] | None) -> dict[str, Any]:
+    given = {name: value for name, value in flags.items() if value is not None}
+    others = parse_assignments(assignments)
+    twice = sorted(given.keys() & others.keys())
+    if twice:
+        raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
+    return given | others
+
+
+def _ready_line(endpoints: Endpoints) -> str:
+    tcp = f" and {endpoints.tcp}" if endpoints.tcp else ""
+    return f"prefixd is ready at unix:{endpoints.socket}{tcp} (pid {os.getpid()}; Ctrl-C ends it)"
+
+
+def _ready_json(endpoints: Endpoints) -> str:
+    return json.dumps(
+        {
+            "socket": str(endpoints.socket),
+            "tcp": endpoints.tcp,
+            "metrics_port": endpoints.metrics_port,
+            "pid": os.getpid(),
+            "opening_s": round(endpoints.opening_s, 3),
+        }
+    )

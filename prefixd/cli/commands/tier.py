@@ -1,0 +1,101 @@
+"""`prefixd tier`: the tiers of a daemon that runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
+from prefixd.cli.failures import CleanGroup, CommandFailed, examples, paragraphs
+
+app = typer.Typer(
+    cls=CleanGroup,
+    no_args_is_help=True,
+    help="Change a tier while the daemon runs.",
+    epilog=examples("prefixd tier resize gpu 4GiB"),
+)
+
+
+def _tier(name: str) -> str:
+    if name != "gpu":
+        raise typer.BadParameter(
+            f"{name!r}: only the gpu tier can be resized while the daemon runs; for the others change cpu.bytes or "
+            "disk.bytes and start the daemon again"
+        )
+    return name
+
+
+def _size(text: str) -> int:
+    from prefixd.base.sizes import parse_room
+
+    try:
+        return parse_room(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}") from error
+
+
+def resize_command(
+    tier: Annotated[str, typer.Argument(metavar="TIER", callback=_tier, show_default=False, help="gpu")],
+    nbytes: Annotated[
+        int, typer.Argument(metavar="SIZE", parser=_size, show_default=False, help="The new size, such as 4GiB.")
+    ],
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0.1, help="How long to wait while nothing becomes free.")
+    ] = 60.0,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Make the GPU tier larger or smaller while requests run. What it no longer takes goes back to the device.
+
+    Cached blocks go a tier down, or are evicted. Running requests keep theirs: where they need more than the new size,
+    the command waits for them; what is then still held stays, and the command says so and fails. Ctrl-C ends it; the
+    tier keeps the size that it has come to.
+    """
+    from prefixd.cli.output import json_values as plain
+    from prefixd.cli.output import progress
+    from prefixd.cli.output import tables as render
+    from prefixd.client import Tier
+    from prefixd.v1 import admin_pb2, cache_pb2
+
+    del tier  # there is only one that can be resized
+
+    async def ask() -> admin_pb2.ResizeTierResponse:
+        async with connected(address) as client:
+            try:
+                with progress.blocks_bar("resizing, bytes") as show:
+                    return await client.resize_tier(
+                        Tier.GPU,
+                        nbytes,
+                        wait_s=wait,
+                        on_progress=lambda so_far: show(
+                            abs(so_far.nbytes - so_far.before_bytes), abs(so_far.target_bytes - so_far.before_bytes)
+                        ),
+                    )
+            except asyncio.CancelledError:  # Ctrl-C
+                # Asked for now: the last progress may be a tenth of a second old.
+                for figures in (await client.stats()).tiers:
+                    if figures.tier == cache_pb2.TIER_GPU:
+                        typer.echo(f"prefixd: ended; the gpu tier has {render.size(figures.capacity_bytes)}", err=True)
+                raise
+
+    answer = run(ask())
+    if as_json:
+        plain.print_json(plain.to_plain(answer))
+    else:
+        typer.echo(
+            f"the gpu tier has {render.size(answer.nbytes)}, before {render.size(answer.before_bytes)}; "
+            f"{answer.evicted_blocks:,} blocks left it, {answer.demoted_blocks:,} of them to a tier below"
+        )
+    if answer.unfinished:
+        raise CommandFailed(
+            f"the gpu tier has {answer.nbytes} bytes and not {answer.target_bytes}: {answer.unfinished}"
+        )
+
+
+app.command(
+    "resize",
+    help=paragraphs(resize_command.__doc__ or ""),
+    epilog=examples("prefixd tier resize gpu 4GiB", "prefixd tier resize gpu 512MiB --wait 300 --json"),
+)(asks_daemon(resize_command))

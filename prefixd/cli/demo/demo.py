@@ -1,0 +1,141 @@
+"""`prefixd demo`: what the cache does, on a real daemon, in a few minutes and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefixd.cli.failures import CommandFailed, examples
+
+if TYPE_CHECKING:
+    from prefixd.cli.demo.runner import Progress
+    from prefixd.workloads.figures import Figures
+    from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
+
+EXAMPLES = examples("prefixd demo", "prefixd demo --prefixes 8 --requests 24 --json demo.json")
+
+RESTARTED = "restarted"
+
+
+def demo_command(
+    prefixes: Annotated[int, typer.Option(min=2, help="Different prefixes (prompt templates).")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Requests, each with a random one of the prefixes.")] = 128,
+    prefix_tokens: Annotated[int, typer.Option(min=16, help="Length of a prefix.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of prefixes, bodies and choices.")] = 0,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", show_default=False, help="Also write the figures to this file."),
+    ] = None,
+) -> None:
+    """Start a daemon with a small random model, show what the cache brings, and restart it.
+
+    The same requests are sent without a cache, then with the three tiers and each policy of the queue, each
+    time to a fresh daemon. The GPU tier holds an eighth of the prefixes, the CPU tier a quarter, the disk all.
+    Then the last daemon is restarted and asked again.
+    """
+    from prefixd.cli.demo.daemon_process import ended_by_sigterm
+    from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
+
+    if json_file is not None:
+        check_writable(json_file)
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise CommandFailed(f"the demo needs a folder for its daemons: {error}; set TMPDIR to one") from error
+    workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
+    tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
+    with ended_by_sigterm():
+        figures = _demo(workload, tiers)
+    _print_result(figures, workload, tiers)
+    if json_file is not None:
+        _write(json_file, figures)
+
+
+def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
+    from rich.console import Console
+
+    from prefixd.cli.output.progress import RichProgress
+
+    with (
+        tempfile.TemporaryDirectory(prefix="prefixd-demo-") as directory,
+        RichProgress(Console(stderr=True)) as progress,
+    ):
+        return _run_all(workload, tiers, Path(directory), progress)
+
+
+def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: Progress) -> list[Figures]:
+    from prefixd.cli.demo.runner import daemon_for, measure, run_config
+    from prefixd.workloads.text_analysis import CONFIGS, serving_of
+
+    *others, last = CONFIGS
+    figures = [run_config(config, workload, tiers, directory / config, progress=progress) for config in others]
+    progress.begin(f"{last}: starting a daemon", 0)
+    with daemon_for(serving_of(last), workload, tiers, directory / last) as daemon:
+        figures.append(measure(last, daemon, workload, progress=progress))
+        progress.begin(f"{last}: restarting the daemon", 0)
+        daemon.restart()
+        figures.append(measure(RESTARTED, daemon, workload, progress=progress))
+    return figures
+
+
+def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: TierSizes) -> None:
+    from prefixd.cli.output import tables as render
+
+    out = render.console()
+    out.print(
+        f"{workload.requests} requests, each one of {workload.prefixes} prefixes of {workload.prefix_tokens} "
+        f"tokens and {workload.body_tokens} tokens of its own. "
+        f"Room for {tiers.gpu_prefixes} prefixes in the GPU tier, "
+        f"{tiers.cpu_prefixes} in the CPU tier, {tiers.disk_prefixes} on disk."
+    )
+    baseline, restarted = figures[0], figures[-1]
+    tokens = tuple(f"tokens\nfrom\n{tier}" for tier in ("gpu", "cpu", "disk"))
+    numbers = ("requests\nper\nsecond", "times\nas\nfast", "first\ntoken\np50", "first\ntoken\np95", *tokens)
+    made = render.table("", *numbers, right=numbers)
+    for run in figures:
+        hits = run.hit_tokens
+        made.add_row(
+            run.name,
+            f"{run.requests_per_s:.1f}",
+            f"{run.requests_per_s / baseline.requests_per_s:.1f}",
+            f"{run.ttft_s.p50:.2f} s",
+            f"{run.ttft_s.p95:.2f} s",
+            *(f"{count:,}" if count else "-" for count in (hits.gpu, hits.cpu, hits.disk)),
+        )
+    out.print(made)
+    different = [run.name for run in figures if run.output_digest != baseline.output_digest]
+    if different:
+        out.print(f"[red]The answers differ from those without a cache: {', '.join(different)}[/]")
+    else:
+        out.print("[green]All answers are the same, token for token.[/]")
+    out.print(
+        f"After the restart {1 - restarted.miss_rate:.0%} of the prefix tokens came from what the daemon had left "
+        "on disk."
+    )
+    out.print("Tokens from a tier were not computed again. Each cache began empty, except after the restart.")
+    out.print(
+        "\nNext, in two terminals:\n"
+        "  prefixd serve --embedded\n"
+        '  prefixd generate "Once upon a time" && prefixd stats && prefixd ls',
+        markup=False,
+    )
+
+
+def _write(path: Path, figures: Sequence[Figures]) -> None:
+    answers: dict[str, Any] = {
+        "same_answers": len({run.output_digest for run in figures}) == 1,
+        "configs": [run.to_plain() for run in figures],
+    }
+    path.write_text(json.dumps(answers, indent=2) + "\n", encoding="utf-8")
+
+
+def check_writable(path: Path) -> None:
+    """Raises CommandFailed now rather than after the minutes that the run takes."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CommandFailed(f"cannot write to {path}; choose another file in a directory that exists")

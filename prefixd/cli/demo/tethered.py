@@ -1,0 +1,33 @@
+"""`python -m prefixd.cli.demo.tethered PARENT serve ...`: the command line, which ends when process PARENT does.
+
+The kernel sends SIGTERM when the thread that started this process is gone, even by SIGKILL, so that no daemon of
+a demo, a benchmark or a test outlives what it was started for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefixd_swap import FileOps
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(ops: FileOps | None = None) -> None:
+    """Ties this process to its parent and goes on as `prefixd`; `ops` as for its `main`."""
+    from prefixd.cli import main as prefixd
+
+    parent = int(sys.argv.pop(1))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(f"prefixd: process {parent}, for which this daemon was started, has ended")
+    prefixd(ops)
+
+
+if __name__ == "__main__":
+    main()

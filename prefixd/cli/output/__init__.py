@@ -1,0 +1,1 @@
+"""How answers look: tables and transcripts for people, JSON for programs."""

@@ -1,0 +1,502 @@
+"""How answers look to people: tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from prefixd.cli.output.terminal import cleaned, shown
+from prefixd.v1 import admin_pb2, cache_pb2
+
+if TYPE_CHECKING:
+    from prefixd.cli.environment import Check
+
+KEY_DIGITS = 12
+_HOLDERS = 5  # shown; --json has up to 100
+
+
+def console() -> Console:
+    """A console on the present standard output; wide where that is no terminal: pipes get whole lines."""
+    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 1000)
+
+
+def size(nbytes: int) -> str:
+    """`8.0 GiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """`0:01:30` from a minute on, `4.2 s` below."""
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def tier_name(tier: int) -> str:
+    """`gpu`, `cpu`, `disk`."""
+    return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
+
+
+def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
+    """A plain table; columns in `right` hold numbers, those in `fold` may go on in the next line."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=column not in fold, overflow="fold")
+    return made
+
+
+def print_settings(values: Mapping[str, Any], sources: Mapping[str, str], descriptions: Mapping[str, str]) -> None:
+    """The configuration: name, value, source, and what it is for where `descriptions` says it."""
+    columns = ("setting", "value", "from", *(["what it is for"] if descriptions else []))
+    made = table(*columns, fold=columns[1:])
+    described = {name: None for name in descriptions if name not in values}  # of tenants that are yet to be named
+    for name, value in {**values, **described}.items():
+        source = sources.get(name, "default")
+        made.add_row(
+            name,
+            _setting_value(name, value),
+            Text(source, style="dim" if source == "default" else "green"),
+            *([Text(" ".join(descriptions.get(name, "see tenants.NAME").split()))] if descriptions else []),
+        )
+    console().print(made)
+
+
+def _setting_value(name: str, value: Any) -> Text:
+    if value is None:
+        return Text("-", style="dim")
+    if isinstance(value, bool):
+        return Text(str(value).lower())
+    if name.endswith("bytes"):
+        return Text(f"{value} ({size(value)})" if value else "0")
+    return Text(str(value))
+
+
+def _model_table(models: Iterable[admin_pb2.ModelStats]) -> Table:
+    """Each of several models."""
+    columns = (
+        "model",
+        "worker",
+        "running",
+        "waiting",
+        "finished",
+        "restarts",
+        "held in the gpu tier",
+        "given up because",
+    )
+    made = table(*columns, fold=columns[-1:])
+    for model in models:
+        worker, queue = model.worker, model.scheduler
+        made.add_row(
+            Text(model.name),
+            _state(worker),
+            f"{worker.running_requests:,}",
+            f"{queue.waiting_requests:,}",
+            f"{queue.finished_requests:,}",
+            f"{worker.restarts:,}",
+            size(model.held_bytes),
+            Text(worker.error),
+        )
+    return made
+
+
+def _state(worker: admin_pb2.WorkerStats) -> str:
+    return admin_pb2.WorkerStats.State.Name(worker.state).removeprefix("STATE_").lower()
+
+
+def _print_models(out: Console, models: Sequence[admin_pb2.ModelStats], queue: admin_pb2.SchedulerStats) -> None:
+    """Several models: all together, then each."""
+    ready = sum(model.worker.state == admin_pb2.WorkerStats.STATE_READY for model in models)
+    running = sum(model.worker.running_requests for model in models)
+    out.print(
+        f"workers: {ready} of {len(models)} ready, {running} running, {queue.waiting_requests} waiting "
+        f"({queue.policy}), {queue.finished_requests} finished",
+        markup=False,
+    )
+    out.print(_model_table(models))
+    for model in models:
+        _print_worker(out, model.worker, f"{model.name}: ")
+
+
+def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") -> None:
+    """A worker's design, and what it did since its start; each line begins with `who`."""
+
+    def line(text: str, style: str = "") -> None:
+        out.print(Text(f"{who}{text}", style=style))
+
+    if worker.kv:
+        graphs = f"CUDA graphs {'in use' if worker.cuda_graphs else 'not in use'}"
+        line(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}")
+    if worker.cuda_graphs_reason:
+        line(f"without CUDA graphs: {worker.cuda_graphs_reason}", "yellow")
+    if worker.mapped_blocks or worker.reused_blocks:
+        line(
+            f"worker's memory: {size(worker.shared_bytes)} saved now by sharing; "
+            f"{worker.mapped_blocks:,} blocks mapped, {worker.reused_blocks:,} found mapped, "
+            f"{worker.copied_blocks:,} copied"
+        )
+    if worker.block_tokens_reason:
+        line(f"block size: {worker.block_tokens_reason}", "yellow")
+    if worker.HasField("draft"):
+        draft = worker.draft
+        share = f" ({draft.accepted_tokens / draft.proposed_tokens:.0%})" if draft.proposed_tokens else ""
+        line(
+            f"draft: {draft.model} proposes {draft.draft_tokens} tokens at a time; {draft.proposed_tokens:,} proposed, "
+            f"{draft.accepted_tokens:,} accepted{share}; {worker.passes:,} passes of the model"
+        )
+    if worker.HasField("states"):
+        states = worker.states
+        line(
+            f"states: {states.kept_states:,} kept ({size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
+            f"from one, {states.resumed_tokens:,} tokens not computed for that; {states.runs_without_room:,} runs "
+            "kept none for want of GPU memory"
+        )
+    if worker.HasField("images"):
+        images = worker.images
+        found = f", {images.found_images:,} found in a tier" if images.found_images else ""
+        line(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded{found}")
+
+
+def _print_remote(out: Console, remote: admin_pb2.RemoteStats) -> None:
+    out.print(
+        f"shared store: {remote.store}; asked about {remote.asked_prompts:,} prompts, {remote.found_blocks:,} blocks "
+        f"found, {remote.unanswered_prompts:,} prompts went on without its answer, which takes "
+        f"{1000 * remote.answer_s:.1f} ms; {size(remote.read_bytes)} read, {size(remote.written_bytes)} written, "
+        f"{remote.shared_blocks:,} blocks shared, {remote.known_blocks:,} known that are only there",
+        markup=False,
+    )
+    if remote.failures:
+        out.print(f"[yellow]shared store:[/] {remote.failures:,} times out of service")
+    for kind, objects in sorted(remote.bad_objects.items()):
+        out.print(Text(f"shared store: {objects:,} {kind} objects not used", style="yellow"))
+
+
+def print_stats(stats: admin_pb2.StatsResponse) -> None:
+    """The daemon at a glance: what runs, the tiers, the hit rate, who uses it."""
+    stats = cleaned(stats)
+    out = console()
+    state = "[yellow]draining[/]" if stats.draining else "[green]up[/]"
+    out.print(f"prefixd {stats.version}: {state} for {duration(stats.uptime_s)}")
+    worker, queue = stats.worker, stats.scheduler
+    if worker.state in (admin_pb2.WorkerStats.STATE_UNSPECIFIED, admin_pb2.WorkerStats.STATE_NONE):
+        out.print("worker: none (cache only)")
+    elif len(stats.models) > 1:
+        _print_models(out, stats.models, queue)
+    else:
+        out.print(
+            f"worker: {_state(worker)}, {worker.model} on {worker.device}, {worker.running_requests} running, "
+            f"{queue.waiting_requests} waiting ({queue.policy}), {queue.finished_requests} finished"
+            + (f", {worker.restarts} restarts" if worker.restarts else "")
+            + (f", blocks of {worker.block_tokens:,} tokens" if worker.block_tokens else ""),
+            markup=False,
+        )
+        if worker.error:
+            out.print(Text(f"worker was given up: {worker.error}", style="red"))
+        _print_worker(out, worker)
+    if queue.preempted_requests:
+        out.print(
+            f"preempted: {queue.preempted_requests:,} requests, {queue.swapped_requests:,} swapped "
+            f"({queue.swapped_blocks:,} blocks copied down), {queue.recomputed_requests:,} to be computed again; "
+            f"{queue.recomputed_tokens:,} tokens computed again, {queue.resumed_requests:,} resumed"
+        )
+    if queue.load_decisions:
+        out.print(
+            f"loads: {queue.load_decisions:,} requests had cached tokens outside GPU memory; {queue.cut_loads:,} of "
+            f"them computed a part again, {queue.split_loads:,} loaded one part while computing the other, "
+            f"{queue.abandoned_loads:,} gave a load up; they took {duration(queue.load_spent_s)}, of which better "
+            f"choices would have saved {duration(queue.load_regret_s)}"
+        )
+    rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
+    out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
+    out.print(_tier_table(stats.tiers))
+    if stats.namespaces:
+        out.print(_namespace_table(stats.namespaces, stats.models))
+        if stats.other_namespaces:
+            out.print(f"and {stats.other_namespaces:,} more namespaces, with fewer blocks")
+    room = stats.namespace_room
+    if room.forgotten_namespaces or room.refused_namespaces:
+        refused = f", [yellow]{room.refused_namespaces:,} refused[/]" if room.refused_namespaces else ""
+        out.print(
+            f"memory of namespaces: {size(room.used_bytes)} of {size(room.limit_bytes)}; "
+            f"{room.forgotten_namespaces:,} forgotten to make room{refused}"
+        )
+    if stats.sessions:
+        out.print(_session_table(stats.sessions))
+    for reason, blocks in sorted(stats.lost_blocks.items()):
+        out.print(f"[yellow]lost blocks:[/] {blocks:,} {reason}")
+    scrub, write_back = stats.scrub, stats.write_back
+    if scrub.checked_blocks:
+        damage = f"[red]{scrub.damaged_blocks:,} damaged[/]" if scrub.damaged_blocks else "none damaged"
+        out.print(
+            f"scrubbed: {scrub.checked_blocks:,} blocks ({size(scrub.checked_bytes)}), {damage}, "
+            f"{scrub.passes:,} times through"
+        )
+    if write_back.limit_bytes:
+        out.print(
+            f"to be written to disk: {write_back.queued_blocks:,} blocks ({size(write_back.queued_bytes)} of "
+            f"{size(write_back.limit_bytes)}), {write_back.written_blocks:,} written "
+            f"({size(write_back.written_bytes)} of disk writes in all), "
+            f"{write_back.pushed_back_calls:,} calls had to wait"
+        )
+    if stats.HasField("remote"):
+        _print_remote(out, stats.remote)
+    if stats.HasField("kv_events"):
+        events = stats.kv_events
+        said = f"{events.events:,} in {events.batches:,} batches, {events.subscriptions:,} subscriptions"
+        missed = f", [yellow]{events.overruns:,} times one was too slow[/]" if events.overruns else ""
+        out.print(f"KV events: {said}{missed}")
+    for tier in stats.tiers:
+        if tier.quarantined_bytes:
+            out.print(
+                f"[yellow]quarantine:[/] {size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier, into which "
+                "clients may still write whose reservations ended without their word; free when they release or end"
+            )
+    for trouble in stats.troubles:
+        line = f"{trouble.part}, for {duration(trouble.since_s)}: {trouble.what}; {trouble.remedy}"
+        out.print(Text(line, style="red"))
+
+
+def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
+    numbers = ("used", "of", "full", "blocks", "held", "hit\ntokens", "promoted", "demoted", "evicted")
+    made = table("tier", *numbers, right=numbers)
+    for tier in tiers:
+        counts = (tier.blocks, tier.held_blocks, tier.hit_tokens)
+        moves = (tier.promoted_blocks, tier.demoted_blocks, tier.evicted_blocks)
+        made.add_row(
+            tier_name(tier.tier),
+            size(tier.used_bytes),
+            size(tier.capacity_bytes) if tier.capacity_bytes else "-",
+            f"{tier.used_bytes / tier.capacity_bytes:.0%}" if tier.capacity_bytes else "-",
+            *(f"{count:,}" for count in counts + moves),
+        )
+    return made
+
+
+def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Sequence[admin_pb2.ModelStats]) -> Table:
+    """Of several models each namespace says of which it is, and of several tenants, whose."""
+    namespaces, numbers = list(namespaces), ("block tokens", "blocks")
+    tenants = ("tenant",) if len({entry.tenant for entry in namespaces}) > 1 else ()
+    made = table("namespace", *tenants, "id", *numbers, right=numbers, fold=("namespace",))
+    for entry in namespaces:
+        name = entry.namespace.name
+        several = len(models) > 1 and entry.worker
+        whose = [model.name for model in models if several and model.namespace == name]
+        made.add_row(
+            Text(f"{name} ({', '.join(whose)})" if whose else name),
+            *([Text(entry.tenant)] if tenants else []),
+            entry.namespace_id.hex(),
+            str(entry.namespace.block_tokens),
+            f"{entry.blocks:,}",
+        )
+    return made
+
+
+def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
+    numbers = ("pid", "leases", "reservations", "open for")
+    made = table("session", *numbers, right=numbers, fold=("session",))
+    for session in sessions:
+        made.add_row(
+            Text(session.client_name or session.session_id),
+            str(session.pid or "-"),
+            str(session.leases),
+            str(session.reservations),
+            duration(session.age_s),
+        )
+    return made
+
+
+def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
+    """The list of prefixes, most recently used first."""
+    prefixes = [cleaned(prefix) for prefix in prefixes]
+    tiers = ("gpu", "cpu", "disk", *(["remote"] if any(prefix.remote_blocks for prefix in prefixes) else []))
+    numbers = ("tokens", "size", *tiers, "idle")
+    groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
+    tenants = ("tenant",) if len({prefix.tenant for prefix in prefixes}) > 1 else ()
+    made = table("prefix", *tenants, "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
+    for prefix in prefixes:
+        made.add_row(
+            prefix.key[:KEY_DIGITS],
+            *([Text(prefix.tenant)] if tenants else []),
+            Text(prefix.namespace_name),
+            f"{prefix.tokens:,}",
+            size(prefix.nbytes),
+            *(str(getattr(prefix, f"{tier}_blocks") or "-") for tier in tiers),
+            duration(prefix.idle_s),
+            *([Text(_group_counts(prefix.groups))] if groups else []),
+            _marks(prefix.pinned, prefix.held),
+        )
+    out = console()
+    if not total:
+        out.print("Nothing is cached yet.")
+        return
+    out.print(made)
+    if len(prefixes) < total:
+        out.print(f"{len(prefixes)} of {total} prefixes; --limit {total} shows all")
+
+
+def print_pinned(blocks: int, nbytes: int) -> None:
+    """What is pinned in all, if anything."""
+    if blocks:
+        console().print(f"{blocks:,} blocks pinned, {size(nbytes)}")
+
+
+def _marks(pinned: bool, held: int) -> str:
+    return ", ".join([*(["pinned"] if pinned else []), *([f"held {held}x"] if held else [])])
+
+
+def _has_rules(groups: Sequence[admin_pb2.GroupInfo]) -> bool:
+    """Whether there is more to say of them than that a prefix needs all."""
+    return len(groups) > 1 or any(group.rule != "full attention" for group in groups)
+
+
+def _group_name(group: admin_pb2.GroupInfo) -> str:
+    """`full`, `full +7` where many parts follow one rule."""
+    others = len(group.names) - 1
+    return (group.names[0] if group.names else "") + (f" +{others}" if others > 0 else "")
+
+
+def _group_counts(groups: Sequence[admin_pb2.GroupInfo]) -> str:
+    """`full 10, window 2`: the blocks that are there of each."""
+    return ", ".join(f"{_group_name(group)} {group.blocks}" for group in groups) if _has_rules(groups) else ""
+
+
+def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> None:
+    """One prefix, block by block."""
+    inspection = cleaned(inspection)
+    prefix = inspection.prefix
+    out = console()
+    of = f" of {prefix.tenant}" if prefix.tenant not in ("", "default") else ""
+    out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()}){of}"))
+    out.print(
+        f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {size(prefix.nbytes)}, idle {duration(prefix.idle_s)}"
+    )
+    if _has_rules(prefix.groups):
+        for group in prefix.groups:
+            each = f"{size(group.block_bytes)} a block, {group.blocks} of {prefix.blocks} blocks"
+            out.print(Text(f"{_group_name(group)}: {group.rule}, {each}"))
+    by_group = len(prefix.groups) > 1
+    numbers = ("block", "size", "children")
+    places = [_group_name(group) for group in prefix.groups] if by_group else ["tiers"]
+    columns = ("block", "key", *places, "size", "children", "", *(["token ids"] if tokens else []))
+    made = table(*columns, right=numbers, fold=("token ids",))
+    for block in inspection.blocks:
+        made.add_row(
+            str(block.index),
+            block.key[:KEY_DIGITS],
+            *(_tiers_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
+            size(block.nbytes),
+            str(block.children),
+            ", ".join(filter(None, [_marks(block.pinned, block.held), _priority(block)])),
+            *([" ".join(map(str, block.token_ids))] if tokens else []),
+        )
+    out.print(made)
+
+
+def _priority(block: admin_pb2.BlockInfo) -> str:
+    """`priority 50 for 1:00:00`; empty for one of 0."""
+    until = f" for {duration(block.priority_s)}" if block.HasField("priority_s") else ""
+    return f"priority {block.priority}{until}" if block.priority else ""
+
+
+def _tier_names(tiers: Iterable[int]) -> str:
+    return " ".join(tier_name(tier) for tier in tiers)
+
+
+def _tiers_by_group(block: admin_pb2.BlockInfo, groups: int) -> list[str]:
+    """Of each KV group the tiers that have it: `cpu disk`, or `-`."""
+    return [_tier_names(entry.tier for entry in block.there if group in entry.groups) or "-" for group in range(groups)]
+
+
+def print_verification(
+    progress: admin_pb2.VerifyProgress, damaged: Sequence[admin_pb2.DamagedBlock], elapsed_s: float
+) -> None:
+    """What a verification went through and found."""
+    out = console()
+    rate = size(int(progress.checked_bytes / max(elapsed_s, 1e-3)))
+    read = f"{progress.checked_blocks:,} blocks, {size(progress.checked_bytes)} in {duration(elapsed_s)} ({rate}/s)"
+    if not damaged:
+        out.print(f"{read}: [green]all in order[/]")
+        return
+    made = table("block", "namespace", "what was wrong", fold=("what was wrong",))
+    for block in damaged:
+        made.add_row(shown(block.key), block.namespace_id.hex(), Text(shown(block.reason)))
+    out.print(made)
+    more = progress.dropped_blocks - progress.damaged_blocks
+    out.print(
+        f"{read}: [red]{progress.damaged_blocks:,} damaged[/] and dropped"
+        + (f", with {more:,} that continued them" if more > 0 else "")
+        + "; what was in memory is written again, the rest is computed when it is next wanted"
+    )
+
+
+def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterable[Check]) -> None:
+    """What adds up and what does not, what is in trouble, and what of the machine stands in the way."""
+    integrity = cleaned(integrity)
+    out = console()
+    counted = (
+        f"{integrity.blocks:,} blocks, {integrity.slots:,} slots in memory, {integrity.sessions:,} sessions, "
+        f"{integrity.leases:,} leases, {integrity.reservations:,} reservations"
+    )
+    if integrity.violations:
+        out.print(f"[red]does not add up[/] ({counted}); this is a defect, please report it:")
+        for violation in integrity.violations:
+            out.print(Text(f"  {violation}", style="red"))
+    else:
+        out.print(f"[green]ok[/] everything adds up: {counted}")
+    if integrity.holders:
+        most = ", ".join(f"{holder.owner} ({holder.blocks:,})" for holder in integrity.holders[:_HOLDERS])
+        out.print(Text(f"   blocks held by: {most}"))
+    for trouble in integrity.troubles:
+        out.print(Text(f"trouble for {duration(trouble.since_s)}: {trouble.part}: {trouble.what}", style="red"))
+        out.print(Text(f"  {trouble.remedy}"))
+    if not integrity.troubles:
+        out.print("[green]ok[/] no tier is in trouble")
+    for check in checks:
+        line = shown(f"{check.name}: {check.found}")
+        if check.remedy:
+            out.print(Text(line, style="yellow"))
+            out.print(Text(f"  {shown(check.remedy)}"))
+        else:
+            out.print(Text.assemble(("ok", "green"), f" {line}"))
+
+
+def print_tenants(tenants: Sequence[admin_pb2.TenantStats]) -> None:
+    """What each tenant has and may have: a table of the tiers, one of the limits."""
+    tiers = table("tenant", "tier", "used", "held", "guaranteed", "most", right=("used", "held", "guaranteed", "most"))
+    limits = table("tenant", "limit", "has", "most", "refused", right=("has", "most", "refused"))
+    for tenant in map(cleaned, tenants):
+        use = {each.tier: each for each in tenant.tiers}
+        for quota in tenant.quota.tiers:
+            has = use.get(quota.tier, admin_pb2.TenantTierUse())
+            most = size(quota.most_bytes) if quota.HasField("most_bytes") else "-"
+            name = tier_name(quota.tier)
+            tiers.add_row(
+                tenant.name, name, size(has.used_bytes), size(has.held_bytes), size(quota.guaranteed_bytes), most
+            )
+        for field in tenant.quota.DESCRIPTOR.fields:
+            if field.name == "tiers":
+                continue
+            value = getattr(tenant.quota, field.name) if tenant.quota.HasField(field.name) else None
+            has_now = getattr(tenant, field.name, None)
+            limits.add_row(
+                tenant.name,
+                field.name,
+                "" if has_now is None else f"{has_now:,}",
+                "-" if value is None else f"{value:,}",
+                str(tenant.refused.get(field.name, 0) or ""),
+            )
+        for limit, refused in sorted(tenant.refused.items()):
+            if limit not in tenant.quota.DESCRIPTOR.fields_by_name:
+                limits.add_row(tenant.name, limit, "", "", str(refused))
+    console().print(tiers)
+    console().print(limits)

@@ -1,0 +1,181 @@
+"""What a client shows to a daemon on another host, and by what it knows that daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from prefixd.client.errors import InvalidArgumentError
+
+DOOR_SUFFIX = "-memory"
+"""Beside the daemon's socket lies its local door, under the socket's name and this."""
+_FRESH_S = 3600.0  # a ticket is good for a day
+_FETCH_S = 5.0
+_ANSWER_LIMIT = 4096
+
+
+class Ticket:
+    """Fetched before the first call, again once an hour, and when a daemon refuses it.
+
+    Where there is no door (the socket alone was mounted into a container), calls go without one, and the daemon takes
+    us for a client of its default tenant, if it lets us in at all.
+
+    Args:
+        socket: path of the daemon's unix socket.
+        clock: seconds, as `prefixd.base.clocks.elapsed_s`.
+    """
+
+    def __init__(self, socket: str, clock: Callable[[], float]) -> None:
+        self._door = socket + DOOR_SUFFIX
+        self._clock = clock
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._fetched_s: float | None = None
+        self._fetching = asyncio.Lock()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries."""
+        return self._metadata
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it need not be fetched now."""
+        return self._fetched_s is not None and self._clock() - self._fetched_s < _FRESH_S
+
+    async def fetch(self) -> None:
+        """Fetches it, unless it is fresh or there is nobody to ask."""
+        async with self._fetching:
+            if not self.fresh:
+                await self._fetch()
+
+    async def replace(self, refused: tuple[tuple[str, str], ...]) -> bool:
+        """The daemon refused a call that carried `refused`: it has another key than the one that signed it. Fetches
+        another ticket, once for all calls that were refused together; False where there is none to be had.
+        """
+        async with self._fetching:
+            if self._metadata == refused:
+                await self._fetch()
+            return self._metadata != refused
+
+    async def _fetch(self) -> None:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_FETCH_S):
+                answer = await self._ask()
+            self._metadata = (("authorization", f"Ticket {answer}"),) if answer else ()
+            self._fetched_s = self._clock()
+
+    async def _ask(self) -> str:
+        reader, writer = await asyncio.open_unix_connection(self._door)
+        try:
+            writer.write(b"ticket\n")
+            answer = await reader.read(_ANSWER_LIMIT)
+        finally:
+            writer.close()
+        try:
+            said = json.loads(answer)
+        except ValueError:  # a daemon that knows no tickets hangs up
+            return ""
+        return str(said.get("ticket", "")) if isinstance(said, dict) else ""
+
+
+_Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """For connections to `host:port`. At a unix socket a client shows a ticket instead, see `Ticket`.
+
+    Args:
+        tls_ca: file of the authorities, PEM, one of which signed the daemon's certificate. Without it the connection is
+            plain TCP: what travels, the token too, can be read and changed on the way.
+        tls_cert: file of our own certificate, PEM, for a daemon with `server.tls_client_ca`.
+        tls_key: file of its key.
+        token: for a daemon with `server.tokens`.
+
+    Raises:
+        InvalidArgumentError: they do not go together, or the token is none.
+    """
+
+    tls_ca: str | os.PathLike[str] | None = None
+    tls_cert: str | os.PathLike[str] | None = None
+    tls_key: str | os.PathLike[str] | None = None
+    token: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidArgumentError("tls_cert and tls_key belong together; give both or none")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise InvalidArgumentError("tls_cert is for connections with TLS; give tls_ca too")
+        if not all("!" <= character <= "~" for character in self.token):
+            raise InvalidArgumentError("the token has characters that are not visible ASCII; give the token alone")
+
+    def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+        """A channel to `address`. Raises InvalidArgumentError for a file that cannot be used."""
+        if address.startswith("unix:") or self.tls_ca is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self._tls(), options=options)
+
+    def stubs_on(self, channel: grpc.aio.Channel, ticket: Ticket | None) -> Any:
+        """What stubs are made on: the channel, whose calls carry the ticket, or the token where there is one to
+        show."""
+        if ticket is not None:
+            return _Showing(channel, ticket.metadata)
+        if not self.token:
+            return channel
+        metadata = (("authorization", f"Bearer {self.token}"),)
+        return _Showing(channel, lambda: metadata)
+
+    def _tls(self) -> grpc.ChannelCredentials:
+        import ssl
+
+        content = [
+            None if path is None else _read(name, Path(path))
+            for name, path in (("tls_ca", self.tls_ca), ("tls_key", self.tls_key), ("tls_cert", self.tls_cert))
+        ]
+        # gRPC itself would try again and again with files that are no good, and say little.
+        try:
+            check = ssl.create_default_context(cafile=self.tls_ca)
+            if self.tls_cert is not None:
+                check.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except (ssl.SSLError, ValueError) as error:
+            given = ", ".join(
+                f"{name} = {path}"
+                for name, path in (("tls_ca", self.tls_ca), ("tls_cert", self.tls_cert), ("tls_key", self.tls_key))
+                if path is not None
+            )
+            raise InvalidArgumentError(
+                f"{given}: not certificates in PEM and a key without a password that belongs to its certificate "
+                f"({getattr(error, 'reason', None) or error})"
+            ) from error
+        return grpc.ssl_channel_credentials(*content)
+
+
+class _Showing:
+    """The part of a channel that stubs use; each call carries what `metadata` gives."""
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[], _Metadata]) -> None:
+        self._channel = channel
+        self._metadata = metadata
+
+    def __getattr__(self, kind: str) -> Any:
+        make = getattr(self._channel, kind)  # unary_unary and the like
+
+        def method(*arguments: Any, **options: Any) -> Any:
+            call = make(*arguments, **options)
+            return lambda request, **how: call(request, metadata=self._metadata(), **how)
+
+        return method
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{name} = {path}: {error.strerror}") from error

@@ -1,0 +1,95 @@
+"""An event loop in a thread, for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from prefixd.client.connecting.forks import check_process
+from prefixd.client.errors import ClientClosed, ExhaustedError, ForkedProcess
+
+T = TypeVar("T")
+
+
+class Portal:
+    """Runs coroutines in its own thread's event loop. Usable from several threads at once, in the process it is of.
+
+    Raises ExhaustedError when the system gives no thread.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_ignore_shared_poller)
+        self._endings: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._serve, name="prefixd-client", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise ExhaustedError(
+                f"the client's thread cannot be started ({error}); raise the limit of processes (`ulimit -u`)"
+            ) from error
+        self._pid = os.getpid()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. An interrupt here cancels it there. Raises `ClientClosed` after `stop`."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise ClientClosed("the client was closed during the call") from error
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Has `work` done, and does not wait for it. Raises `ClientClosed` after `stop`, `ForkedProcess` in a child."""
+        try:
+            check_process(self._pid)
+        except ForkedProcess:
+            work.close()
+            raise
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise ClientClosed("the client is closed") from error
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Waits for `work`, unless this is the portal's own thread, where garbage collection may end an iterator."""
+        if threading.current_thread() is self._thread:
+            self._endings.add(ending := self._loop.create_task(work))
+            ending.add_done_callback(self._endings.discard)
+        else:
+            self.run(work)
+
+    def stop(self) -> None:
+        """Cancels what runs and ends the thread; a second call does nothing."""
+        if self._loop.is_closed() or os.getpid() != self._pid:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        remaining = asyncio.all_tasks(self._loop)
+        for task in remaining:
+            task.cancel()
+        if remaining:
+            self._loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+
+def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # grpc.aio has one wake-up pipe for the event loops of all threads; the loop that comes second finds it
+    # empty. See https://github.com/grpc/grpc/issues/25364; nothing is lost.
+    if isinstance(context.get("exception"), BlockingIOError):
+        return
+    loop.default_exception_handler(context)

@@ -1,0 +1,1 @@
+"""Who calls, what they may, and how much of the daemon each may use at once."""

@@ -1,0 +1,95 @@
+"""Calls of strangers, who may ask for the daemon's health: a few at a time of each host, one after the other, and
+some more whose answers are not read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, NoReturn
+
+from prefixd.base.errors import ExhaustedError
+from prefixd.server.rpc.receiving import Line, message_bytes
+
+AT_ONCE = 16
+"""Calls whose message is not here."""
+AT_ONCE_OF_HOST = 4
+CALLS = 512
+"""Calls under way, those included that have been answered and whose answers are not read."""
+CALLS_OF_HOST = 128
+RECEIVE_S = 5.0
+"""A call whose message is not here by then fails."""
+_HOSTS = 256  # whose large messages are remembered without a look at which are paid
+
+
+class Strangers:
+    """How many calls they may make, and when their messages may be received. Hosts are told apart."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()
+        self._sending: Counter[str] = Counter()  # of these, those whose message is not here
+        self._lines: dict[str, Line] = {}
+
+    def begin(self, host: str, call: asyncio.Task[Any]) -> None:
+        """Counts a call from a host until its task is done: until its answer is sent. Raises ExhaustedError."""
+        _check(self._calls, host, CALLS, CALLS_OF_HOST, "are under way", "read the answers of those before, try again")
+        _count(self._calls, host, 1)
+        call.add_done_callback(lambda _: _count(self._calls, host, -1))
+
+    @asynccontextmanager
+    async def receiving(self, host: str) -> AsyncGenerator[Line]:
+        """Around the receiving of a message from a host; gives where it waits when it is here.
+
+        Raises:
+            ExhaustedError: so many are on their way.
+        """
+        _check(self._sending, host, AT_ONCE, AT_ONCE_OF_HOST, "send their messages", "try again")
+        _count(self._sending, host, 1)
+        try:
+            line = self._line(host)
+            try:
+                yield line
+            finally:
+                line.pay(message_bytes())
+        finally:
+            _count(self._sending, host, -1)
+
+    def _line(self, host: str) -> Line:
+        if len(self._lines) >= _HOSTS:
+            self._lines = {each: line for each, line in self._lines.items() if each in self._sending or not line.paid}
+        return self._lines.setdefault(host, Line())
+
+
+def _check(calls: Counter[str], host: str, most: int, most_of_host: int, what: str, remedy: str) -> None:
+    total, of_host = calls.total(), calls[host]
+    if total >= most or of_host >= most_of_host:
+        raise ExhaustedError(
+            f"{total} calls to the health service {what}, {of_host} of them from here; {remedy} later, or show a token"
+        )
+
+
+def _count(calls: Counter[str], host: str, more: int) -> None:
+    calls[host] += more
+    if not calls[host]:
+        del calls[host]
+
+
+class StrangersDoor:
+    """The `Door` of one call from a host. The health service has no streams of messages."""
+
+    within_s = RECEIVE_S
+
+    def __init__(self, strangers: Strangers, host: str) -> None:
+        self._strangers = strangers
+        self._host = host
+
+    def first(self) -> AbstractAsyncContextManager[Line]:
+        """See `Door`."""
+        return self._strangers.receiving(self._host)
+
+    def later(self) -> NoReturn:
+        """See `Door`."""
+        raise AssertionError("the health service takes one message a call")
+
+    stream = later

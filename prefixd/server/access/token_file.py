@@ -1,0 +1,203 @@
+"""The file of bearer tokens: who may come in over TCP, of which tenant and with which role. Read again when it changes.
+
+A token that leaked, or whose holder left, is taken out without a restart, which would end every session. The file is
+read in a thread (aiofiles): it may lie on a network file system, and the event loop waits for no disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiofiles
+import aiofiles.os
+
+from prefixd.base.errors import ConfigError
+from prefixd.base.tenants import DEFAULT, Role, check_tenant_name
+from prefixd.cache import Troubles
+from prefixd_swap import SwapError, started_threads
+
+log = logging.getLogger(__name__)
+
+PART = "tokens"
+"""What its troubles are about, in `Troubles`."""
+LOOK_S = 2.0
+"""Seconds between two looks at the file."""
+_SHORTEST_TOKEN = 16
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+_Identity = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Who a token belongs to, what it opens, and its SHA-256: the token itself is kept nowhere."""
+
+    name: str
+    role: Role
+    digest: bytes
+    tenant: str = DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTokens:
+    """The tokens of a file, and which file that was."""
+
+    tokens: tuple[Token, ...]
+    seen: _Identity
+
+
+class TokenFile:
+    """The tokens that count now.
+
+    Args:
+        path: a file of lines `name role token [tenant]`; one that begins with `#` is a comment.
+
+    Raises:
+        ConfigError: the thread that reads the file cannot be started.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.tokens: tuple[Token, ...] = ()
+        """Empty before `load`: nobody comes in."""
+        self.listeners: list[Callable[[], None]] = []
+        """Called when a file was read into use, whatever has changed in it."""
+        self._by_digest: dict[bytes, Token] = {}
+        self._seen: _Identity | None = None  # of the file that `tokens` are from
+        try:
+            self._threads = started_threads(1, "prefixd-tokens")
+        except SwapError as error:
+            raise ConfigError(f"server.tokens = {path}: {error}") from error
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._threads.shutdown(wait=False)
+
+    def find(self, secret: str) -> Token | None:
+        """The token with this secret. How long it takes says nothing of other secrets: it is their SHA-256 that is
+        looked for, and takes as long for a thousand tokens."""
+        return self._by_digest.get(digest(secret))
+
+    async def load(self) -> None:
+        """Reads the file, and uses it from now on. Raises ConfigError as `read`; the tokens stay as they were then."""
+        self.use(await self.read())
+
+    async def read(self) -> ReadTokens:
+        """What the file says now; changes nothing.
+
+        Raises:
+            ConfigError: it cannot be read, others can read it, or a line is wrong.
+        """
+        try:
+            seen = await self._identity()
+        except OSError as error:
+            raise ConfigError(f"server.tokens = {self._path}: {error.strerror}") from error
+        return ReadTokens(await read_tokens(self._path, self._threads), seen)
+
+    def use(self, read: ReadTokens) -> None:
+        """These tokens count from now on."""
+        self.tokens = read.tokens
+        self._by_digest = {token.digest: token for token in self.tokens}
+        self._seen = read.seen  # one that was changed since is seen to have changed
+        for listener in self.listeners:
+            listener()
+
+    async def watch(self, troubles: Troubles) -> None:
+        """Looks at the file every `LOOK_S` seconds, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look(troubles)
+
+    async def look(self, troubles: Troubles) -> None:
+        """Reads the file if it has changed. One that cannot be used is a trouble, and the tokens stay as they were."""
+        try:
+            if await self._identity() != self._seen:
+                before = len(self.tokens)
+                await self.load()
+                log.info("%s has changed: %d tokens, %d before", self._path, len(self.tokens), before)
+        except (ConfigError, OSError) as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"server.tokens = {self._path}: {error.strerror}"
+            what, _, remedy = reason.partition("; ")
+            remedy = remedy or "put the file back"
+            troubles.begin(PART, f"{what}: the tokens that were read before stay valid; {remedy}", tell=True)
+        else:
+            troubles.end(PART)
+
+    async def _identity(self) -> _Identity:
+        """What differs when the file is another one, has other content, or lets in other readers."""
+        found = await aiofiles.os.stat(self._path, executor=self._threads)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Token, ...]:
+    """The tokens in a file, see `TokenFile`; `threads` read it, by default those of the event loop.
+
+    Raises:
+        ConfigError: the file cannot be read, others can read it, or a line is wrong.
+    """
+    try:
+        async with aiofiles.open(path, encoding="utf-8", executor=threads) as file:
+            found = os.fstat(file.fileno())
+            lines = (await file.read()).splitlines()
+    except OSError as error:
+        raise ConfigError(f"server.tokens = {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"server.tokens = {path} is no text in UTF-8; write lines of `name role token [tenant]`"
+        ) from error
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (0, os.geteuid()) or mode & 0o077:
+        raise ConfigError(
+            f"server.tokens = {path} (mode {mode:04o}, of user {found.st_uid}) must be the daemon's alone; "
+            f"run `chown {os.geteuid()} {path}` and `chmod 600 {path}`"
+        )
+    tokens: list[Token] = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            tokens.append(_token(words, tokens, f"server.tokens = {path}, line {number}"))
+    if not tokens:
+        raise ConfigError(f"server.tokens = {path} has no token; write lines of `name role token [tenant]`")
+    return tuple(tokens)
+
+
+def digest(secret: str) -> bytes:
+    """What is kept of a token."""
+    return hashlib.sha256(secret.encode("ascii", "replace")).digest()
+
+
+def _token(words: list[str], before: list[Token], where: str) -> Token:
+    """Never repeats the line: it holds a secret."""
+    if not 3 <= len(words) <= 4:
+        raise ConfigError(f"{where} has {len(words)} words; write `name role token [tenant]`")
+    name, role, secret, tenant = (*words, DEFAULT)[:4]
+    if role not in tuple(Role):
+        raise ConfigError(f"{where}: the role of {name} is none of {', '.join(Role)}; write one of them")
+    try:
+        check_tenant_name(tenant)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if len(secret) < _SHORTEST_TOKEN or not _TOKEN.fullmatch(secret):
+        raise ConfigError(
+            f"{where}: the token of {name} is not {_SHORTEST_TOKEN} or more ASCII characters; "
+            "make one with `openssl rand -hex 32`"
+        )
+    token = Token(name, Role(role), digest(secret), tenant)
+    for other in before:
+        if name == other.name or token.digest == other.digest:
+            same = (
+                f"the name {name} repeats"
+                if name == other.name
+                else f"the token of {name} repeats that of {other.name}"
+            )
+            raise ConfigError(f"{where}: {same}; give each its own")
+    return token

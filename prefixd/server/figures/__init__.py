@@ -1,0 +1,1 @@
+"""The daemon's figures: one snapshot, from which `Stats` and the metrics page come."""

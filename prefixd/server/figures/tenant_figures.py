@@ -1,0 +1,176 @@
+"""Tenants for operators: what each may have and has, and how that is changed while the daemon runs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prefixd.base.errors import InvalidArgumentError, NotFoundError
+from prefixd.base.tenants import QUOTA_TIERS, Quota, Tenant, TierQuota, check_guarantees
+from prefixd.cache import Session, TieredCache
+from prefixd.v1 import admin_pb2 as pb
+from prefixd.v1 import cache_pb2
+
+SOME = 256
+"""Tenants in `Stats` and among the metrics, at most; `ListTenants` has all."""
+_COUNTS = ("sessions", "grants", "namespaces", "waiting_requests", "requests_per_s", "calls", "retained_bytes")
+_LARGER = {
+    "gpu": "make the tier larger (`prefixd tier resize gpu`)",
+    "cpu": "raise cpu.bytes and start the daemon again",
+    "disk": "raise disk.bytes and start the daemon again",
+}
+_TIER_LIMITS = tuple(f"{tier}_most" for tier in QUOTA_TIERS)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFigures:
+    """A tenant's requests, of all models."""
+
+    waiting: int = 0
+    running: int = 0
+
+
+def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota], *, gpu: bool) -> None:
+    """Raises ValueError unless the tiers, as large as they are now, hold what these quotas guarantee of them.
+
+    `gpu`: whether the daemon has models, hence a GPU tier once they are loaded.
+    """
+    sizes = {tier.level: tier.capacity_bytes for tier in cache.tiers.existing}
+    for level, name in enumerate(QUOTA_TIERS):
+        if level in sizes or name != "gpu" or not gpu:
+            larger = _LARGER[name] if name != "gpu" or gpu else "start the daemon with a model"
+            check_guarantees(quotas, name, sizes.get(level, 0), larger)
+
+
+class TenantFigures:
+    """What tenants have, and what they may have.
+
+    Args:
+        cache: the cache.
+        calls: of a tenant, under way.
+        requests: by tenant.
+        gpu: whether there is a GPU tier, or will be once the models are loaded.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        calls: Callable[[Tenant], int],
+        requests: Callable[[], Mapping[Tenant, RequestFigures]],
+        *,
+        gpu: bool = False,
+    ) -> None:
+        self._gpu = gpu
+        self._cache = cache
+        self._calls = calls
+        self._requests = requests
+
+    def take(self) -> list[pb.TenantStats]:
+        """All tenants' figures, by the order in which the daemon came to know them."""
+        return self._all(list(self._cache.tenants))
+
+    def take_some(self) -> list[pb.TenantStats]:
+        """Figures of all tenants, or where there are more than `SOME`, of those with most sessions; by their order."""
+        tenants = list(self._cache.tenants)
+        if len(tenants) > SOME:
+            sessions = Counter(session.tenant for session in self._cache.leases.sessions.values())
+            chosen = sorted(tenants, key=lambda tenant: sessions[tenant], reverse=True)[:SOME]
+            tenants = sorted(chosen, key=lambda tenant: tenant.ordinal)
+        return self._all(tenants)
+
+    def _all(self, tenants: Sequence[Tenant]) -> list[pb.TenantStats]:
+        requests, sessions = self._requests(), defaultdict[Tenant, list[Session]](list)
+        for session in self._cache.leases.sessions.values():
+            sessions[session.tenant].append(session)
+        return [
+            self._stats(tenant, requests.get(tenant, RequestFigures()), sessions.get(tenant, [])) for tenant in tenants
+        ]
+
+    def set_quota(self, request: pb.SetTenantRequest) -> pb.TenantStats:
+        """Changes the quota of a tenant that the daemon knows.
+
+        Raises:
+            NotFoundError: there is no such tenant.
+            InvalidArgumentError: a value is none, or the guarantees do not fit.
+        """
+        tenants = self._cache.tenants
+        tenant = tenants.get(request.name)
+        if tenant is None:
+            raise NotFoundError(
+                f"there is no tenant {request.name[:100]!r}; add a section [tenants.NAME] to the settings and send the "
+                "daemon SIGHUP"
+            )
+        quota = _changed(tenant.quota, request.quota, request.unlimited)
+        quotas = {each.name: each.quota for each in tenants} | {tenant.name: quota}
+        try:
+            check_tiers_hold(self._cache, quotas, gpu=self._gpu)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from error
+        tenant.quota = quota
+        self._cache.mover.changed.set()  # what was beyond a limit may be written now
+        return self._all([tenant])[0]
+
+    def _stats(self, tenant: Tenant, requests: RequestFigures, sessions: Sequence[Session]) -> pb.TenantStats:
+        use = self._cache.mover.use
+        return pb.TenantStats(
+            name=tenant.name,
+            quota=_quota_message(tenant.quota),
+            tiers=[
+                pb.TenantTierUse(
+                    tier=cache_pb2.Tier.Name(tier.level + 1),
+                    used_bytes=use.used_bytes(tenant, tier),
+                    held_bytes=use.held_bytes(tenant, tier),
+                )
+                for tier in self._cache.tiers.own
+            ],
+            sessions=len(sessions),
+            grants=sum(len(session.grants) for session in sessions),
+            namespaces=self._cache.namespaces.count(tenant.name),
+            waiting_requests=requests.waiting,
+            running_requests=requests.running,
+            calls=self._calls(tenant),
+            retained_bytes=self._cache.retained.of_tenant[tenant],
+            refused=tenant.refused,
+        )
+
+
+def _quota_message(quota: Quota) -> pb.TenantQuota:
+    tiers = [
+        pb.TierQuota(
+            tier=cache_pb2.Tier.Name(level + 1), guaranteed_bytes=each.guaranteed_bytes, most_bytes=each.most_bytes
+        )
+        for level, each in enumerate(quota.tiers)
+    ]
+    return pb.TenantQuota(tiers=tiers, **{name: getattr(quota, name) for name in _COUNTS})
+
+
+def _changed(quota: Quota, wanted: pb.TenantQuota, unlimited: Iterable[str]) -> Quota:
+    tiers = list(quota.tiers)
+    counts = {name: getattr(wanted, name) for name in _COUNTS if wanted.HasField(name)}
+    for name, value in counts.items():
+        if not (value > 0 or name == "retained_bytes") or value == float("inf"):
+            raise InvalidArgumentError(f"{name} is {value:g}; give a number above 0, or name it in `unlimited`")
+    for each in wanted.tiers:
+        level = each.tier - 1
+        if not 0 <= level < len(tiers):
+            raise InvalidArgumentError(f"tier {each.tier} has no quotas; those with are {', '.join(QUOTA_TIERS)}")
+        tiers[level] = TierQuota(
+            each.guaranteed_bytes if each.HasField("guaranteed_bytes") else tiers[level].guaranteed_bytes,
+            each.most_bytes if each.HasField("most_bytes") else tiers[level].most_bytes,
+        )
+    for name in unlimited:
+        if name in _TIER_LIMITS:
+            level = _TIER_LIMITS.index(name)
+            tiers[level] = replace(tiers[level], most_bytes=None)
+        elif name in _COUNTS:
+            counts[name] = None
+        else:
+            raise InvalidArgumentError(f"{name[:100]!r} is no limit; there are {', '.join((*_TIER_LIMITS, *_COUNTS))}")
+    for name, tier in zip(QUOTA_TIERS, tiers, strict=True):
+        if tier.most_bytes is not None and tier.guaranteed_bytes > tier.most_bytes:
+            raise InvalidArgumentError(
+                f"{tier.guaranteed_bytes} bytes of the {name} tier would be guaranteed, of {tier.most_bytes} at most; "
+                "lower the first or raise the second"
+            )
+    return replace(quota, tiers=tuple(tiers), **counts)

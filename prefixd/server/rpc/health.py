@@ -1,0 +1,68 @@
+"""The standard gRPC health service, for the daemon and for each of its tiers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from prefixd.base.tenants import Tenant
+from prefixd.server.access.caller import caller_if_known
+from prefixd.server.rpc.rpc import Context
+
+_WATCHERS = 64  # of a tenant at once, and of all strangers
+
+_Response = health_pb2.HealthCheckResponse
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """Status by service name.
+
+    grpcio-health-checking's own servicer writes to its watchers under a lock that setting a status needs, so one who
+    does not read would keep the daemon from ending; and a watcher that leaves takes the others' wake-up along.
+    """
+
+    def __init__(self) -> None:
+        self._status: dict[str, Any] = {}
+        self._changed = asyncio.Event()  # set, and replaced, with every change
+        self._watchers: Counter[Tenant | None] = Counter()  # None: strangers
+
+    def set(self, service: str, status: Any) -> None:
+        """The status of `service` from now on."""
+        if self._status.get(service) != status:
+            self._status[service] = status
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Response:
+        """The status now; NOT_FOUND for a name that is none."""
+        status = self._status.get(request.service)
+        if status is None:
+            known = ", ".join(sorted(filter(None, self._status)))
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no service {request.service[:200]!r} here; ask for {known}, or for none"
+            )
+        return _Response(status=status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        """The status now and whenever it has changed."""
+        caller = caller_if_known()
+        tenant = None if caller is None else caller.tenant
+        if self._watchers[tenant] >= _WATCHERS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} calls watch the health already; use Check instead"
+            )
+        self._watchers[tenant] += 1
+        try:
+            last = None
+            while True:
+                changed, status = self._changed, self._status.get(request.service, _Response.SERVICE_UNKNOWN)
+                if status != last:
+                    await context.write(_Response(status=status))
+                    last = status
+                await changed.wait()
+        finally:
+            self._watchers[tenant] -= 1

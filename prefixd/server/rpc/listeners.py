@@ -1,0 +1,209 @@
+"""The daemon's gRPC servers: one on the unix socket, and one on TCP where settings say so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from prefixd.base.errors import ConfigError
+from prefixd.base.tenants import Tenants
+from prefixd.server.access import strangers
+from prefixd.server.access.access import SocketAccess
+from prefixd.server.access.access_check import CALLS, HEALTH_CALLS, AccessCheck, CallLimits
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.identities import Identities
+from prefixd.server.access.refusals import WAITING
+from prefixd.server.access.tickets import Tickets
+from prefixd.server.access.token_file import TokenFile
+from prefixd.server.rpc.messages import ServiceTable
+from prefixd.server.rpc.receiving import OPENING
+from prefixd.server.rpc.tcp_connections import MOST, TcpConnections
+from prefixd.server.rpc.tls import tls_credentials
+from prefixd.settings.settings import MEMORY_SOCKET_SUFFIX, Settings
+
+log = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 16 << 20
+_ENDING = 64
+"""Calls of Generate beside those that wait and run: their text is read, or their answer sent."""
+_LATE_S = 5.0
+"""For connections to be closed when the daemon ends, beside the time that calls have."""
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_frame_size", 1 << 20),
+    # A prompt of 131,072 tokens is 512 KiB: let it come in one go. No more: each call that waits may have as much here,
+    # and windows would grow with what a caller sends.
+    ("grpc.http2.lookahead_bytes", 1 << 20),
+    ("grpc.http2.bdp_probe", 0),
+    # A client on another host that vanishes without a word is dead after half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+# Strangers reach this one: what a connection can make us keep is bounded, and so is their number.
+_TCP_OPTIONS = [
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_allowed_incoming_connections", MOST),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # A connection without a call makes room for others; a session is a call.
+    ("grpc.max_connection_idle_ms", 60_000),
+]
+
+
+class _CallerHungUp(logging.Filter):
+    """Keeps a traceback out of the log that gRPC writes when a caller goes away while its answer is being sent."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for that."""
+        return not str(record.msg).startswith("ExecuteBatchError raised in core by servicer method")
+
+
+_caller_hung_up = _CallerHungUp()
+
+
+class Listeners:
+    """Where calls come in. Services are added to `services` before it is opened.
+
+    Who may connect to the unix socket is checked by the kernel, against the socket's permissions and access control
+    list; which user somebody is, by tickets: gRPC accepts the connections itself and can neither be asked for their
+    SO_PEERCRED nor be handed accepted ones, and a listener of ours in front of it would copy every byte. On TCP,
+    tokens and certificates say who comes in. `AccessCheck` is at both.
+
+    Args:
+        settings: all of them.
+        tenants: to whom callers belong.
+        tickets: what local clients show.
+        audit: is told who is let in and refused.
+
+    Raises:
+        ConfigError: a certificate or a key that cannot be used.
+    """
+
+    def __init__(self, settings: Settings, tenants: Tenants, tickets: Tickets, audit: AuditLog) -> None:
+        server = settings.server
+        self.access = _socket_access(settings)
+        """Who may connect to the unix sockets, as of now."""
+        self._settings = server
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
+        self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
+        """To be loaded before the listeners are opened, and watched from then on."""
+        self.identities = Identities(server, settings.tenants, tenants, self.tokens, tickets)
+        generations = _generations(settings)
+        self.limits = CallLimits(tenants, generations)
+        self._unix = grpc.aio.server(
+            interceptors=[AccessCheck(self.identities, self.limits, audit, "unix")], options=_OPTIONS
+        )
+        self._tcp: grpc.aio.Server | None = None
+        if server.tcp is not None:
+            self._credentials = tls_credentials(server)
+            by_certificate = server.tls_client_ca is not None
+            lasting = server.max_sessions + generations + HEALTH_CALLS + strangers.CALLS
+            self._tcp = grpc.aio.server(
+                interceptors=[AccessCheck(self.identities, self.limits, audit, "tcp", certificates=by_certificate)],
+                options=_OPTIONS + _TCP_OPTIONS,
+                maximum_concurrent_rpcs=lasting + CALLS + WAITING + OPENING,
+            )
+        self._connections: TcpConnections | None = None
+        self._servers = [self._unix] if self._tcp is None else [self._unix, self._tcp]
+        self.services: Any = ServiceTable(self._servers)  # generated code asks for a grpc.aio.Server by type
+
+    async def open(self) -> str | None:
+        """Takes calls; returns host:port of the TCP door, if there is one.
+
+        Raises:
+            ConfigError: the socket or the port cannot be bound, or there is no thread to watch connections.
+        """
+        path: Path = self._settings.socket
+        try:
+            self._unix.add_insecure_port(f"unix:{path}")
+        except RuntimeError as error:
+            raise ConfigError(f"server.socket = {path} cannot be bound ({error}); choose another path") from error
+        tcp = self._bind_tcp()
+        self.access.open(path)
+        for server in self._servers:
+            await server.start()
+        if self._connections is not None:
+            self._connections.start()
+        return tcp
+
+    def update(self, settings: Settings) -> None:
+        """From now on callers are who these settings say, and users are let in whom they name.
+
+        The sockets keep the mode that they were made with: only a restart changes it.
+
+        Raises:
+            ConfigError: the socket's file system takes no access control list; nothing has changed then.
+            OSError: a socket's file is gone; nothing has changed then.
+        """
+        access = replace(_socket_access(settings), mode=self.access.mode)
+        if access.uids != self.access.uids:
+            try:
+                self._let_in(access)
+            except (ConfigError, OSError):
+                with suppress(ConfigError, OSError):  # else who is let in is what it has come to
+                    self._let_in(self.access)
+                raise
+            self.access = access
+        server = settings.server.model_copy(update={"socket_mode": self._settings.socket_mode})
+        self.identities.update(server, settings.tenants)
+
+    def _let_in(self, access: SocketAccess) -> None:
+        access.make_directory(self._settings.socket.parent)
+        for path in (self._settings.socket, local_door(self._settings.socket)):
+            access.open(path)
+
+    async def close(self, grace_s: float) -> None:
+        """Takes no more calls, and ends those that still run after `grace_s`.
+
+        A connection is not closed by gRPC before what is being written to it is written. Who does not read from its
+        socket is waited for no longer than a moment: what is cached is still to be kept.
+        """
+        if self._connections is not None:
+            self._connections.stop()
+        stops = [asyncio.create_task(server.stop(grace_s)) for server in self._servers]
+        stopped, late = await asyncio.wait(stops, timeout=grace_s + _LATE_S)
+        for stop in stopped:
+            stop.result()
+        if late:
+            log.warning("callers do not read what is sent to them: their connections end with the process")
+
+    def _bind_tcp(self) -> str | None:
+        address = self._settings.tcp
+        if self._tcp is None or address is None:
+            return None
+        try:
+            if self._credentials is None:
+                port = self._tcp.add_insecure_port(address)
+            else:
+                port = self._tcp.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"server.tcp = {address} cannot be bound; choose another address or port 0") from error
+        self._connections = TcpConnections(port)
+        return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _generations(settings: Settings) -> int:
+    """Calls of Generate at once: as many as may wait and run, and some."""
+    worker = settings.worker
+    models = 1 + len(worker.more_models) if worker.enabled else 0
+    return models * (settings.scheduler.queue_limit + 2 * worker.max_running) + _ENDING
+
+
+def local_door(path: Path) -> Path:
+    """Where the local door of the daemon with this socket is."""
+    return path.with_name(path.name + MEMORY_SOCKET_SUFFIX)
+
+
+def _socket_access(settings: Settings) -> SocketAccess:
+    """Who may connect to the unix sockets: those that settings allow, operators, and the tenants' users."""
+    server = settings.server
+    uids = dict.fromkeys((*server.allow_uids, *server.admin_uids))
+    uids |= dict.fromkeys(uid for tenant in settings.tenants.values() for uid in tenant.uids)
+    return SocketAccess(int(server.socket_mode, 8), tuple(uids))

@@ -1,0 +1,274 @@
+"""Messages are received a few at a time for each tenant, and where there are several tenants large ones slowly.
+
+gRPC puts a message together on the event loop in one go, from 5 to 30 ms for 16 MiB, in which nobody else is served. So
+between tenants those of one tenant are put together one after the other, and after one of many bytes the next waits
+until as much time has passed as they take at `BYTES_PER_S`. How large a message is shows only then, so it is this that
+waits, and not the receiving: a message that is slow to come keeps no other waiting, and those that are all here at once
+do not have the loop at once. The pieces of a stream are not many bytes in this sense; a stream of larger ones is
+refused.
+
+Operators do not wait: whatever others do, they have to see it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from prefixd.base.errors import ExhaustedError, TooSlowError
+from prefixd.base.tenants import Role, Tenant, Tenants
+from prefixd.server.access.caller import Caller
+from prefixd.server.access.refusals import CallerPlaces
+from prefixd_scheduler import SharedLimit
+
+T = TypeVar("T")
+
+AT_ONCE = 16
+"""Messages of one tenant that may be on their way, 16 MiB each at most."""
+AT_ONCE_OF_CALLER = 4
+STREAMS = 32
+"""Calls of one tenant at a time that send many messages; more wait. Any of them may be in the middle of one."""
+STREAMS_OF_CALLER = 8
+OPENING = 1024
+"""Calls whose message is not here, of all tenants (`SharedLimit`)."""
+RECEIVE_S = 60.0
+"""A call whose message is not here by then fails."""
+BYTES_PER_S = 32 << 20
+_SMALL_BYTES = 1 << 16
+_LATER_BYTES = (1 << 20) + (1 << 12)
+"""More than any later message of a stream may have, with what is around its data."""
+
+
+class Door(Protocol):
+    """What a call passes while it is received."""
+
+    within_s: float
+    """Seconds that its first message may take."""
+
+    def first(self) -> AbstractAsyncContextManager[Line | None]:
+        """Around the receiving of a call's first message; gives where it waits when it is here."""
+        ...
+
+    def later(self) -> AbstractAsyncContextManager[Line | None]:
+        """Around the receiving of another one."""
+        ...
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        """Around a call that sends many."""
+        ...
+
+
+Read = Callable[[], Coroutine[Any, Any, T | None]]
+"""Receives the next message; None: there is no more. Waits once, until it is here, and puts it together then."""
+
+_door: ContextVar[Door] = ContextVar("door")
+_came_s: ContextVar[float] = ContextVar("came_s")
+_message_bytes: ContextVar[int] = ContextVar("message_bytes")
+
+
+def set_door(door: Door) -> None:
+    """From here on the messages of the call that is being handled, which has just come, go through this."""
+    _door.set(door)
+    _came_s.set(asyncio.get_running_loop().time())
+
+
+def waited_s() -> float:
+    """Seconds since the call came that is being handled: its message was received, perhaps in line behind others."""
+    now_s = asyncio.get_running_loop().time()
+    return now_s - _came_s.get(now_s)
+
+
+def set_message_bytes(nbytes: int) -> None:
+    """So large is the message of the call that is being handled; it is here."""
+    _message_bytes.set(nbytes)
+
+
+def message_bytes() -> int:
+    """Bytes of the last message of the call that is being handled; 0 as long as there is none."""
+    return _message_bytes.get(0)
+
+
+async def first_message(read: Read[T]) -> T | None:
+    """The first message of the call that is being handled, or its only one; None: it has none.
+
+    The door's time is that until it is here; in line it may wait for longer.
+
+    Raises:
+        TooSlowError: it does not come.
+        ExhaustedError: too many calls wait for theirs.
+    """
+    door = _door.get()
+    async with door.first() as line:
+        try:
+            async with asyncio.timeout(door.within_s) as timeout:
+                return await _InTurn(read(), line, partial(timeout.reschedule, None))
+        except TimeoutError:
+            raise TooSlowError(
+                f"the call's message was not here within {door.within_s:g} s; send it at once, or less at a time"
+            ) from None
+
+
+async def later_message(read: Read[T]) -> T | None:
+    """Another message of the call that is being handled; None: it has no more."""
+    async with _door.get().later() as line:
+        set_message_bytes(0)
+        return await _InTurn(read(), line)
+
+
+def stream() -> AbstractAsyncContextManager[None]:
+    """Around a call that sends many messages: waits for a place."""
+    return _door.get().stream()
+
+
+class Receiving:
+    """When the messages of calls may be received.
+
+    Args:
+        tenants: all of them.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._places = CallerPlaces(AT_ONCE, AT_ONCE_OF_CALLER)
+        self._streams = CallerPlaces(STREAMS, STREAMS_OF_CALLER)
+        self._lines: dict[Tenant, Line] = {}
+        self._opening = SharedLimit(OPENING, lambda: tenants.calling)
+
+    @asynccontextmanager
+    async def first(self, caller: Caller) -> AsyncGenerator[Line | None]:
+        """Around the receiving of a caller's message: waits until that may begin, and gives where it waits when it is
+        here. Raises ExhaustedError."""
+        if caller.role is Role.ADMIN:
+            yield None
+            return
+        with self._counted(caller.tenant):
+            async with self._places.place(caller):
+                line = self._line(caller)
+                try:
+                    yield line
+                finally:
+                    if line is not None:
+                        line.pay(message_bytes())
+
+    @asynccontextmanager
+    async def later(self, caller: Caller) -> AsyncGenerator[Line | None]:
+        """Around the receiving of a later message of a stream; gives where it waits when it is here."""
+        line = None if caller.role is Role.ADMIN else self._line(caller)
+        try:
+            yield line
+        finally:
+            if line is not None and (nbytes := message_bytes()) > _LATER_BYTES:
+                line.pay(nbytes)
+
+    def stream(self, caller: Caller) -> AbstractAsyncContextManager[None]:
+        """Around a call that sends many messages: waits for a place."""
+        return self._streams.place(caller)
+
+    def _line(self, caller: Caller) -> Line | None:
+        if self._tenants.calling == 1:
+            return None
+        return self._lines.setdefault(caller.tenant, Line())
+
+    @contextmanager
+    def _counted(self, tenant: Tenant) -> Generator[None]:
+        opening = self._opening
+        if not opening.left(tenant):
+            tenant.refused["opening"] += 1
+            raise ExhaustedError(
+                f"tenant {tenant.name}: the messages of {opening[tenant]} calls are on their way, and of "
+                f"{opening.total} of all tenants, which have {OPENING} together; send fewer at a time"
+            )
+        opening.add(tenant, 1)
+        try:
+            yield
+        finally:
+            opening.add(tenant, -1)
+
+
+class Line:
+    """Messages that are here and are put together one after the other."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._next_s = 0.0
+
+    @property
+    def paid(self) -> bool:
+        """Whether nothing that was large is waited for any more."""
+        return not self._turn.locked() and self._next_s <= asyncio.get_running_loop().time()
+
+    async def turn(self) -> None:
+        """Waits until the next message may be put together. Whoever waited does it before anything else happens."""
+        async with self._turn:
+            pause_s = self._next_s - asyncio.get_running_loop().time()
+            if pause_s > 0:
+                await asyncio.sleep(pause_s)
+
+    def pay(self, nbytes: int) -> None:
+        """One of so many bytes is put together; 0: none is."""
+        if nbytes > _SMALL_BYTES:
+            self._next_s = max(self._next_s, asyncio.get_running_loop().time()) + nbytes / BYTES_PER_S
+
+
+class _InTurn(Generic[T]):
+    """Awaits what a `Read` gives; between the message being here and being put together it waits in line.
+
+    gRPC has it as its own memory until then, and frees it by nothing else: who is cancelled meanwhile goes to the end
+    of the line, and is cancelled afterwards.
+
+    Args:
+        on_here: is called before it waits.
+    """
+
+    def __init__(
+        self, reading: Coroutine[Any, Any, T], line: Line | None, on_here: Callable[[], None] = lambda: None
+    ) -> None:
+        self._reading = reading
+        self._line = line
+        self._on_here = on_here
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        reading, line = self._reading, self._line
+        if line is None:
+            return (yield from reading.__await__())
+        try:
+            here: asyncio.Future[None] = reading.send(None)
+        except StopIteration as ended:
+            given: T = ended.value
+            return given
+        cancelled = False
+        try:
+            yield here
+            self._on_here()
+        except asyncio.CancelledError as error:
+            if here.cancelled():
+                return self._end(partial(reading.throw, error))
+            cancelled = True
+        except Exception as error:
+            del here  # which has the error, which has this frame
+            return self._end(partial(reading.throw, error))
+        while True:
+            try:
+                yield from line.turn().__await__()
+                break
+            except asyncio.CancelledError:
+                cancelled = True
+        try:
+            return self._end(partial(reading.send, None))
+        finally:
+            if cancelled:
+                raise asyncio.CancelledError
+
+    @staticmethod
+    def _end(step: Callable[[], object]) -> T:
+        """What the read gives; this step ends it."""
+        try:
+            step()
+        except StopIteration as ended:
+            given: T = ended.value
+            return given
+        raise RuntimeError("the read waits a second time for a message that is here")

@@ -1,0 +1,55 @@
+"""TLS of the TCP listener: what it proves itself with, and what it asks of its clients."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import grpc
+
+from prefixd.base.errors import ConfigError
+from prefixd.settings.settings import ServerSettings
+
+
+def tls_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    """What the TCP port proves itself with and asks of its clients; None for one without TLS.
+
+    Raises:
+        ConfigError: a file cannot be read, is no certificate or key, or the key is another certificate's.
+    """
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    files = {"tls_cert": settings.tls_cert, "tls_key": settings.tls_key, "tls_client_ca": settings.tls_client_ca}
+    content = {name: _read(name, path) for name, path in files.items() if path is not None}
+    # gRPC would say what is wrong with them at the first handshake only, and to the client only.
+    check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        check.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"server.tls_cert = {settings.tls_cert} and server.tls_key = {settings.tls_key} are not a certificate in "
+            f"PEM and its key without a password ({_reason(error)})"
+        ) from error
+    if settings.tls_client_ca is not None:
+        try:
+            check.load_verify_locations(settings.tls_client_ca)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"server.tls_client_ca = {settings.tls_client_ca} has no certificate in PEM ({_reason(error)})"
+            ) from error
+    return grpc.ssl_server_credentials(
+        [(content["tls_key"], content["tls_cert"])],
+        root_certificates=content.get("tls_client_ca"),
+        require_client_auth=settings.tls_client_ca is not None,
+    )
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"server.{name} = {path}: {error.strerror}; choose another file") from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)

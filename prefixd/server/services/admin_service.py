@@ -1,0 +1,262 @@
+"""`Admin` over gRPC; the contract is in `proto/prefixd/v1/admin.proto`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict
+
+from prefixd.base.errors import InvalidArgumentError, PreconditionError, UnsupportedError
+from prefixd.base.pacer import Pacer
+from prefixd.base.tenants import QUOTA_TIERS
+from prefixd.cache import TieredCache
+from prefixd.cache.audit.integrity import audit
+from prefixd.cache.background.forgetting import FoundBlocks, find_namespace, find_subtree, forget
+from prefixd.cache.background.scrubber import ScrubProgress
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.caller import current_caller
+from prefixd.server.figures.snapshot import Snapshot
+from prefixd.server.figures.tenant_figures import TenantFigures
+from prefixd.server.rpc.rpc import streaming, unary
+from prefixd.server.services.prefixes import find_prefix, inspect_prefix, list_prefixes
+from prefixd.serving.models.tier_resize import TierResize
+from prefixd.v1 import admin_pb2 as pb
+from prefixd.v1 import admin_pb2_grpc, cache_pb2
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 0.1
+_HOLDERS = 100
+_WAIT_S = 60.0  # of a resize, where its caller does not say
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """What an operator asks and does.
+
+    Args:
+        cache: the cache.
+        snapshot: the figures of `Stats`.
+        drain: takes no new work, finishes what runs, writes back; with True ends the daemon afterwards.
+            Returns (blocks written, requests finished).
+        tier_resize: resizes the GPU tier; None in a sidecar, which has none.
+        tenants: what each may have and has.
+        audit: is told what operators do.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        snapshot: Snapshot,
+        drain: Callable[[bool], Awaitable[tuple[int, int]]],
+        tier_resize: TierResize | None = None,
+        *,
+        tenants: TenantFigures,
+        audit: AuditLog,
+    ) -> None:
+        self._tenants = tenants
+        self._audit = audit
+        self._cache = cache
+        self._snapshot = snapshot
+        self._drain = drain
+        self._tier_resize = tier_resize
+
+    @unary
+    async def Stats(self, request: pb.StatsRequest) -> pb.StatsResponse:
+        """All figures."""
+        return await self._snapshot.take()
+
+    @unary
+    async def ListPrefixes(self, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
+        """The leaves of the trie, most recently used first."""
+        return await list_prefixes(self._cache, request)
+
+    @unary
+    async def Inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
+        """One prefix, block by block."""
+        return await inspect_prefix(self._cache, request)
+
+    @unary
+    async def Pin(self, request: pb.PinRequest) -> pb.PinResponse:
+        """Keeps a prefix, across restarts where there is a disk tier."""
+        prefix = await find_prefix(self._cache, request.key)
+        path = await prefix.path(Pacer())
+        reason = await self._cache.pins.pin(prefix.trie, path)
+        self._told("pinned", what=request.key, blocks=len(path))
+        return pb.PinResponse(blocks=len(path), durable=not reason, reason=reason)
+
+    @unary
+    async def Unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
+        """Lets a prefix go again."""
+        prefix = await find_prefix(self._cache, request.key)
+        path = await prefix.path(Pacer())
+        pinned, reason = await self._cache.pins.unpin(prefix.trie, path)
+        self._told("unpinned", what=request.key, blocks=pinned)
+        return pb.UnpinResponse(blocks=pinned, durable=not reason, reason=reason)
+
+    @streaming
+    async def Evict(self, request: pb.EvictRequest) -> AsyncGenerator[pb.EvictResponse, None]:
+        """Drops a prefix and what continues it, a namespace, or everything."""
+        cache = self._cache
+        if request.shared and cache.mover.remote is None:
+            raise PreconditionError("there is no shared store to delete from; leave shared out, or set remote.url")
+        await cache.mover.wait_for_checksums()  # what was just committed is held for a moment
+        found = await self._to_evict(request)
+        answer = pb.EvictResponse(total_blocks=sum(map(len, found)))
+        told_s = cache.clock()
+        try:
+            for blocks in found:
+                async with aclosing(forget(cache.mover, blocks, shared=request.shared)) as steps:
+                    async for evicted, kept in steps:
+                        answer.evicted_blocks += evicted
+                        answer.kept_blocks += kept
+                        if cache.clock() - told_s >= _PROGRESS_S:
+                            told_s = cache.clock()
+                            yield answer
+            answer.done = True
+        finally:
+            if answer.done or answer.evicted_blocks:  # one that its caller ends early has dropped blocks, too
+                what = request.key or request.namespace_id.hex() or "all"
+                self._told("evicted", what=what, shared=request.shared, blocks=answer.evicted_blocks)
+        yield answer
+
+    async def _to_evict(self, request: pb.EvictRequest) -> list[FoundBlocks]:
+        what, cache = request.WhichOneof("what"), self._cache
+        if what == "key":
+            prefix = await find_prefix(cache, request.key)
+            trie, row = prefix.trie, prefix.row
+            if trie.pinned[row] or trie.keep[row]:
+                why = "pinned; unpin it first" if trie.pinned[row] else "in use; try again when its leases have ended"
+                raise PreconditionError(f"prefix {request.key} is {why}")
+            return [await find_subtree(trie, row)]
+        if what == "namespace_id":
+            namespace = cache.namespaces.get(request.namespace_id)
+            return [await find_namespace(cache.trie(namespace), namespace.ordinal)]
+        if what == "all" and request.all:
+            return [await find_namespace(trie, None) for trie in list(cache.tries)]
+        raise InvalidArgumentError("nothing to evict was named; send a key, a namespace_id or all = true")
+
+    @unary
+    async def Flush(self, request: pb.FlushRequest) -> pb.FlushResponse:
+        """Writes what is not on disk to disk. A tier that cannot grow, or cannot be read, still takes blocks."""
+        tiers = self._cache.tiers
+        disk = tiers.durable
+        if disk is None:
+            raise PreconditionError("there is no disk tier to flush to; start the daemon with disk.bytes above 0")
+        before = disk.used_bytes
+        blocks = await self._cache.write_back.flush()
+        if not disk.takes:
+            raise PreconditionError(f"the disk tier is out of service: {tiers.trouble(disk)}")
+        return pb.FlushResponse(blocks=blocks, nbytes=max(disk.used_bytes - before, 0))
+
+    @unary
+    async def Drain(self, request: pb.DrainRequest) -> pb.DrainResponse:
+        """Takes no new work, finishes what runs, writes back."""
+        self._told("drained", shutdown=request.shutdown)
+        written, finished = await self._drain(request.shutdown)
+        return pb.DrainResponse(written_blocks=written, finished_requests=finished)
+
+    @streaming
+    async def Verify(self, request: pb.VerifyRequest) -> AsyncGenerator[pb.VerifyProgress, None]:
+        """Checks every block on disk."""
+        cache = self._cache
+        if cache.tiers.durable is None:
+            raise PreconditionError("there is no disk tier to verify; start the daemon with disk.bytes above 0")
+        told_s = cache.clock()
+        async with aclosing(cache.scrubber.verify()) as steps:
+            async for progress in steps:
+                if cache.clock() - told_s >= _PROGRESS_S:
+                    told_s = cache.clock()
+                    yield _progress(progress)
+        last = _progress(progress)
+        last.done = True
+        yield last
+
+    @streaming
+    async def ResizeTier(self, request: pb.ResizeTierRequest) -> AsyncGenerator[pb.ResizeTierResponse, None]:
+        """Changes the size of the GPU tier."""
+        if request.tier == cache_pb2.TIER_UNSPECIFIED:
+            raise InvalidArgumentError("no tier was named; send tier = TIER_GPU")
+        if request.tier != cache_pb2.TIER_GPU:
+            name = cache_pb2.Tier.Name(request.tier) if request.tier in cache_pb2.Tier.values() else request.tier
+            raise UnsupportedError(
+                f"tier {name} cannot be resized while the daemon runs; only TIER_GPU can. Change cpu.bytes or "
+                "disk.bytes and start the daemon again"
+            )
+        if self._tier_resize is None:
+            raise UnsupportedError("this daemon has no model, hence no gpu tier; set worker.model or worker.embedded")
+        if not 0 <= request.wait_s < math.inf:
+            raise InvalidArgumentError(f"wait_s = {request.wait_s:g}; give a number of seconds, or 0 for {_WAIT_S:g}")
+        if self._snapshot.draining.is_set():
+            raise PreconditionError("the daemon drains; resize the gpu tier when it has been started again")
+        progress = None
+        try:
+            async with aclosing(self._tier_resize.resize(request.nbytes, request.wait_s or _WAIT_S)) as steps:
+                async for progress in steps:
+                    yield pb.ResizeTierResponse(**asdict(progress))
+        finally:
+            if progress is not None:  # else it was refused; one that its caller ends early has changed the tier
+                self._told("resized", what="gpu", nbytes=progress.nbytes)
+
+    @unary
+    async def ListTenants(self, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
+        """All tenants."""
+        return pb.ListTenantsResponse(tenants=self._tenants.take())
+
+    @unary
+    async def SetTenant(self, request: pb.SetTenantRequest) -> pb.TenantStats:
+        """Changes what a tenant may have."""
+        stats = self._tenants.set_quota(request)
+        self._told("quota set", what=request.name, **_limits_set(request))
+        return stats
+
+    def _told(self, event: str, **what: str | float | None) -> None:
+        self._audit.tell(event, current_caller(), **what)
+
+    @unary
+    async def CheckIntegrity(self, request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityResponse:
+        """Accounts for everything."""
+        found = await audit(self._cache)
+        if found.violations:
+            log.error("the daemon's accounting contradicts itself: %s", "; ".join(found.violations))
+        return pb.CheckIntegrityResponse(
+            violations=found.violations,
+            blocks=found.blocks,
+            slots=found.slots,
+            sessions=found.sessions,
+            leases=found.leases,
+            reservations=found.reservations,
+            troubles=self._snapshot.troubles(),
+            holders=[
+                pb.Holder(owner=owner, blocks=blocks)
+                for owner, blocks in self._cache.mover.placement.holds.blocks_by_owner().most_common(_HOLDERS)
+            ],
+        )
+
+
+def _limits_set(request: pb.SetTenantRequest) -> dict[str, float | None]:
+    """The limits that a request sets, by their names in the settings; None: no limit any more."""
+    limits: dict[str, float | None] = {}
+    for tier in request.quota.tiers:
+        for field, value in tier.ListFields():
+            if field.name != "tier":
+                limits[f"{QUOTA_TIERS[tier.tier - 1]}_{field.name.removesuffix('_bytes')}"] = value
+    limits |= {field.name: value for field, value in request.quota.ListFields() if field.name != "tiers"}
+    return limits | dict.fromkeys(request.unlimited)
+
+
+def _progress(progress: ScrubProgress) -> pb.VerifyProgress:
+    """The progress as a message; what it tells as found is not told again."""
+    found, progress.damaged = progress.damaged, []
+    return pb.VerifyProgress(
+        checked_blocks=progress.checked_blocks,
+        total_blocks=progress.total_blocks,
+        checked_bytes=progress.checked_bytes,
+        damaged_blocks=progress.damaged_blocks,
+        dropped_blocks=progress.dropped_blocks,
+        damaged=[
+            pb.DamagedBlock(key=damage.identity[1].hex(), namespace_id=damage.identity[0], reason=str(damage.error))
+            for damage in found
+        ],
+    )

@@ -1,0 +1,447 @@
+"""`PrefixCache` over gRPC; the contract is in `proto/prefixd/v1/cache.proto`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+import prefixd
+from prefixd.base.errors import (
+    InvalidArgumentError,
+    PreconditionError,
+    SessionEndedError,
+    TooSlowError,
+    UnavailableError,
+)
+from prefixd.base.pacer import Pacer, give_way
+from prefixd.cache import NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
+from prefixd.cache.cache import MAX_BLOCKS, NO_OFFSET
+from prefixd.cache.index.trie import TIERS, Rows
+from prefixd.cache.moving.beginnings import Reader
+from prefixd.cache.namespaces import check_part_count
+from prefixd.server.access.caller import current_caller
+from prefixd.server.kv_events import Watches
+from prefixd.server.rpc.rpc import Context, abort, deliver, granting, unary
+from prefixd.server.services.load_estimates import LoadEstimates
+from prefixd.server.services.put_stream import Put, give_back
+from prefixd.server.services.rule_messages import retention_wishes, rule_spec
+from prefixd.v1 import cache_pb2 as pb
+from prefixd.v1 import cache_pb2_grpc
+
+PIECE_BYTES = 1 << 20
+_GRANTED_PARTS = 1 << 20
+"""Parts, hence offsets, in one answer: 10 MiB at the most, of the 16 that a message can have."""
+_UNREAD_S = 30.0
+"""For a client to read a piece of an answer; at 0.3 Mbit/s it does."""
+_TOLD_S = 1.0
+"""For a client to read that its session has ended."""
+_OFFSETS_AT_ONCE = 1 << 13
+_FOUND_RUNS = 4096
+_AGREED = (("prefixd-agreed", "1"),)
+
+
+class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
+    """Matching, leasing and filling for engines.
+
+    Args:
+        cache: the cache.
+        memory_socket: where local clients get the arena; None without a CPU tier.
+        draining: set when the daemon takes no new work.
+    """
+
+    def __init__(self, cache: TieredCache, memory_socket: Path | None, draining: asyncio.Event) -> None:
+        self._cache = cache
+        self._memory_socket = memory_socket
+        self._draining = draining
+        self._estimates = LoadEstimates(cache)
+        self._watches = Watches(cache)
+        self.closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends all sessions: the daemon ends."""
+        self._cache.leases.ending = True
+        self.closing.set()
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
+        """Keeps a session for as long as the stream lives."""
+        cache = self._cache
+        try:
+            if self._draining.is_set():
+                raise UnavailableError("the daemon drains and opens no sessions; try again when it is back")
+            session = cache.leases.open(
+                request.client_name,
+                request.pid,
+                cache.clock(),
+                current_caller().tenant,
+                reopens=request.reopens_namespaces,
+            )
+        except Exception as error:
+            await abort(context, error)
+        waits: list[asyncio.Task[bool]] = []
+        try:
+            local = context.peer().startswith("unix:") and self._memory_socket is not None
+            yield pb.SessionEvent(
+                opened=pb.SessionOpened(
+                    session_id=session.id,
+                    memory_socket=os.fspath(self._memory_socket) if local and self._memory_socket else "",
+                    arena_bytes=cache.tiers.shared.capacity_bytes,
+                    default_ttl_s=cache.leases.default_ttl_s,
+                    max_ttl_s=cache.leases.max_ttl_s,
+                    server_version=prefixd.__version__,
+                    tenant=session.tenant.name,
+                )
+            )
+            draining, closing = (asyncio.create_task(event.wait()) for event in (self._draining, self.closing))
+            waits = [draining, closing]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not closing.done():
+                yield pb.SessionEvent(draining=pb.SessionDraining())
+                await closing
+        finally:
+            for wait in waits:
+                wait.cancel()
+            cache.leases.close(session)
+            self._watches.end(session)
+
+    @unary
+    async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
+        """Names what must be equal for KV to be reusable, and opens it to the session."""
+        session = self._session(request.session_id)
+        wanted = request.namespace
+        check_part_count(len(wanted.parts))  # before any is read
+        spec = NamespaceSpec(
+            name=wanted.name,
+            block_tokens=wanted.block_tokens,
+            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, rule_spec(part)) for part in wanted.parts),
+            salt=wanted.salt,
+            dtype=wanted.dtype,
+            layout=wanted.layout,
+            tenant=session.tenant.name,
+        )
+        namespace = await self._cache.open_namespace(session, spec)
+        return pb.RegisterNamespaceResponse(namespace_id=namespace.id)
+
+    @unary
+    async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
+        """The longest cached prefix."""
+        cache = self._cache
+        session = self._session(request.session_id)
+        namespace = cache.open_in(session, request.namespace_id)
+        chain = cache.chain(namespace, request.token_ids)
+        match = await cache.match(namespace, chain)
+        if request.asked:
+            cache.counters.ask(len(chain) * namespace.spec.block_tokens)
+        elif request.counted:
+            cache.count_lookup(session, namespace, chain, match.rows)
+        trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
+        estimate = self._estimates.estimate(trie, match.rows, 0, chain.tokens, prefill)
+        return pb.MatchResponse(blocks=len(match), runs=await tier_runs(trie, match.rows), estimate=estimate)
+
+    @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
+    async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
+        """Match and lease for reading."""
+        cache = self._cache
+        session = self._session(request.session_id)
+        namespace = cache.open_in(session, request.namespace_id)
+        parts = cache.check_parts(namespace, request.parts)
+        chain, prefill = (
+            cache.chain(namespace, request.token_ids),
+            request.prefill if request.HasField("prefill") else None,
+        )
+        watch = self._estimates.watch(cache.trie(namespace), request.first_block, chain.tokens, prefill)
+        with watch:
+            lease = await cache.acquire(
+                session, namespace, chain, ttl_s=request.ttl_s, matched=watch.begin, **_asked(request, parts)
+            )
+            watch.complete = lease is not None and len(lease.rows) == watch.blocks
+        response = pb.AcquireResponse(
+            first_block=request.first_block, estimate=watch.estimate, cached_blocks=watch.cached_blocks
+        )
+        if lease is None:
+            return response
+        response.lease_id, response.blocks = lease.id, len(lease.rows)
+        await _add_offsets(response, len(lease.rows), len(parts), partial(cache.offsets, lease, parts))
+        response.ttl_s = lease.expires_s - cache.clock()
+        return response
+
+    @granting(lambda self, request, response: self._take_back(request.session_id, response.reservation_id))
+    async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        """Slots to fill."""
+        cache = self._cache
+        self._take_work()
+        session = self._session(request.session_id)
+        namespace = cache.open_in(session, request.namespace_id)
+        parts = cache.check_parts(namespace, request.parts)
+        chain = cache.chain(namespace, request.token_ids)
+        if not session.processes:  # nobody could know when it has stopped writing, see `Quarantine`
+            raise PreconditionError(
+                f"session {session.id[:8]} has not mapped the arena, where its slots would be; ask its memory_socket "
+                "for the arena first, or send the bytes with Put"
+            )
+        reservation = await cache.reserve(
+            session,
+            namespace,
+            chain,
+            parts=parts,
+            first_block=request.first_block,
+            max_blocks=_most_blocks(parts),
+            ttl_s=request.ttl_s,
+        )
+        if isinstance(reservation, int):
+            return pb.ReserveResponse(first_block=reservation)
+        slots = reservation.slots
+        response = pb.ReserveResponse(
+            reservation_id=reservation.id, first_block=reservation.first_block, blocks=len(slots)
+        )
+        await _add_offsets(response, len(slots), len(parts), slots.__getitem__)
+        response.ttl_s = reservation.expires_s - cache.clock()
+        return response
+
+    @unary
+    async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        """Makes filled blocks matchable."""
+        cache = self._cache
+        session = self._session(request.session_id)
+        grant = cache.leases.find(session, request.reservation_id)
+        if not isinstance(grant, Reservation):
+            raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
+        retention = retention_wishes(request.retention)
+        committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable, retention=retention)
+        return pb.CommitResponse(committed=committed, duplicates=duplicates, retention_refused=grant.retention_refused)
+
+    @unary
+    async def Persist(self, request: pb.PersistRequest) -> pb.PersistResponse:
+        """Waits until a cached prefix is on disk."""
+        cache = self._cache
+        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
+        return pb.PersistResponse(blocks=await cache.persist(namespace, cache.chain(namespace, request.token_ids)))
+
+    @unary
+    async def Renew(self, request: pb.RenewRequest) -> pb.RenewResponse:
+        """Gives leases and reservations a new lifetime."""
+        leases = self._cache.leases
+        ttl_s = leases.ttl(request.ttl_s)
+        leases.renew(self._session(request.session_id), request.lease_ids, ttl_s, self._cache.clock())
+        return pb.RenewResponse(ttl_s=ttl_s)
+
+    @unary
+    async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """Ends a lease or a reservation."""
+        self._cache.release(self._session(request.session_id), request.lease_id)
+        return pb.ReleaseResponse()
+
+    @unary
+    async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
+        """Brings a prefix up before it is asked for."""
+        cache = self._cache
+        session = self._session(request.session_id)
+        namespace = cache.open_in(session, request.namespace_id)
+        chain = cache.chain(namespace, request.token_ids)
+        return pb.PrefetchResponse(blocks=await cache.prefetch(session, namespace, chain))
+
+    @unary
+    async def Retain(self, request: pb.RetainRequest) -> pb.RetainResponse:
+        """Says how long the blocks of a cached prefix should stay."""
+        cache = self._cache
+        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
+        retention = retention_wishes(request.retention)
+        chain = cache.chain(namespace, request.token_ids)
+        return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
+
+    async def Get(self, request: pb.GetRequest, context: Context) -> None:
+        """Reads with the bytes in the stream."""
+
+        async def send(response: pb.GetResponse) -> None:
+            try:
+                async with asyncio.timeout(_UNREAD_S):
+                    await context.write(response)
+            except TimeoutError:
+                raise TooSlowError(
+                    f"the stream is given up: a piece of it was not read for {_UNREAD_S:g} s, and blocks are leased "
+                    "meanwhile; read faster, or ask for fewer blocks at a time"
+                ) from None
+
+        try:
+            await self._get(request, send)
+        except grpc.aio.InternalError:  # the caller has gone
+            raise
+        except Exception as error:
+            await abort(context, error)  # who does not read hears of it when it reads on; until then its call counts
+
+    async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
+        cache = self._cache
+        session = self._session(request.session_id)
+        namespace = cache.open_in(session, request.namespace_id)
+        parts = cache.check_parts(namespace, request.parts)
+        chain, asked, cached_blocks = cache.chain(namespace, request.token_ids), _asked(request, parts), 0
+
+        def matched(reader: Reader) -> None:
+            nonlocal cached_blocks
+            cached_blocks = len(reader.path)
+
+        lease = await deliver(
+            cache.acquire(session, namespace, chain, ttl_s=cache.leases.max_ttl_s, matched=matched, **asked),
+            partial(give_back, cache),
+        )
+        header = pb.GetHeader(first_block=request.first_block, cached_blocks=cached_blocks)
+        if lease is None:
+            await send(pb.GetResponse(header=header))
+            return
+        pacer = Pacer()
+        try:
+            needed = [
+                cache.offsets(lease, parts, blocks) != NO_OFFSET
+                async for blocks in _in_turns(len(lease.rows), len(parts))
+            ]
+            sent = b"".join(some.astype(np.uint8).tobytes() for some in needed)
+            if b"\0" not in sent:
+                sent = b""
+            header.blocks, header.sent = len(lease.rows), sent
+            await send(pb.GetResponse(header=header))
+            for row, of_block in zip(lease.rows, itertools.chain.from_iterable(needed), strict=True):
+                await pacer.worked(1)
+                for part in np.array(parts)[of_block].tolist():
+                    nbytes = lease.trie.part_bytes[part]
+                    for start in range(0, nbytes, PIECE_BYTES):
+                        # While a piece was sent the session may have ended, and the slot with it.
+                        cache.leases.find(session, lease.id)
+                        slot = int(lease.trie.slots[row, cache.tiers.shared.level, part])
+                        data = cache.tiers.arena.array(slot, nbytes)
+                        await send(pb.GetResponse(data=data[start : start + PIECE_BYTES].tobytes()))
+        finally:
+            give_back(cache, lease)
+
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
+        """Writes with the bytes in the stream."""
+        put = Put(self._cache, self._session, requests)
+        try:
+            try:
+                self._take_work()
+                await put.begin()
+                with suppress(grpc.aio.InternalError):  # the caller has gone; the stream will say so
+                    await context.send_initial_metadata(_AGREED)
+                return await put.store()
+            finally:
+                put.give_back()
+        except Exception as error:
+            await abort(context, error)
+
+    async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: Context) -> None:
+        """What the tiers have of the session's namespaces."""
+        try:
+            async with (
+                self._watches.watch(self._session(request.session_id)) as watch,
+                aclosing(watch.changes()) as changes,
+            ):
+                async for each in changes:
+                    await context.write(each)
+        except grpc.aio.InternalError:  # the caller has gone
+            raise
+        except SessionEndedError as error:
+            try:
+                async with asyncio.timeout(_TOLD_S):
+                    await abort(context, error)
+            except TimeoutError:  # nobody reads: the call gives its place back
+                raise asyncio.CancelledError from None
+        except Exception as error:
+            await abort(context, error)
+
+    def _session(self, session_id: str) -> Session:
+        """The caller's open session with this id; another tenant's is none."""
+        session = self._cache.leases.session(session_id)
+        if session.tenant is not current_caller().tenant:
+            raise SessionEndedError(
+                f"session {session_id[:8]} is not open for tenant {current_caller().tenant.name}; open one with "
+                "OpenSession"
+            )
+        return session
+
+    def _take_back(self, session_id: str, grant_id: str) -> None:
+        """Ends what a caller was granted that has gone, unless its session has ended it."""
+        session = self._cache.leases.sessions.get(session_id)
+        if session is not None and grant_id in session.grants:
+            self._cache.release(session, grant_id)
+
+    def _take_work(self) -> None:
+        if self._draining.is_set():
+            raise UnavailableError("the daemon drains and takes no new blocks; try again when it is back")
+
+
+def _most_blocks(parts: Sequence[int], asked: int = 0) -> int:
+    """How many blocks of these parts one answer grants at the most, of as many as were asked for (0: all)."""
+    most = _GRANTED_PARTS // len(parts)
+    return min(asked or most, most)
+
+
+class _Asked(TypedDict):
+    """What Acquire and Get ask for, as `TieredCache.acquire` takes it."""
+
+    first_block: int
+    max_blocks: int
+    prefix_blocks: int
+    counted: bool
+    found: npt.NDArray[np.int8] | None
+
+
+def _asked(request: pb.AcquireRequest | pb.GetRequest, parts: Sequence[int]) -> _Asked:
+    return _Asked(
+        first_block=request.first_block,
+        max_blocks=_most_blocks(parts, request.max_blocks),
+        prefix_blocks=request.prefix_blocks,
+        counted=not request.uncounted,
+        found=_tiers_of(request.found) if request.hits else None,
+    )
+
+
+def _tiers_of(runs: Sequence[pb.TierRun]) -> npt.NDArray[np.int8]:
+    """[blocks]: the tier of each block of some runs, from the prompt's first on."""
+    if len(runs) > _FOUND_RUNS:
+        raise InvalidArgumentError(f"found has {len(runs)} runs; send the first {_FOUND_RUNS} at the most")
+    tiers, blocks = [run.tier - 1 for run in runs], [run.blocks for run in runs]
+    if (wrong := next((tier for tier in tiers if not 0 <= tier < TIERS), None)) is not None:
+        raise InvalidArgumentError(f"found has a run in tier {wrong + 1}; send those that Match answered")
+    if sum(blocks) > MAX_BLOCKS:
+        raise InvalidArgumentError(f"found has {sum(blocks)} blocks; a prompt has {MAX_BLOCKS} at the most")
+    return np.repeat(np.array(tiers, np.int8), np.array(blocks, np.int64))
+
+
+async def _add_offsets(
+    response: pb.AcquireResponse | pb.ReserveResponse,
+    blocks: int,
+    parts: int,
+    offsets: Callable[[slice], npt.NDArray[np.int64] | npt.NDArray[np.uint64]],
+) -> None:
+    """Adds the offsets of some blocks, [n, parts], after the other: some thousand in one turn."""
+    async for some in _in_turns(blocks, parts):
+        response.offsets.extend(offsets(some).ravel().tolist())
+
+
+async def _in_turns(blocks: int, parts: int) -> AsyncIterator[slice]:
+    """Blocks by some thousand parts, each in a turn of its own."""
+    step = max(1, _OFFSETS_AT_ONCE // parts)
+    for start in range(0, blocks, step):
+        if start:
+            await give_way()
+        yield slice(start, start + step)
+
+
+async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
+    """The tiers from which the blocks of a usable prefix come, run-length encoded, as of the call."""
+    tiers = trie.distances(path)
+    starts = np.flatnonzero(np.diff(tiers, prepend=-1))
+    lengths = np.diff(starts, append=len(tiers))
+    runs, pacer = [], Pacer()
+    for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True):
+        runs.append(pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=blocks))
+        await pacer.worked(1)
+    return runs

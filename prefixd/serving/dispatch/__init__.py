@@ -1,0 +1,1 @@
+"""The dispatcher: which waiting request runs next, and what is brought to the GPU for it."""

@@ -1,0 +1,247 @@
+"""Places: how many requests run at once, and which of them one tenant may have.
+
+What runs is not taken back for another tenant's sake, and may run for minutes. So as long as other tenants have nothing
+that runs, a place is kept free for each of them, up to half of all; a tenant that has something running takes none of
+these. With one tenant no place is kept.
+
+A search takes a place for each beam. One that is wider than all that a tenant may have while no other has any counts as
+so many, and runs beside those for whom the others are kept; the worker has room for one such search at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.tenants import Tenant
+from prefixd.cache.placement.tenant_use import TenantUse
+from prefixd.cache.troubles import Troubles
+from prefixd.serving.request.request import Request, RequestState
+from prefixd_swap.tiers import GpuTier
+
+
+class Places:
+    """Those that are taken, and what may start beside.
+
+    Args:
+        limit: of all.
+        tenants: how many there are.
+        running: the requests that have some.
+    """
+
+    def __init__(self, limit: int, tenants: int, running: Iterable[Request]) -> None:
+        self._limit = limit
+        self._tenants = tenants
+        self._most = limit - self._kept(tenants - 1)
+        self._taken: Counter[Hashable] = Counter()
+        self._wide = False
+        self._waiting: set[Hashable] = set()
+        for request in running:
+            self.take(request)
+
+    @property
+    def free(self) -> int:
+        """How many nobody has; below 0 where the limit has fallen."""
+        return self._limit - self._taken.total()
+
+    def take(self, request: Request) -> None:
+        """A request runs."""
+        self._taken[request.queued.tenant] += self._needed(request)
+        self._wide |= request.places > self._most
+
+    def has_for(self, request: Request) -> bool:
+        """Whether as many are free as a request takes."""
+        return self._needed(request) <= self.free
+
+    def keeps_waiting(self, request: Request) -> bool:
+        """Whether a request does not keep others waiting: the places that are left are kept for other tenants, or it is
+        a second wide search. Later ones of its tenant wait with it."""
+        tenant = request.queued.tenant
+        if tenant not in self._waiting and self._waits(request):
+            self._waiting.add(tenant)
+        return tenant in self._waiting
+
+    def _waits(self, request: Request) -> bool:
+        if self._wide and request.places > self._most:
+            return True
+        if not self._taken[request.queued.tenant]:
+            return False
+        kept = self._kept(self._tenants - sum(1 for taken in self._taken.values() if taken))
+        return kept > 0 and self.free - self._needed(request) < kept
+
+    def _needed(self, request: Request) -> int:
+        return min(request.places, self._most)
+
+    def _kept(self, tenants: int) -> int:
+        """How many are kept for so many tenants that have none."""
+        return max(0, min(self._limit // 2, tenants))
+
+
+_STAGED = (RequestState.STAGING, RequestState.READY)
+
+
+class GpuQuotas:
+    """One look at the queue: what the tenants' runs may come to, those that are admitted here among them.
+
+    The frames of a run cannot be evicted, and others' guarantees must be there when they are wanted. So a request waits
+    until all that it, and its tenant's other runs, may come to fits into what the tenant may hold of the tier
+    (`TenantUse.room_to_hold`): until others of its tenant have ended. Requests of other tenants pass it. Without quotas
+    requests begin with less, and are preempted when frames run out.
+
+    Args:
+        use: what tenants have and may have.
+        tier: the GPU tier.
+        running: all running requests, of all models.
+    """
+
+    def __init__(self, use: TenantUse, tier: GpuTier, running: Iterable[Request]) -> None:
+        self._use = use
+        self._tier = tier
+        self._bounds = use.hold_bounds(tier)
+        self.never: list[tuple[Request, ExhaustedError]] = []
+        """Requests that would not fit if their tenants had nothing else."""
+        self.left_out = False
+        """Whether some were not admitted."""
+        if self._bounds is None:
+            return
+        self._held = {tenant: use.held_bytes(tenant, tier) for tenant in use.tenants}
+        for request in running:
+            self._held[use.tenant_of(request.namespace)] += request.growth_frames * tier.frame_bytes
+        self._together = sum(map(self._at_least, self._held))
+
+    def admits(self, request: Request) -> bool:
+        """Whether a waiting request may run beside those that run and those that were admitted before."""
+        if self._bounds is None:
+            return True
+        tenant, use, tier = self._use.tenant_of(request.namespace), self._use, self._tier
+        most, bound = request.most_frames * tier.frame_bytes, self._bounds[tenant]
+        if most > bound:
+            refusal = self._refusal(tenant, most, bound)
+            self.never.append((request, refusal))
+            return True
+        rows, wanted, trie = request.rows, request.wanted, request.trie
+        needed = trie.needed(len(rows)) if wanted is None else wanted
+        more = most - int(use.group_bytes(trie, tier)[needed].sum())
+        if request.state not in _STAGED:  # else they are held already
+            more += int(use.held.fresh_bytes(trie, tier, rows, wanted).sum())
+        others = self._together - self._at_least(tenant)
+        room = min(bound, tier.capacity_bytes - others) - self._held[tenant]
+        if more > room:
+            self.left_out = True
+            return False
+        self._together = others
+        self._held[tenant] += max(more, 0)
+        self._together += self._at_least(tenant)
+        return True
+
+    def _refusal(self, tenant: Tenant, most: int, bound: int) -> ExhaustedError:
+        """For a request of `most` bytes of a tenant that may hold `bound` bytes: by its own limit, or by others'."""
+        use, tier, remedy = self._use, self._tier, "shorten the prompt or lower max_tokens"
+        need = f"prompt and output need up to {most} bytes of the gpu tier, of which it may hold {bound}"
+        others = sum(use.guaranteed(each, tier) for each in use.tenants if each is not tenant)
+        if bound < tier.capacity_bytes - others:
+            return tenant.refusal("gpu_most", need, remedy)
+        return tenant.refusal(
+            "gpu_guaranteed",
+            f"{need}, as {others} of {tier.capacity_bytes} bytes are guaranteed to others",
+            remedy,
+            "lower what others are guaranteed or make the tier larger (`prefixd tier resize gpu`)",
+        )
+
+    def _at_least(self, tenant: Tenant) -> int:
+        """What a tenant's runs keep others from: what they may come to, and what it is guaranteed."""
+        return max(self._held[tenant], self._use.guaranteed(tenant, self._tier))
+
+
+PART = "worker memory"
+RETRY_S = 0.5
+CALM_S = 3.0
+
+
+class ConcurrencyLimit:
+    """The limit on running requests. It falls to what the worker can map, and rises again a request at a time.
+
+    Args:
+        most: what is configured.
+        troubles: told when the limit falls, and when one more has not failed for a while.
+        look: called when there may be a place.
+    """
+
+    def __init__(self, most: int, troubles: Troubles, look: Callable[[], None]) -> None:
+        self.limit = most
+        self._most = most
+        self._troubles = troubles
+        self._look = look
+        self._timer: asyncio.TimerHandle | None = None
+
+    def shrink(self, running: int, why: str) -> None:
+        """The worker could not map a request's memory beside `running` others; `why` ends with the remedy."""
+        self.limit = max(1, running)
+        self._troubles.begin(PART, f"{self.limit} of {self._most} requests run at once: {why}")
+        self._later(RETRY_S, self._grow)
+
+    def close(self) -> None:
+        """Forgets what was to happen later."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _grow(self) -> None:
+        self.limit += 1
+        if self.limit < self._most:
+            self._later(RETRY_S, self._grow)
+        else:
+            self._later(CALM_S, lambda: self._troubles.end(PART))
+        self._look()
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.close()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, act)
+
+
+def computing_next_block(request: Request, computing: Iterable[Request]) -> Request | None:
+    """The request among those that compute blocks of their prompts that computes the next block of this one's prefix,
+    or one after that; None if nobody does.
+
+    Asked right before a request is staged, of one that waits. Running requests are few, however long the queue is.
+    """
+    for other in computing:
+        block = request.next_uncut(max(len(request.rows), len(other.rows))) - 1
+        if block < min(request.usable_blocks, other.run.computes) and _same_prefix(request, other, block):
+            return other
+    return None
+
+
+def keeps_state(request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request will keep a state from which this one can resume.
+
+    Without a state it has to compute those tokens itself, whoever computes them as well.
+    """
+    for other in running:
+        states = other.run.states
+        for blocks in () if states is None else states.keep:
+            if len(request.rows) < blocks <= request.usable_blocks and _same_prefix(request, other, blocks - 1):
+                return True
+    return False
+
+
+def embeds_image(request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
+    kv = request.image_kv
+    if kv is None:
+        return False
+    holds = [other.image_holds for other in running]
+    return any(
+        other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
+        for other in holds
+        if other is not None
+    )
+
+
+def _same_prefix(request: Request, other: Request, block: int) -> bool:
+    return (
+        request.namespace is other.namespace
+        and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
+        and request.chain.key(block) == other.chain.key(block)
+    )

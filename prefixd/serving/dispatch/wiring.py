@@ -1,0 +1,82 @@
+"""A daemon's parts, made from its settings: the daemon and the planner's virtual one are put together alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefixd.base.tenants import Tenants
+from prefixd.cache import TieredCache, Tiers
+from prefixd.cache.remote import RemoteOptions
+from prefixd.serving.dispatch.dispatcher import Dispatcher
+from prefixd.serving.dispatch.state_keeping import EVERY_BLOCK, StatePolicy
+from prefixd.serving.frames.tier_share import TierShare
+from prefixd.settings.settings import Settings
+from prefixd.worker_protocol.protocol import ToWorker
+from prefixd_scheduler import CostModel, RequestQueue, create_policy
+from prefixd_swap import CopyEngine, create_eviction_policy
+
+
+def make_cache(
+    settings: Settings, tiers: Tiers, engine: CopyEngine, clock: Callable[[], float], tenants: Tenants | None = None
+) -> TieredCache:
+    """The cache over `tiers`, empty. Raises as `TieredCache`."""
+    return TieredCache(
+        tiers,
+        engine,
+        create_eviction_policy(settings.cache.eviction, settings.cache.seed),
+        clock,
+        default_ttl_s=settings.server.lease_ttl_s,
+        max_ttl_s=settings.server.max_lease_ttl_s,
+        max_sessions=settings.server.max_sessions,
+        max_grants=settings.server.max_grants,
+        namespace_bytes=settings.server.namespace_bytes,
+        write_back=settings.cache.write_back,
+        scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
+        scrub_every_s=settings.disk.scrub_every_s,
+        write_queue_bytes=settings.disk.write_queue_bytes,
+        prefetch_bytes=settings.transfers.prefetch_bytes,
+        reserved_bytes=settings.transfers.reserved_bytes,
+        admit_uses=settings.disk.admit_uses,
+        tenants=tenants,
+        share_after=settings.cache.share_after,
+        remote=RemoteOptions(
+            share=settings.remote.share,
+            lookup_s=settings.remote.lookup_s,
+            absent_s=settings.remote.absent_s,
+            known_s=settings.remote.known_s,
+            known_blocks=settings.remote.known_blocks,
+        ),
+    )
+
+
+def make_dispatcher(
+    settings: Settings,
+    cache: TieredCache,
+    send: Callable[[ToWorker], None],
+    clock: Callable[[], float],
+    share: TierShare | None = None,
+) -> Dispatcher:
+    """The dispatcher of one model, with a queue and a cost model of its own."""
+    scheduler, worker = settings.scheduler, settings.worker
+    return Dispatcher(
+        cache,
+        RequestQueue(
+            create_policy(scheduler.policy, scheduler.starvation_bound_s),
+            scheduler.queue_limit,
+            lambda: cache.tenants.calling,
+        ),
+        CostModel(),
+        send,
+        clock,
+        max_running=worker.max_running,
+        look_ahead=None if scheduler.look_ahead == "auto" else scheduler.look_ahead,
+        load=scheduler.load,
+        preemption=scheduler.preemption,
+        caching=settings.cache.enabled,
+        states=(
+            StatePolicy(worker.states_per_prompt, worker.state_every_tokens)
+            if worker.groups == "by_rule"
+            else EVERY_BLOCK
+        ),
+        share=share,
+    )

@@ -1,0 +1,1 @@
+"""Frames of the GPU tier that requests need, have and share."""

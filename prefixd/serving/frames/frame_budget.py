@@ -1,0 +1,103 @@
+"""How many GPU frames the requests have that will not give them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from prefixd.cache import TieredCache, Trie
+from prefixd.cache.index.columns import ColumnMemory
+from prefixd.cache.index.trie import Rows
+from prefixd.cache.rules import GroupMask
+
+
+class FrameBudget:
+    """Counts frames by their use, so that a dispatch does not look at the blocks of running requests.
+
+    What a KV group has of a cached block takes its frames however many requests hold it, so these are counted by row
+    and group. All requests of a worker have blocks of one geometry, hence of one trie. Blocks are given with the groups
+    of each that count, [m]; None for all of them.
+
+    Args:
+        frames: how many frames parts of so many bytes take.
+
+    Attributes:
+        taken: frames of the blocks counted, each once, and of the requests' own frames.
+    """
+
+    def __init__(self, frames: Callable[[Sequence[int]], int] = len) -> None:
+        self.taken = 0
+        self._memory = ColumnMemory()  # a table of a million rows grows without copying
+        self._holders: list[Rows] = []  # by group and row: how many counted requests hold its bytes of the block
+        self._frames = frames
+        self._widths: list[int] = []  # by group: the frames that it has of a block
+        self._round = 1
+        self._weighed_in: list[Rows] = []  # by group and row: the last round in which they were weighed
+
+    def add(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
+        """Counts `rows`, which are distinct, for one more request, and `own` more frames."""
+        self._fit(trie)
+        self.taken += own
+        for group in trie.groups:
+            chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
+            holders[chosen] += 1
+            self.taken += int(np.count_nonzero(holders[chosen] == 1)) * self._widths[group.bit]
+
+    def remove(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
+        """Ends what `add` began."""
+        self.taken -= own
+        for group in trie.groups:
+            chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
+            holders[chosen] -= 1
+            self.taken -= int(np.count_nonzero(holders[chosen] == 0)) * self._widths[group.bit]
+
+    def begin_round(self) -> None:
+        """From here on `weigh` has seen no block."""
+        self._round += 1
+
+    def weigh(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None) -> int:
+        """How many more frames a request with these blocks takes, besides those taken or weighed in this round."""
+        self._fit(trie)
+        frames = 0
+        for group in trie.groups:
+            chosen, weighed_in = _of_group(rows, wanted, group.mask), self._weighed_in[group.bit]
+            more = (self._holders[group.bit][chosen] == 0) & (weighed_in[chosen] != self._round)
+            weighed_in[chosen] = self._round
+            frames += int(np.count_nonzero(more)) * self._widths[group.bit]
+        return frames
+
+    def _fit(self, trie: Trie) -> None:
+        if not self._holders:
+            self._holders = [np.zeros(0, np.int64) for _ in trie.groups]
+            self._weighed_in = [np.zeros(0, np.int64) for _ in trie.groups]
+            self._widths = [self._frames([trie.part_bytes[part] for part in group.parts]) for group in trie.groups]
+        if trie.rows > len(self._holders[0]):
+            for bit in range(len(trie.groups)):
+                for name, columns in (("holders", self._holders), ("weighed in", self._weighed_in)):
+                    columns[bit] = self._memory.grown(f"{name} {bit}", columns[bit], 2 * trie.rows)
+
+
+def _of_group(rows: Rows, wanted: GroupMask | None, mask: int) -> Rows:
+    chosen: Rows = rows if wanted is None else rows[(wanted & np.uint8(mask)) != 0]
+    return chosen
+
+
+_NAMED = 3
+
+
+def name_holders(cache: TieredCache, *, owners: bool = True) -> str:
+    """How many of the tier's frames are held, how many of those are pinned, and, for an operator, who holds most."""
+    pool, tier = cache.tiers.frames, cache.tiers.compute
+    bit = np.uint8(1 << tier.level)
+    text = f"{tier.used_bytes // pool.frame_bytes} of {pool.capacity} frames of the gpu tier are held"
+    pinned = sum(
+        int(np.count_nonzero(trie.pinned[: trie.rows] & ((trie.any_part[: trie.rows] & bit) != 0)))
+        for trie in cache.tries
+    )
+    if pinned:
+        text += f", {pinned} blocks are pinned"
+    holders = cache.mover.placement.holds.blocks_by_owner().most_common(_NAMED)
+    if holders and owners:
+        text += "; most by " + ", ".join(f"{owner} ({blocks} blocks)" for owner, blocks in holders)
+    return text

@@ -1,0 +1,117 @@
+"""How much of the GPU tier's memory is allocated and needed by nobody (Jenga, section 7.3, figure 16)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixd.cache import Trie
+from prefixd.cache.index.columns import ColumnMemory
+from prefixd.cache.index.trie import GPU, Rows
+from prefixd.cache.rules import GroupMask, KvGroup, expired_groups
+from prefixd.cache.rules.specs import rule_of
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.request.request import Request
+
+
+@dataclass(slots=True)
+class Unused:
+    """Bytes of the GPU tier.
+
+    Attributes:
+        spare: of cached blocks, needed by shorter prefixes only and held by nobody: they go before anything else does.
+        unneeded: of the rest, what no layer of the model needs.
+    """
+
+    spare: int = 0
+    unneeded: int = 0
+
+
+class KvNeeds:
+    """Counts the bytes that the layers of a model need of its cached blocks and of its running requests.
+
+    Needed are, of each layer by its own rule: of a running request, what the next token reads; of a cached prompt, what
+    its ends and branches need (`Trie.expire`). Blocks that wait to be filled with tokens that are known count as
+    needed, as does a block that is filled in part; blocks beyond the last known token do not, nor does the padding of
+    frames.
+
+    Where the groups have the rules of their layers, the trie knows which bytes have expired. Where one rule is for all
+    layers (`worker.groups = "one"`), nothing expires there, and a column here says what would have: of blocks that the
+    worker has filled.
+
+    Counting is a pass over the trie's columns, a slice at a time, and over the blocks ahead of the running requests.
+
+    Args:
+        kv: the model's groups.
+        frame_bytes: of a frame.
+    """
+
+    def __init__(self, kv: KvShape, frame_bytes: int) -> None:
+        self._kv = kv
+        self._frame_bytes = frame_bytes
+        self._by_rule = all(need.rule == kv.groups[need.group].rule for need in kv.needs)
+        self._layers = [
+            KvGroup(rule_of(kv.rule(need.rule), kv.block_tokens), (), bit) for bit, need in enumerate(kv.needs)
+        ]
+        self._memory = ColumnMemory()
+        self._expired: GroupMask = np.zeros(0, np.uint8)  # by row, a bit for each need
+        self._trie: Trie | None = None
+
+    def recorded(self, trie: Trie, path: Rows, ends: Sequence[int]) -> None:
+        """The worker has filled blocks of a prompt whose cached blocks are `path`; `ends` as for `Trie.expire`."""
+        self._trie = trie
+        if self._by_rule or not len(path):
+            return
+        if trie.rows > len(self._expired):
+            self._expired = self._memory.grown("expired", self._expired, 2 * trie.rows)
+        self._expired[path] = expired_groups(self._layers, len(path), trie.branches(path, ends))
+
+    def counts(self, trie: Trie) -> bool:
+        """Whether blocks of the model are in this trie."""
+        return trie is self._trie
+
+    def of_cached(self, trie: Trie, rows: slice) -> Unused:
+        """Of some cached blocks, whoever holds them, in a trie that it `counts`."""
+        unused = Unused()
+        first = 0
+        for number, group in enumerate(self._kv.groups):
+            mask = trie.part_mask[first]
+            first += len(self._kv.widths(group))
+            bit = int(mask).bit_length() - 1
+            there = (trie.there[rows, GPU] & mask) != 0
+            expired = (trie.expired[rows] & mask) != 0
+            spare = there & expired & (trie.holds[rows, GPU, bit] == 0)
+            there &= ~spare
+            nbytes = group.frames * self._frame_bytes
+            unused.spare += nbytes * int(np.count_nonzero(spare))
+            present, padding = int(np.count_nonzero(there)), self._padding(number)
+            unused.unneeded += padding * present
+            for layers, need in zip(self._layers, self._kv.needs, strict=True):
+                if need.group == number:
+                    unwanted = expired if self._by_rule else self._passed(rows, layers.mask)
+                    unused.unneeded += need.nbytes * int(np.count_nonzero(there[: len(unwanted)] & unwanted))
+        return unused
+
+    def of_running(self, requests: Iterable[Request]) -> int:
+        """Bytes of running requests' own frames that nobody needs. Blocks fill their frames; states may not."""
+        kv, unneeded = self._kv, 0
+        for request in requests:
+            run, own = request.run, request.footprint.own
+            known = -(-request.chain.tokens // kv.block_tokens)
+            ahead = run.homes(known, run.blocks) if run.slots else []
+            frames = sum(run.widths[at % run.slots] for at, home in enumerate(ahead) if home in own)
+            unneeded += frames * self._frame_bytes
+            if run.states is not None:
+                unneeded += (1 + run.states.extra_states) * self._padding(-1)
+        return unneeded
+
+    def _padding(self, group: int) -> int:
+        """Bytes of a block, or of a state, that its frames have and its layers do not need."""
+        needed = sum(need.nbytes for need in self._kv.needs if need.group == group % len(self._kv.groups))
+        return self._kv.groups[group].frames * self._frame_bytes - needed if needed else 0
+
+    def _passed(self, rows: slice, mask: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        passed: np.ndarray[tuple[int], np.dtype[np.bool_]] = (self._expired[rows] & np.uint8(mask)) != 0
+        return passed

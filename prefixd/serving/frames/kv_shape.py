@@ -1,0 +1,200 @@
+"""How a model's blocks and states lie in frames, and how many of them a request takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
+from prefixd.worker_protocol.protocol import (
+    FullAttention,
+    GroupShape,
+    Hello,
+    Need,
+    RecurrentState,
+    SlidingWindow,
+    passed_blocks,
+)
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """The KV groups of a model, in frames of one size.
+
+    ```
+    parts of a block    attention   window:0   window:1 | state:0   state:1
+    frames              \\___________ block_frames ______/ \\_ state_frames _/
+
+    whole pages         attention        window         |      state
+    widths                  1              2                     2
+    ```
+
+    A part is one slot of the GPU tier: a frame, wherever it is; or, with block tables, all frames of a group, side by
+    side, known by the first one.
+
+    Attributes:
+        groups: as `Hello.groups`.
+        block_tokens: tokens of a block.
+        window_margin: as `Hello.window_margin`.
+        step_tokens: most tokens of a request that the worker computes at a time.
+        needs: as `Hello.needs`.
+        whole_pages: as `Hello.whole_pages`.
+        image_frames: of an image that is in no block of a prompt; see `Hello.image_group`.
+    """
+
+    groups: tuple[GroupShape, ...]
+    block_tokens: int
+    window_margin: int = 0
+    step_tokens: int = 0
+    needs: tuple[Need, ...] = ()
+    whole_pages: bool = False
+    image_frames: int = 0
+
+    @classmethod
+    def of(cls, hello: Hello, step_tokens: int) -> KvShape:
+        """The shape of the model that a worker has described."""
+        image_frames = 0 if hello.image_group is None else hello.image_group.frames
+        margin, pages = hello.window_margin, hello.whole_pages
+        return cls(hello.groups, hello.block_tokens, margin, step_tokens, hello.needs, pages, image_frames)
+
+    @cached_property
+    def token_groups(self) -> tuple[GroupShape, ...]:
+        """The groups that keep something of every token."""
+        return tuple(group for group in self.groups if not isinstance(group.rule, RecurrentState))
+
+    @cached_property
+    def block_frames(self) -> int:
+        """Frames of a block."""
+        return sum(group.frames for group in self.token_groups)
+
+    @cached_property
+    def state_frames(self) -> int:
+        """Frames of a state; 0 for a model without."""
+        return sum(group.frames for group in self.groups) - self.block_frames
+
+    def widths(self, group: GroupShape) -> tuple[int, ...]:
+        """Of each slot that a group's bytes of a block, or a state, take, how many frames it has."""
+        return (group.frames,) if self.whole_pages else (1,) * group.frames
+
+    @cached_property
+    def block_widths(self) -> tuple[int, ...]:
+        """Of each slot of a block, how many frames it has."""
+        return tuple(width for group in self.token_groups for width in self.widths(group))
+
+    @cached_property
+    def state_widths(self) -> tuple[int, ...]:
+        """Of each slot of a state, how many frames it has."""
+        states = (group for group in self.groups if isinstance(group.rule, RecurrentState))
+        return tuple(width for group in states for width in self.widths(group))
+
+    @cached_property
+    def image_widths(self) -> tuple[int, ...]:
+        """Of each slot of an image that is in no block of a prompt, how many frames it has."""
+        return (self.image_frames,) if self.whole_pages and self.image_frames else (1,) * self.image_frames
+
+    @property
+    def all_widths(self) -> set[int]:
+        """How many frames a slot may have."""
+        return {*self.block_widths, *self.state_widths, *self.image_widths}
+
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether blocks of some group are passed while a request runs."""
+        return any(isinstance(group.rule, SlidingWindow) for group in self.groups)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every token is needed to the end, in every group."""
+        return all(isinstance(group.rule, FullAttention) for group in self.groups)
+
+    @property
+    def least_frames(self) -> int:
+        """Frames of the smallest request: a block for its prompt, one to go on, and a state of its own and one that it
+        resumes from."""
+        return 2 * self.block_frames + 2 * self.state_frames + self._rests
+
+    @cached_property
+    def _rests(self) -> int:
+        """Frames that a request is given room for beside its own because a large page has parts of one size at a time:
+        for each size two parts of the largest. An estimate, not a bound: where large pages are much larger, or no
+        multiple of a size, a request alone may lack a page all the same, and ends as one that gets no frame.
+        """
+        sizes = self.all_widths
+        return 2 * len(sizes) * max(sizes) if len(sizes) > 1 else 0
+
+    def ahead_blocks(self, computed_tokens: int) -> int:
+        """So many blocks a run of a model with windows has at most, when so many tokens are computed.
+
+        The worker computes a step in them, and the next one while more frames are on their way.
+        """
+        return -(-(computed_tokens + 2 * self.step_tokens) // self.block_tokens) + 1
+
+    def most_frames(self, blocks: int) -> int:
+        """The most frames that a run of so many blocks has at a time."""
+        frames = 2 * self.state_frames + self._rests
+        for group in self.token_groups:
+            most = blocks
+            if isinstance(group.rule, SlidingWindow):
+                window_tokens = group.rule.tokens + self.window_margin + 2 * self.step_tokens
+                most = min(blocks, -(-window_tokens // self.block_tokens) + 3)
+            frames += most * group.frames
+        return frames
+
+    def beam_frames(self, blocks: int) -> int:
+        """Frames of a beam search of so many blocks, which it has from its start."""
+        return blocks * self.block_frames + self._rests
+
+    def passed(self, computed_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Of each group of tokens its first part, the part behind its last one, and how many blocks are passed.
+
+        Windows of so nearly one size that they need as many blocks are one group of the trie, and are held together:
+        none of them lets go of a block before the largest does.
+        """
+        first = 0
+        for group in self.token_groups:
+            alike = [other for other in self.token_groups if self._window_blocks(other) == self._window_blocks(group)]
+            blocks = min(
+                passed_blocks(other, computed_tokens, self.block_tokens, self.window_margin) for other in alike
+            )
+            slots = len(self.widths(group))
+            yield first, first + slots, blocks
+            first += slots
+
+    def _window_blocks(self, group: GroupShape) -> int:
+        """Blocks of a group's window, as its rule in the trie counts them; 0 for full attention."""
+        if not isinstance(group.rule, SlidingWindow):
+            return 0
+        return max(1, -(-(group.rule.tokens - 1) // self.block_tokens))
+
+    def parts(self, frame_bytes: int) -> tuple[PartSpec, ...]:
+        """The parts of a block, a slot each.
+
+        The name of the part of a model whose layers are all alike is part of the identity of caches on disk.
+        """
+        if self.plain and self.block_frames == 1:
+            return (PartSpec("attention", 0, frame_bytes),)
+        return tuple(
+            PartSpec(
+                group.name if len(self.widths(group)) == 1 else f"{group.name}.{piece}",
+                *(0, width * frame_bytes, self.rule(group.rule)),
+            )
+            for group in self.groups
+            for piece, width in enumerate(self.widths(group))
+        )
+
+    def rule(
+        self, rule: FullAttention | SlidingWindow | RecurrentState
+    ) -> SlidingWindowSpec | RecurrentStateSpec | None:
+        """As the cache knows it; None for full attention."""
+        match rule:
+            case SlidingWindow(tokens):
+                return SlidingWindowSpec(tokens)
+            case RecurrentState(every_block):
+                return RecurrentStateSpec(self.block_tokens if every_block else 0)
+            case FullAttention():
+                return None
+
+
+ONE_FRAME = KvShape((GroupShape("attention", FullAttention(), 1, 1),), 1)
+"""A block is one frame."""

@@ -1,0 +1,116 @@
+"""The events of a call's sequences that its caller has not read yet, and how many there may be.
+
+The dispatcher never waits for a caller, because its other requests would wait, too. So when a caller does not read
+while its sequences run on, the call is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.tenants import Tenant
+from prefixd.serving.request.request import Event, EventSink, NewTokens
+from prefixd_scheduler import SharedLimit
+
+MOST_UNREAD = 1 << 16  # tokens and logprobs; some 17 MiB, behind what gRPC has sent ahead (about 4 MiB)
+MOST_UNREAD_OF_ALL = 1 << 23  # of all calls together, those that wait for the end of a `best_of` among them
+
+
+class Inbox:
+    """A queue of events with the numbers of their sequences; bounded by the tokens and logprobs in it.
+
+    Args:
+        token_values: what a token counts: 1, and 1 for each logprob that comes with it, its own included.
+        on_full: called once, from the event loop, when the caller is too far behind; has to end the sequences.
+        tenant: whose call it is.
+        of_all: counts what is in the inboxes of all tenants, by their names.
+        keeps: what is taken is kept in memory, and counts in `of_all` to the end.
+    """
+
+    def __init__(
+        self,
+        token_values: int,
+        on_full: Callable[[], None],
+        tenant: Tenant,
+        of_all: SharedLimit,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        self._token_values = token_values
+        self._on_full = on_full
+        self._tenant = tenant
+        self._of_all = of_all
+        self._keeps = keeps
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._unread = 0
+        self._counted = 0  # in `of_all`
+        self._over = False
+        self._failure: ExhaustedError | None = None
+
+    def sink(self, index: int) -> EventSink:
+        """Where the sequence with this number puts its events."""
+        return _Sink(index, self)
+
+    def put(self, index: int, event: Event) -> None:
+        """Adds an event at the end. Above the bound all that is unread goes, and nothing is taken any more."""
+        if self._over:
+            return
+        values, of_all, name = self._values(event), self._of_all, self._tenant.name
+        self._unread += values
+        self._events.put_nowait((index, event))  # wakes the caller, whatever it is told
+        if self._unread > MOST_UNREAD:
+            self._failure = ExhaustedError(
+                f"{self._unread} tokens and logprobs wait to be read, {MOST_UNREAD} may: the caller reads too slowly; "
+                "read the stream as it comes, or ask for fewer sequences, tokens or logprobs"
+            )
+        elif values > of_all.left(name):
+            self._tenant.refused["unread_tokens"] += 1
+            self._failure = ExhaustedError(
+                f"tenant {name}: {of_all[name]} tokens and logprobs of its calls wait to be read, and {of_all.total} "
+                f"of all tenants, which have {of_all.limit} together (the daemon's own limit); read the streams as "
+                "they come, or ask for fewer sequences, tokens or logprobs"
+            )
+        else:
+            self._count(values)
+            return
+        self.close()
+        self._events = asyncio.Queue()
+        asyncio.get_running_loop().call_soon(self._on_full)  # the dispatcher is in the middle of a step now
+
+    async def get(self) -> tuple[int, Event]:
+        """Takes the next event. Raises ExhaustedError when there were too many."""
+        if self._failure is None:
+            index, event = await self._events.get()
+        if self._failure is not None:  # or by now
+            raise self._failure
+        values = self._values(event)
+        self._unread -= values
+        if not self._keeps:
+            self._count(-values)
+        return index, event
+
+    def close(self) -> None:
+        """Nothing is taken any more, and nothing counts."""
+        self._over = True
+        self._count(-self._counted)
+
+    def _count(self, values: int) -> None:
+        self._counted += values
+        self._of_all.add(self._tenant.name, values)
+
+    def _values(self, event: Event) -> int:
+        return self._token_values * len(event.token_ids) if isinstance(event, NewTokens) else 0
+
+
+class _Sink:
+    """The end of an inbox that one sequence has."""
+
+    def __init__(self, index: int, inbox: Inbox) -> None:
+        self._index = index
+        self._inbox = inbox
+
+    def put_nowait(self, event: Event) -> None:
+        """See `Inbox.put`."""
+        self._inbox.put(self._index, event)

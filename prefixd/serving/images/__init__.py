@@ -1,0 +1,1 @@
+"""Images of prompts: read, decoded in processes of their own, and cached as keys and values."""

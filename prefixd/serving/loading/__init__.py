@@ -1,0 +1,1 @@
+"""How much of a cached prefix is loaded, and how."""

@@ -1,0 +1,229 @@
+"""Blocks on their way to the GPU tier, in pieces, so that a load can be seen to fall behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from prefixd.cache import TieredCache, Trie
+from prefixd.cache.index.trie import Rows
+from prefixd.cache.rules import GroupMask
+from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
+from prefixd_scheduler import LOADED_FROM, CostModel, Distance
+from prefixd_swap import SwapError
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+_PIECES = 16
+_PIECE_S = 0.05
+"""A piece costs the event loop some 3 ms, whatever its size, where room has to be made for it: it takes at least so
+long to load. With pieces of 10 ms a busy machine, whose loads take longer, had more of them and was busier yet."""
+_RECENT = 4  # pieces: so many move at once
+_PATIENCE = 0.1
+_LEAST_PATIENCE_S = 0.01
+"""A load may be late by so much of what computing the rest takes, and by so many seconds in any case."""
+_INEXACT = 0.5
+"""It may also be late by so much of what its next piece was expected to take: estimates are a latency and a rate, and a
+disk that reads six blocks at a time takes as long for one block as for six, and twice as long for seven."""
+
+_GIVEN_UP = 2.0
+"""What was given up would have taken longer yet, nobody knows how long: so many times as long. Taken for what it had
+taken, it made the next load seem faster than it is, which was given up even earlier."""
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    rows: Rows
+    distance: Distance
+    nbytes: int
+    claimed: Rows  # those that no other load had begun
+    claimed_bytes: int
+    began_s: float
+    task: asyncio.Task[bool]
+    arrived_s: float | None = None
+
+
+class PieceLoad:
+    """A load of blocks that their owner holds in the GPU tier.
+
+    Pieces move side by side, in the order in which they are begun; one has arrived when all before it have.
+
+    Args:
+        cache: where the blocks are.
+        cost: learns what loading costs, and says when a piece is due.
+        meter: shares time among the loads of all requests.
+        claims: say which load counts a block that several wait for.
+        clock: seconds.
+        name: whose load it is, for people.
+        trie: the blocks' trie.
+        urgency: how urgent the load is.
+        changed: called when a piece has ended.
+        queued_bytes: bytes that all loads have on their way.
+
+    Attributes:
+        arrived: so many of the pieces, from the first on, are in the GPU tier.
+        failed: a piece came in part: a block was damaged, or room was short.
+        due_s: when the blocks are wanted, on the clock of the transfers; None: as soon as their turn comes.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        cost: CostModel,
+        meter: LoadMeter,
+        claims: LoadClaims,
+        clock: Callable[[], float],
+        name: str,
+        trie: Trie,
+        urgency: Urgency,
+        changed: Callable[[], None],
+        queued_bytes: Callable[[], int],
+    ) -> None:
+        self.arrived = 0
+        self.failed = False
+        self.due_s: float | None = None
+        self._cache = cache
+        self._cost = cost
+        self._meter = meter
+        self._claims = claims
+        self._clock = clock
+        self._name = name
+        self._trie = trie
+        self._urgency = urgency
+        self._changed = changed
+        self._queued_bytes = queued_bytes
+        self._pieces: list[_Piece] = []
+        self._mark: float | None = None  # of the meter, while something moves
+        self._moved_bytes = 0  # since that mark, of those that it has claimed
+        self._since_s = clock()  # what is late is so from here on
+
+    @property
+    def under_way(self) -> bool:
+        """Whether pieces have been begun that have not arrived."""
+        return self.arrived < len(self._pieces) and not self.failed
+
+    @property
+    def moving_bytes(self) -> int:
+        """Bytes of the pieces that are on their way."""
+        return 0 if self.failed else sum(piece.nbytes for piece in self._pieces[self.arrived :])
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Of these bytes those that no other load counts."""
+        return 0 if self.failed else sum(piece.claimed_bytes for piece in self._pieces[self.arrived :])
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that all loads have on their way."""
+        return self._queued_bytes()
+
+    def begin(self, rows: Rows, wanted: GroupMask | None = None) -> None:
+        """Begins one more piece; `wanted`, [m], are the KV groups of each block that have to come, all by default."""
+        trie, compute = self._trie, self._cache.tiers.compute
+        lacking = trie.lacking(rows, compute.level, wanted)
+        distance = Distance(int(trie.nearest[rows[lacking != 0]].max(initial=0)))
+        nbytes = trie.group_bytes[lacking]
+        fresh = self._claims.claim(trie, rows)
+        claimed_bytes = int(nbytes[fresh].sum())
+        if self._mark is None and claimed_bytes:
+            self._mark, self._moved_bytes = self._meter.begin(), 0
+        task = asyncio.create_task(self._bring(rows, wanted))
+        piece = _Piece(rows, distance, int(nbytes.sum()), rows[fresh], claimed_bytes, self._clock(), task)
+        self._pieces.append(piece)
+        task.add_done_callback(partial(self._ended, piece))
+
+    def arrived_rows(self) -> Rows:
+        """The blocks of the pieces that have arrived, in the order in which they were begun."""
+        return np.concatenate([np.empty(0, np.int64), *(piece.rows for piece in self._pieces[: self.arrived])])
+
+    def hurry(self) -> None:
+        """Somebody waits for it by now."""
+        if self._urgency is not Urgency.DEMAND:
+            self._urgency, self._since_s = Urgency.DEMAND, self._clock()
+            for piece in self._pieces[self.arrived :]:
+                self._cache.mover.hurry(self._trie, piece.rows, self._cache.tiers.compute)
+
+    def behind_in_s(self, compute_s: float | None) -> float | None:
+        """Seconds until the load is to be given up: 0 or less if it is now; None while nothing moves or is known, or
+        nobody waits.
+
+        compute_s: until all that has not arrived would be computed.
+        """
+        if not self.under_way or compute_s is None or self._urgency is not Urgency.DEMAND:
+            return None
+        piece, before = self._pieces[self.arrived], self._pieces[: self.arrived]
+        expected_s = self._cost.load_s(piece.nbytes, piece.distance, max(0, self.queued_bytes - self.claimed_bytes))
+        if expected_s is None:
+            return None
+        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
+        if len(before) > _RECENT:  # at the pace of the last pieces, will the rest take longer than computing it?
+            first, last = before[-_RECENT - 1].arrived_s or 0.0, before[-1].arrived_s or 0.0
+            nbytes = sum(each.nbytes for each in before[-_RECENT:])
+            if nbytes and (last - first) / nbytes * self.moving_bytes > compute_s + patience_s:
+                return 0.0
+        since_s = max(self._since_s, piece.began_s, (before[-1].arrived_s or 0.0) if before else 0.0)
+        return since_s + expected_s + max(patience_s, _INEXACT * expected_s) - self._clock()
+
+    def drop(self, *, late: bool = False) -> None:
+        """Gives up what has not arrived, because it is `late` or nobody wants it any more.
+
+        Its frames are free again when what reads into them has ended.
+        """
+        left = self._pieces[self.arrived :]
+        if left and late and not self.failed:
+            self._observe(left[0].distance, self._moved_bytes + left[0].claimed_bytes, _GIVEN_UP)
+        self.failed = self.failed or bool(left)
+        for piece in left:
+            piece.task.cancel()
+        self._end_mark()
+
+    async def _bring(self, rows: Rows, wanted: GroupMask | None) -> bool:
+        mover, compute = self._cache.mover, self._cache.tiers.compute
+        try:
+            there = await mover.bring(
+                self._trie, rows, compute, wanted, urgency=lambda: self._urgency, due_s=self.due_s
+            )
+            return there == len(rows)
+        except SwapError as error:
+            log.error("blocks for %s could not be brought up: %s", self._name, error)
+            return False
+
+    def _ended(self, piece: _Piece, task: asyncio.Task[bool]) -> None:
+        self._claims.release(self._trie, piece.claimed)
+        if task.cancelled():
+            return
+        if task.exception() is not None:
+            log.error("blocks for %s could not be brought up", self._name, exc_info=task.exception())
+        while self.under_way and (next_ := self._pieces[self.arrived]).task.done():
+            if next_.task.cancelled() or next_.task.exception() is not None or not next_.task.result():
+                self.failed = True
+                break
+            next_.arrived_s = self._clock()
+            self.arrived += 1
+            self._moved_bytes += next_.claimed_bytes
+            if self.arrived == 1 or not self.under_way:  # a short load and a long one tell latency and rate apart
+                self._observe(next_.distance, self._moved_bytes)
+        if not self.under_way:
+            self._end_mark()
+        self._changed()
+
+    def _observe(self, distance: Distance, nbytes: int, times: float = 1.0) -> None:
+        if self._mark is not None and nbytes and distance in LOADED_FROM:
+            self._cost.observe_load(distance, nbytes, times * self._meter.so_far(self._mark))
+
+    def _end_mark(self) -> None:
+        if self._mark is not None:
+            self._meter.end(self._mark)
+            self._mark = None
+
+
+def piece_blocks(load_s: float | None, blocks: int) -> int:
+    """How many blocks a piece has of a load of `blocks` that is expected to take so long (None: unknown)."""
+    pieces = _PIECES if load_s is None else max(1, min(_PIECES, int(load_s / _PIECE_S)))
+    return max(1, -(-blocks // pieces))

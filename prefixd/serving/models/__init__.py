@@ -1,0 +1,1 @@
+"""The models of a daemon, each with its worker process and its part of the GPU."""

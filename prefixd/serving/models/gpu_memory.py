@@ -1,0 +1,267 @@
+"""The GPU tier's memory, which all models of a daemon share: one size of frames, and any frame serves any model.
+
+Each model's worker says what a frame of its own would be. The frames that are made are the greatest common divisor of
+these, so that a block of each model is so many whole ones: Jenga's compatible page (section 6.1). Eviction in the one
+tier is what moves memory between the models: whoever is busy takes frames, and what nobody has used for longest goes.
+
+```
+Hello of a    Hello of b                          Hello of a's next worker
+     |             |                                        |
+     +-- waits ----+--> made, or a model refused            +--> the same tier
+     |
+     +-- its worker dies: the Hello is withdrawn, and its next worker's is waited for, or nobody's when it is given up
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import resource
+from collections.abc import Collection, Mapping
+
+from prefixd.base.errors import ConfigError, UnavailableError
+from prefixd.cache import TieredCache
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.settings.settings import Settings
+from prefixd.worker_protocol.protocol import Hello
+from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory, started_threads
+from prefixd_swap.tiers import CpuTier, GpuTier, PagedGpuTier
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.9
+"""Of what is free after the weights; the rest is a reserve for what the estimates miss and for others on the device."""
+
+
+def automatic_bytes(memory: VirtualMemory, hellos: Collection[Hello], untouched_bytes: int) -> int:
+    """What `gpu.bytes = "auto"` means on this device now: below 0 where not even the model fits. It asks the device.
+
+    Args:
+        memory: on the device.
+        hellos: say what the models will take; their weights are not there yet.
+        untouched_bytes: memory of the same device that others have been promised and have not touched yet.
+    """
+    free = memory.available_bytes()
+    weights, working = (sum(getattr(hello, name) for hello in hellos) for name in ("weights_bytes", "working_bytes"))
+    nbytes = int((free - untouched_bytes - weights - working) * SHARE)
+    log.info(
+        "gpu.bytes = auto: %d bytes, %d%% of what is left of %d free on %s after %d for the weights, %d to work with "
+        "and %d for the CPU tier",
+        *(nbytes, round(SHARE * 100), free, memory.device, weights, working, untouched_bytes),
+    )
+    return nbytes
+
+
+def most_frames(memory: VirtualMemory, frame_bytes: int, frames: int) -> int:
+    """How many frames the tier can ever have: what the device has in all; addresses are reserved for so many.
+
+    Where the process's addresses are limited (`ulimit -v`) they are not to be spent so: no more than at the start.
+    """
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return frames
+    return max(frames, memory.total_bytes() // frame_bytes)
+
+
+class _TooSmallError(Exception):
+    """The tier would not hold the smallest request of a model."""
+
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(why)
+        self.model = model
+
+
+class GpuMemory:
+    """Makes the GPU tier when every model's worker has said what it needs, and ends it.
+
+    Args:
+        settings: the daemon's.
+        device: "cpu" or "cuda:N".
+        cache: gets the tier.
+        models: the names of all models.
+
+    Raises ConfigError when there is no thread to make the tier in.
+    """
+
+    def __init__(self, settings: Settings, device: str, cache: TieredCache, models: Collection[str]) -> None:
+        self._settings = settings
+        self._device = device
+        self._cache = cache
+        self._missing = set(models)
+        self._hellos: dict[str, Hello] = {}
+        self._refused: dict[str, ConfigError] = {}  # their smallest request does not fit the tier
+        try:
+            self._threads = started_threads(1, "prefixd-gpu-memory")  # no worker's: it would end with the worker
+        except SwapError as error:
+            raise ConfigError(f"the GPU tier cannot be made: {error}") from error
+        self._memory: VirtualMemory | None = None
+        self._making: asyncio.Task[None] | None = None
+        self._made: asyncio.Future[FramePool] | None = None
+        self._stopping = False
+
+    async def frames_for(self, model: str, hello: Hello) -> FramePool:
+        """Waits until all models are known, and for the tier. Cancelled when the model's worker ends first.
+
+        In a thread: 51,200 chunks take up to ten seconds, and the daemon serves its clients meanwhile.
+
+        Raises ConfigError when there is no such tier, when it is too small for this model, and when a worker says
+        something else than the one before it; UnavailableError when the daemon ends first.
+        """
+        made = self._awaited
+        if model in self._missing:
+            self._hellos[model] = hello
+            self._missing.remove(model)
+            self._make_if_known()
+            if self._missing:
+                log.info(
+                    "model %s waits for the frames that it shares with %s", model, ", ".join(sorted(self._missing))
+                )
+        elif self._hellos.get(model, hello) != hello:
+            raise ConfigError("the model changed while the daemon ran; restart the daemon")
+        try:
+            await asyncio.wait({made})
+        except asyncio.CancelledError:
+            if self._making is None:
+                del self._hellos[model]
+                self._missing.add(model)
+            raise
+        if model in self._refused:
+            raise self._refused[model]
+        return made.result()
+
+    def leave_out(self, model: str) -> None:
+        """A model's worker was given up: the others wait for it no more."""
+        if model in self._missing:
+            self._missing.remove(model)
+            self._make_if_known()
+
+    def stop_making(self) -> None:
+        """The daemon ends: nothing is made any more, and nobody waits for it."""
+        self._stopping = True
+        if self._memory is not None:
+            self._memory.stop_creating()
+        if self._making is None and not self._awaited.done():
+            self._awaited.set_exception(UnavailableError("the daemon is ending"))
+            self._awaited.exception()  # there may be nobody to hear of it
+
+    async def close(self) -> None:
+        """Gives the memory back; the workers have ended, and nothing else uses the tier."""
+        if self._making is not None:
+            await asyncio.wait({self._making})
+        if isinstance(self._cache.tiers.compute, GpuTier):
+            pool = self._cache.tiers.frames
+            self._cache.tiers.end_compute()
+            pool.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        self._threads.shutdown()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _awaited(self) -> asyncio.Future[FramePool]:
+        if self._made is None:
+            self._made = asyncio.get_running_loop().create_future()
+        return self._made
+
+    def _make_if_known(self) -> None:
+        if not self._missing and self._hellos and self._making is None and not self._stopping:
+            self._making = asyncio.create_task(self._make(), name="gpu-memory")
+
+    async def _make(self) -> None:
+        made = self._awaited
+        try:
+            pool = await self._pool()
+        except Exception as error:
+            self._forget_memory()
+            asked = self._settings.gpu.bytes
+            if isinstance(error, SwapError):
+                error = ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}")
+            made.set_exception(error)
+            made.exception()  # each model that was refused hears of its own
+        else:
+            self._cache.tiers.compute = self._tier(pool)
+            made.set_result(pool)
+
+    def _forget_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _tier(self, pool: FramePool) -> GpuTier:
+        """Any frame for any part, or pages where parts take several frames side by side."""
+        shapes = [KvShape.of(hello.in_frames(pool.frame_bytes), 0) for hello in self._hellos.values()]
+        widths = {width for shape in shapes for width in shape.all_widths}
+        if max(widths) == 1:
+            return GpuTier(pool)
+        tier = PagedGpuTier(pool, widths)
+        log.info(
+            "parts of %s frames share large pages of %d bytes",
+            *(", ".join(map(str, sorted(widths))), tier.large_page_bytes),
+        )
+        return tier
+
+    async def _pool(self) -> FramePool:
+        """The frames of all models whose smallest request fits; the others are refused."""
+        while True:
+            try:
+                return await self._pool_of(self._hellos)
+            except _TooSmallError as error:
+                self._refused[error.model] = ConfigError(str(error))
+                del self._hellos[error.model]
+                if not self._hellos:
+                    raise self._refused[error.model] from None
+                log.warning("model %s is left out of the GPU tier: %s", error.model, error)
+                self._forget_memory()
+
+    async def _pool_of(self, models: Mapping[str, Hello]) -> FramePool:
+        """Raises _TooSmallError for the model that asks most of those that do not fit."""
+        asked, hellos, loop = self._settings.gpu.bytes, models.values(), asyncio.get_running_loop()
+        frame_bytes = common_frame_bytes(hellos)
+        chunk_bytes = math.gcd(*(hello.chunk_bytes for hello in hellos))
+        memory = self._memory = await loop.run_in_executor(self._threads, create_memory, self._device, chunk_bytes)
+        if self._stopping:
+            memory.stop_creating()
+        nbytes = asked
+        if asked == "auto":
+            nbytes = await loop.run_in_executor(self._threads, self._automatic_bytes, memory, hellos)
+        assert isinstance(nbytes, int)
+        frames = nbytes // frame_bytes
+        shapes = {model: KvShape.of(hello.in_frames(frame_bytes), 0) for model, hello in models.items()}
+        too_large = [model for model, shape in shapes.items() if shape.least_frames > frames]
+        if too_large:
+            # Without it there is more for the rest: of what is free on the device its weights take a part too.
+            model = max(
+                too_large,
+                key=lambda each: (
+                    shapes[each].least_frames * frame_bytes + models[each].weights_bytes + models[each].working_bytes
+                ),
+            )
+            least = shapes[model].least_frames
+            need, automatic = least * frame_bytes, asked == "auto"
+            remedy = f"raise gpu.bytes to {need}"
+            if automatic:
+                remedy = f"free memory on {memory.device}, where its weights take {models[model].weights_bytes} bytes,"
+            raise _TooSmallError(
+                model,
+                f"gpu.bytes = {asked}{f', {nbytes} bytes,' if automatic else ''} holds {max(frames, 0)} frames of "
+                f"{frame_bytes} bytes, and a request of {model} needs at least {least}, {need} bytes; {remedy} or "
+                "lower worker.block_tokens",
+            )
+        if len(models) > 1:
+            takes = ", ".join(f"{shape.block_frames + shape.state_frames}" for shape in shapes.values())
+            log.info("%d models share frames of %d bytes; a block takes %s of them", len(models), frame_bytes, takes)
+        most = most_frames(memory, frame_bytes, frames)
+        return await loop.run_in_executor(self._threads, FramePool, memory, frame_bytes, frames, most)
+
+    def _automatic_bytes(self, memory: VirtualMemory, hellos: Collection[Hello]) -> int:
+        shared = self._cache.tiers.shared
+        untouched = shared.arena.untouched_bytes() if isinstance(shared, CpuTier) and not memory.on_device else 0
+        return automatic_bytes(memory, hellos, untouched)
+
+
+def common_frame_bytes(hellos: Collection[Hello]) -> int:
+    """The largest frame of which those of all models are made: a whole number of the largest chunks they share."""
+    return math.gcd(*(hello.frame_bytes for hello in hellos))

@@ -1,0 +1,252 @@
+"""One model beside the cache: its worker process, its dispatcher, its tokenizer and its namespace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from prefixd.base.errors import ConfigError, ExhaustedError, UnavailableError
+from prefixd.base.model_fingerprint import fingerprint, fingerprint_of_both
+from prefixd.base.steps import in_thread
+from prefixd.cache import Namespace, NamespaceSpec, TieredCache
+from prefixd.images.identity import LEAST_BLOCK_TOKENS
+from prefixd.images.image_files import ImageLimits
+from prefixd.images.token_counts import FixedCount
+from prefixd.serving.dispatch.wiring import make_dispatcher
+from prefixd.serving.frames.kv_needs import KvNeeds
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.frames.tier_share import TierShare
+from prefixd.serving.images.image_decoder import ImageDecoder
+from prefixd.serving.images.image_kv import image_namespace
+from prefixd.serving.images.image_reader import ImageReader
+from prefixd.serving.images.pixel_store import PixelStore
+from prefixd.serving.models.gpu_memory import GpuMemory
+from prefixd.serving.models.served_model import ServedModel
+from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
+from prefixd.serving.text.tokenization import TextCodec
+from prefixd.serving.text.tokenizer_threads import TokenizerThreads, step_back
+from prefixd.settings.settings import Settings
+from prefixd.worker_protocol.protocol import MOST_BEAMS, Done, Hello
+from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd_swap import FramePool, SwapError, started_threads
+
+log = logging.getLogger(__name__)
+
+
+class ModelHost:
+    """Runs a model directory's worker.
+
+    Args:
+        name: by which requests choose the model.
+        directory: of the model.
+        settings: the daemon's.
+        device: "cpu" or "cuda:N".
+        cache: has the GPU tier when all models' workers have said what a block looks like.
+        clock: seconds.
+        gpu: makes that tier.
+        share: connects the dispatchers of all models.
+        part: what troubles call the worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        settings: Settings,
+        device: str,
+        cache: TieredCache,
+        clock: Callable[[], float],
+        gpu: GpuMemory,
+        share: TierShare,
+        *,
+        part: str,
+    ) -> None:
+        self.name = name
+        self.directory = directory
+        self._settings = settings
+        self._cache = cache
+        self._gpu = gpu
+        self._hello: Hello | None = None
+        self._model: asyncio.Task[ServedModel] | None = None
+        self.namespace_name = ""  # until the model is there
+        self._homes: list[Namespace] = []
+        """Nobody's. As long as they are known, the tries for blocks of this model stay what they are."""
+        try:
+            self._text = TokenizerThreads(tenants=lambda: cache.tenants.calling)
+            self._images = started_threads(1, "prefixd-images", step_back)
+        except SwapError as error:
+            raise ConfigError(f"prompts cannot be tokenized, nor their images checked: {error}") from error
+        worker = settings.worker
+        limits = ImageLimits(worker.images_per_prompt, worker.image_bytes, worker.image_pixels, worker.image_seconds)
+        self._pixels = PixelStore()
+        self._decoder = ImageDecoder(self.directory, limits, self._pixels, self._images)
+        self.worker = WorkerProcess(
+            WorkerSettings(
+                model=os.fspath(self.directory),
+                dtype=worker.dtype,
+                device=device,
+                block_tokens=worker.block_tokens,
+                layout=worker.layout,
+                chunk_bytes=settings.gpu.chunk_bytes or 0,
+                max_step_tokens=worker.max_step_tokens,
+                # Twice as many as run: some have ended, and keep their mappings for those who come back. A search that
+                # takes more places than there are runs alone.
+                max_sequences=2 * worker.max_running + MOST_BEAMS,
+                kv=worker.kv,
+                groups=worker.groups,
+                feature_bytes=worker.feature_bytes,
+                images_per_prompt=worker.images_per_prompt,
+                draft_model="" if worker.draft_model is None else os.fspath(worker.draft_model),
+                draft_tokens=worker.draft_tokens,
+                cuda_graphs=worker.cuda_graphs,
+                threads=worker.threads,
+                pixels_fd=self._pixels.fd,
+            ),
+            worker.restart_limit,
+            on_hello=self._on_hello,
+            on_ready=lambda: self.dispatcher.on_ready(),
+            on_step=lambda step: self.dispatcher.on_step(step),
+            on_done=self._on_done,
+            on_death=self._on_death,
+            troubles=cache.tiers.troubles,
+            part=part,
+            step_seconds=worker.step_seconds,
+        )
+        self.dispatcher = make_dispatcher(settings, cache, self.worker.send, clock, share)
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Starts the worker and the dispatcher; returns the tasks that run them."""
+        self._model = asyncio.create_task(self._load(), name="model")
+        return [self.worker.start(), self.dispatcher.start()]
+
+    def stop_tokenizing(self) -> None:
+        """Texts are tokenized no more, and images not decoded."""
+        self._text.close()
+        self._decoder.close()
+        self._images.shutdown(wait=False, cancel_futures=True)
+
+    async def stop_loading(self) -> None:
+        """Ends whatever waits for the model, and what decodes its images."""
+        self._decoder.close()
+        if self._model is not None:
+            self._model.cancel()
+            await asyncio.gather(self._model, return_exceptions=True)
+        await self._decoder.stop()
+        # Its thread may be writing a file into the pixels' memory: their descriptor's number would be another file's.
+        end = partial(self._images.shutdown, cancel_futures=True)
+        try:
+            await in_thread(end)
+        except ExhaustedError:
+            end()
+        self._pixels.close()
+
+    async def end_if_loading(self) -> None:
+        """The daemon ends: what waits for a worker that still loads is told, and the worker is killed."""
+        if self.worker.state is WorkerState.STARTING:
+            await self.stop_loading()
+            await self.dispatcher.stop()
+            await self.worker.stop()
+
+    async def model(self) -> ServedModel:
+        """Waits for the model, with the tier's present size. Raises UnavailableError when its worker was given up, or
+        when the daemon ends first."""
+        if self._model is None:
+            raise UnavailableError("the model is not being loaded; start the daemon's worker first")
+        try:
+            model = await asyncio.shield(self._model)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # it was not the caller: loading was ended
+                raise UnavailableError("the daemon is ending; send the request again when it is back") from None
+            raise
+        except ConfigError as error:  # the operator's mistake, not the caller's
+            raise UnavailableError(f"the model cannot be served: {error}") from error
+        if self.worker.failure:
+            raise UnavailableError(f"the worker was given up: {self.worker.failure}")
+        return replace(model, frames=self._cache.tiers.frames.lasting)
+
+    async def _load(self) -> ServedModel:
+        draft, data_dir = self._settings.worker.draft_model, self._settings.data_dir
+        try:
+            if draft is None:
+                name = await self._text.load(fingerprint, self.directory, data_dir)
+            else:
+                name = await self._text.load(fingerprint_of_both, self.directory, draft, data_dir)
+        except OSError as error:
+            either = "" if draft is None else f" or {str(draft)!r}"
+            raise ConfigError(f"model directory {str(self.directory)!r}{either} cannot be read ({error})") from error
+        codec: TextCodec | None = None
+        try:
+            codec = await self._text.load(TextCodec, self.directory)
+        except ConfigError as error:
+            log.warning("prompts have to be token ids: %s", error)
+        if not await self.worker.settled():
+            raise UnavailableError(f"the worker was given up: {self.worker.failure}")
+        if self._hello is None:
+            raise UnavailableError("the worker became ready without describing its model")
+        hello = self._hello.in_frames(self._cache.tiers.frames.frame_bytes)
+        images = None if hello.images is None else await self._read_image_processor(hello)
+        kv = self._shape(hello)
+        namespace = NamespaceSpec(  # what other settings have left on disk is another one's, and is evicted in its turn
+            name=name,
+            block_tokens=hello.block_tokens,
+            parts=kv.parts(hello.frame_bytes),
+            dtype=hello.dtype,
+            layout=hello.layout,
+            worker=True,
+        )
+        of_images = None
+        if hello.image_group is not None:
+            of_images = image_namespace(
+                namespace, hello.image_group.frames, hello.frame_bytes, whole_pages=hello.whole_pages
+            )
+        self.namespace_name = namespace.name
+        self._homes = [self._cache.unlisted(spec) for spec in (namespace, of_images) if spec is not None]
+        frames = self._cache.tiers.frames.capacity
+        return ServedModel(hello, kv, namespace, codec, self._text, frames, images, of_images)
+
+    async def _read_image_processor(self, hello: Hello) -> ImageReader:
+        """What reads images for a model that takes them. Raises ConfigError."""
+        worker = self._settings.worker
+        processor = await self._decoder.start()
+        fixed = processor.counts.count if isinstance(processor.counts, FixedCount) else 0
+        if hello.images is not None and hello.images.both_ways and fixed > worker.max_step_tokens:
+            raise ConfigError(
+                f"worker.max_step_tokens = {worker.max_step_tokens} is below the {fixed} tokens of an image, which the "
+                f"model computes in one step; raise it to {fixed} or more"
+            )
+        return ImageReader(hello, processor, self._decoder.limits, worker.max_step_tokens, self._decoder, self._images)
+
+    async def _on_hello(self, hello: Hello) -> FramePool:
+        """Waits for the GPU tier, which all workers of all models are given."""
+        if hello.images is not None and hello.block_tokens < LEAST_BLOCK_TOKENS:
+            raise ConfigError(
+                f"worker.block_tokens = {hello.block_tokens}: the model reads images, and blocks of fewer than "
+                f"{LEAST_BLOCK_TOKENS} tokens cannot tell them apart; raise it to {LEAST_BLOCK_TOKENS} or more"
+            )
+        pool = await self._gpu.frames_for(self.name, hello)
+        if self._hello is None:
+            shape = self._shape(hello.in_frames(pool.frame_bytes))
+            self.dispatcher.least_frames = shape.least_frames
+            self.dispatcher.recorder.needs = KvNeeds(shape, pool.frame_bytes)
+            self._hello = hello
+            if why := hello.block_tokens_reason:
+                log.warning("blocks of %s are not of the size that worker.block_tokens asks for: %s", self.name, why)
+        return pool
+
+    def _shape(self, hello: Hello) -> KvShape:
+        return KvShape.of(hello, self._settings.worker.max_step_tokens)
+
+    def _on_done(self, done: Done) -> None:
+        self.worker.proven()
+        self.dispatcher.on_done(done)
+
+    def _on_death(self, why: str, gave_up: bool) -> None:
+        if gave_up:
+            self._gpu.leave_out(self.name)
+        self.dispatcher.on_death(why, gave_up)

@@ -1,0 +1,81 @@
+"""The model that this daemon's worker runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from prefixd.base.errors import UnsupportedError
+from prefixd.base.tenants import Tenant
+from prefixd.cache import Namespace, NamespaceSpec, TieredCache
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.images.image_kv import ImageKv
+from prefixd.serving.images.image_reader import ImageReader
+from prefixd.serving.images.pixel_store import HoldBytes
+from prefixd.serving.images.prompt_images import PromptLayout
+from prefixd.serving.text.tokenization import TextCodec, TokenIds
+from prefixd.serving.text.tokenizer_threads import TokenizerThreads
+from prefixd.worker_protocol.protocol import Hello
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a request needs to know of the model."""
+
+    hello: Hello
+    """Its numbers."""
+    kv: KvShape
+    """How its blocks lie in frames."""
+    namespace: NamespaceSpec
+    """Its namespace, without a salt, of the default tenant."""
+    codec: TextCodec | None
+    """Its tokenizer, if it has one."""
+    threads: TokenizerThreads
+    """Where texts are tokenized."""
+    frames: int
+    """Frames of the GPU tier."""
+    images: ImageReader | None = None
+    """Reads the images of prompts; None for a model of text alone."""
+    image_namespace: NamespaceSpec | None = None
+    """Of images, as `namespace`, if layers of the model attend to images and to nothing else."""
+
+    async def read_images(
+        self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable, hold: HoldBytes
+    ) -> PromptLayout | None:
+        """See `ImageReader.read`. Raises UnsupportedError, too: images for a model of text alone."""
+        if self.images is not None:
+            return await self.images.read(tokens, images, tenant, hold)
+        if images:
+            raise UnsupportedError(f"the request has {len(images)} images, and the model reads text alone; send none")
+        return None
+
+    @property
+    def image_frames(self) -> int:
+        """Frames of the GPU tier that an image takes besides the prompt's blocks."""
+        return 0 if self.hello.image_group is None else self.hello.image_group.frames
+
+    def specs(self, tenant: Tenant, salt: bytes) -> list[NamespaceSpec]:
+        """The namespace of a prompt, and of its images where they have one."""
+        of_model = [self.namespace] if self.image_namespace is None else [self.namespace, self.image_namespace]
+        return [replace(spec, salt=salt, tenant=tenant.name) for spec in of_model]
+
+    def homes(
+        self,
+        register: Callable[[NamespaceSpec], Namespace],
+        cache: TieredCache,
+        images: PromptLayout | None,
+        tenant: Tenant,
+        salt: bytes,
+    ) -> tuple[Namespace, ImageKv | None]:
+        """The namespace of a prompt, and its images as the cache knows them, if they are not in the prompt's blocks.
+
+        Raises what `register` raises.
+        """
+        spec, *image_specs = self.specs(tenant, salt)
+        namespace = register(spec)
+        if images is None or not image_specs:
+            return namespace, None
+        of_images = register(image_specs[0])
+        return namespace, ImageKv.of(cache, of_images, images.images, self.hello.frame_bytes)

@@ -1,0 +1,142 @@
+"""Text to token ids, with the model's own tokenizer and within limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from prefixd.base.errors import ConfigError, UnsupportedError
+from prefixd.process.child import run_module
+from prefixd.serving.text.text_stream import TextStream
+
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+
+_PIECE_CHARACTERS = 64 << 10
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_NO_TOKENIZER = re.compile(r".*config\.json|.*\.safetensors|.*\.safetensors\.index\.json")
+"""Names of files in which no tokenizer is; `tokenizer_config.json`, one of `_FILES`, is looked for first."""
+_SAVE = "save it there with save_pretrained"
+_SLACK = 2  # times the limit: a text cut into pieces has a few tokens more than the whole
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than were allowed; the rest of it was not looked at.
+
+    Args:
+        tokens: how many were counted.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"more than {tokens} tokens")
+        self.tokens = tokens
+
+
+class Stopped(Exception):
+    """Nobody wants the token ids any more."""
+
+
+class TextCodec:
+    """A model directory's tokenizer. Several threads may use it at once.
+
+    Raises:
+        ConfigError: the directory has none, or not a fast one.
+    """
+
+    def __init__(self, model: Path) -> None:
+        # A batch of one text has no use for the library's own threads, and starting them may fail.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        backend, splits_special = _load(model)
+        # Set once: calling the Python tokenizer sets them at each call, which fails while another thread encodes.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = splits_special
+        self._backend = backend
+        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        """Characters of the longest token: a text of more characters than that times n has more than n tokens."""
+
+    def encode(self, text: str, most: int, stop: threading.Event) -> TokenIds:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer adds.
+
+        Other threads run meanwhile: the tokenizer releases the GIL. Time and memory are bounded by `most`, not by the
+        text: a long text is first counted in pieces, until there are too many tokens.
+
+        Args:
+            text: the prompt.
+            most: tokens that the caller can use. A few more may be returned; many more are not computed.
+            stop: set by another thread when nobody wants the result.
+
+        Raises:
+            TooManyTokensError: the text has more than about twice `most` tokens.
+            Stopped: `stop` was set.
+        """
+        enough = _SLACK * most  # bytes have at most as many tokens
+        if len(text) > enough or len(text.encode(errors="surrogatepass")) > enough:
+            self._count(text, enough, stop)
+        if stop.is_set():
+            raise Stopped
+        return np.array(self._backend.encode_batch_fast([text])[0].ids, np.uint32)
+
+    def stream(self) -> TextStream:
+        """A decoder for one request's output."""
+        return TextStream(self._backend, self._special)
+
+    def _count(self, text: str, enough: int, stop: threading.Event) -> None:
+        piece = min(_PIECE_CHARACTERS, max(enough, 16 * self.longest_token))
+        tokens = 0
+        for start in range(0, len(text), piece):
+            if stop.is_set():
+                raise Stopped
+            batch = self._backend.encode_batch_fast([text[start : start + piece]], add_special_tokens=False)
+            tokens += len(batch[0])
+            if tokens > enough:
+                raise TooManyTokensError(tokens)
+
+
+def _load(model: Path) -> tuple[Tokenizer, bool]:
+    """The model's tokenizer, and whether it splits special tokens that are in a text."""
+    named = any((model / name).is_file() for name in _FILES)
+    missing = f"the tokenizer in {str(model)!r} is not there: there is none of {', '.join(_FILES)}; {_SAVE}"
+    if not named and _is_model_alone(model):
+        raise ConfigError(missing)  # at once: to ask transformers takes more than a second of CPU time
+    try:
+        loaded = run_module("prefixd.serving.text.load_tokenizer", os.fspath(model))
+    except OSError as error:
+        raise ConfigError(
+            f"the tokenizer in {str(model)!r} cannot be loaded: no process for it ({error.strerror}); "
+            "give the daemon more processes and descriptors, and restart it"
+        ) from error
+    answer: dict[str, Any]
+    if loaded.returncode:
+        answer = {"error": f"transformers ended with status {loaded.returncode}, see the lines above"}
+    else:
+        answer = json.loads(loaded.stdout)
+    if "error" in answer:
+        why = f"cannot be loaded: {answer['error'][:300]}"
+        raise ConfigError(f"the tokenizer in {str(model)!r} {why}; {_SAVE}" if named else missing)
+    if answer["tokenizer"] is None:
+        raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
+    return Tokenizer.from_str(answer["tokenizer"]), answer["splits_special"]
+
+
+def _is_model_alone(model: Path) -> bool:
+    """Whether no file of a directory can be a tokenizer's."""
+    try:
+        return all(map(_NO_TOKENIZER.fullmatch, os.listdir(model)))
+    except OSError:
+        return False
+
+
+def need_codec(codec: TextCodec | None) -> TextCodec:
+    """The codec; UnsupportedError when the model came without one."""
+    if codec is None:
+        raise UnsupportedError("the model has no tokenizer; send token_ids instead of text")
+    return codec

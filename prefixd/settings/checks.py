@@ -1,0 +1,81 @@
+"""What can be refused before the daemon starts: directories, sockets and sizes that are not there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from prefixd.base.errors import ConfigError
+from prefixd.settings.settings import Settings
+from prefixd_swap.memory_limit import cgroup_limit
+
+_DAEMON_BYTES = 96 << 20  # a sidecar without blocks has 90 MiB
+_WORKER_BYTES = 384 << 20  # torch and its threads, without weights
+
+
+def check_start(settings: Settings, root: Path = Path("/")) -> None:
+    """Raises ConfigError for the first setting that cannot work on this machine; changes nothing.
+
+    `root`: where `proc` and the control groups lie, another one in tests.
+    """
+    _check_directory("data_dir", settings.data_dir)
+    if settings.disk.bytes:
+        _check_directory("disk.path", settings.disk_path)
+    _check_socket(settings.server.socket)
+    for name in ("model", "draft_model"):
+        if (directory := getattr(settings.worker, name)) is not None:
+            _check_model(f"worker.{name}", directory)
+    _check_memory(settings, root)
+
+
+def _check_memory(settings: Settings, root: Path) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if settings.cpu.bytes > memory:
+        raise ConfigError(f"cpu.bytes = {settings.cpu.bytes}: this machine has {memory} bytes of memory; choose less")
+    limit = cgroup_limit(root=root)
+    needed, what = memory_needed(settings)
+    if limit is not None and needed > limit.nbytes:
+        raise ConfigError(
+            f"the daemon needs {needed} bytes of memory ({what}), and its control group allows {limit.nbytes} "
+            f"({limit.source}): above that it would be killed; lower cpu.bytes, set cpu.bytes = auto, or raise the "
+            f"limit to {needed} (resources.limits.memory of Kubernetes, --memory of docker, MemoryMax= of systemd)"
+        )
+
+
+def memory_needed(settings: Settings) -> tuple[int, str]:
+    """Bytes of host memory that the daemon will have taken when its tiers are full, at least, and what they are for.
+
+    A GPU tier on a CPU counts where `gpu.device` says so; "auto" fits itself to what there is.
+    """
+    parts = {"the CPU tier": settings.cpu.bytes, "the daemon": _DAEMON_BYTES}
+    if settings.worker.enabled:
+        parts["its worker"] = _WORKER_BYTES
+        if settings.gpu.device == "cpu" and settings.gpu.bytes != "auto":
+            parts["the GPU tier"] = settings.gpu.bytes
+    return sum(parts.values()), ", ".join(f"{nbytes} for {name}" for name, nbytes in parts.items() if nbytes)
+
+
+def _check_directory(name: str, path: Path) -> None:
+    """`path` is a directory that we can write to, or can be made into one."""
+    nearest = path
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"{name} = {path}: {nearest} is not a directory; remove it or choose another path")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        other = "set XDG_RUNTIME_DIR, or " if nearest == Path("/tmp") else ""
+        raise ConfigError(f"{name} = {path}: {nearest} cannot be written to; {other}choose another path")
+
+
+def _check_socket(path: Path) -> None:
+    _check_directory("server.socket", path.parent)
+    if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(f"server.socket = {path} exists and is no socket; remove it or choose another path")
+
+
+def _check_model(name: str, path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"{name} = {path} is not a directory; give the directory of a Hugging Face model")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{name} = {path} has no config.json; give the directory of a Hugging Face model")

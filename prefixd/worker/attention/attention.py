@@ -1,0 +1,202 @@
+"""Attention of a flattened batch over KV memory, registered with transformers as "prefixd".
+
+Three ways to compute it, all behind `AttentionBackend`: tiles on a CPU (`tile_attention`), one kernel a layer for the
+whole batch on a GPU (`flash_attention`), and FlexAttention where that kernel does not take the type or the shape
+(`flex_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from prefixd.worker.memory.grouped_kv import GroupedStep
+from prefixd.worker.memory.kv_memory import StepKv
+from prefixd.worker_protocol.errors import ModelError
+
+ATTENTION_NAME = "prefixd"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionKind:
+    """What a layer asks of its attention, besides being causal.
+
+    window: tokens that a query sees, itself included (128 in GPT-OSS); None for all that lie before it.
+    softcap: a score s becomes softcap * tanh(s / softcap) (50.0 in Gemma 2); None leaves it.
+    sinks: [query heads]; a score for each head that takes its share of the softmax and gives nothing (GPT-OSS).
+    expanded: the cache keeps something smaller than keys and values, from which the model makes them anew in every pass
+        (DeepSeek's latents). They are then given to the function of attention, and not read from memory.
+    both_ways: the tokens of an image attend to each other in both directions (`Segment.both_ways`). Known when a model
+        is loaded; in a pass its segments say so.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    expanded: bool = False
+    both_ways: bool = False
+
+    def __str__(self) -> str:
+        """For messages: "a window of 16 tokens, attention sinks"."""
+        parts = [
+            f"a window of {self.window} tokens" if self.window is not None else "",
+            f"scores capped at {self.softcap}" if self.softcap is not None else "",
+            "attention sinks" if self.sinks is not None else "",
+            "keys and values expanded from latents" if self.expanded else "",
+            "images that attend both ways" if self.both_ways else "",
+        ]
+        return ", ".join(filter(None, parts)) or "full attention"
+
+
+FULL_ATTENTION = AttentionKind()
+
+
+class StepAttention(Protocol):
+    """Causal attention for one forward pass."""
+
+    def attend(
+        self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
+    ) -> torch.Tensor:
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory.
+
+        Called once a layer, after the layer's keys and values were written. Padding rows come out as zeros.
+        """
+        ...
+
+    def expands(self, layer: int) -> bool:
+        """Whether the layer's keys and values are to be given (`AttentionKind.expanded`)."""
+        ...
+
+    def attend_given(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
+    ) -> torch.Tensor:
+        """[1, heads, rows, key_dim] to [1, rows, heads, value_dim], by these keys and values.
+
+        key: [1, kv_heads, tokens, key_dim], value: [1, kv_heads, tokens, value_dim]: of every segment the tokens from
+            the sequence's first to the segment's last, one segment after the other. What follows them is not read:
+            rows of padding, for a model that expands whole sixteens of rows, so that their bits depend on no batch.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention."""
+
+    def begin(self, step: StepKv) -> StepAttention:
+        """Prepare a pass: what every layer needs is made once."""
+        ...
+
+    def refuses(self, kind: AttentionKind) -> str | None:
+        """Why it cannot compute this kind, such as "no softcap"; None if it can. `sinks` may be without contents."""
+        ...
+
+
+class CrossAttention(Protocol):
+    """Attention of one forward pass to images (`cross_attention.CrossStep`)."""
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer attends to images."""
+        ...
+
+    def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim]; zeros in rows without images."""
+        ...
+
+
+def prefixd_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    prefixd_step: StepAttention | None = None,
+    prefixd_cross: CrossAttention | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls in each layer (`AttentionInterface`).
+
+    Keys and values are read from the pass's memory; `key` and `value`, the new ones alone, are used in layers that
+    expand them only. Raises ModelError for biases by position, which no backend adds.
+    """
+    if prefixd_step is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass arguments through to its attention; it cannot run here"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(
+            f"{type(module).__name__} adds biases by position to its attention scores (position_bias); prefixd runs "
+            "models without them"
+        )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if prefixd_cross is not None and prefixd_cross.has(layer):
+        return prefixd_cross.attend(query, layer, scaling), None
+    expanded = prefixd_step.expands(layer)
+    kind = AttentionKind(sliding_window, softcap, s_aux, expanded)
+    if expanded:
+        return prefixd_step.attend_given(query, key, value, scaling, kind), None
+    return prefixd_step.attend(query, layer, scaling, kind), None
+
+
+def refusal(backend: AttentionBackend, kinds: Iterable[AttentionKind]) -> str | None:
+    """Why the backend cannot run a model with layers of these kinds, as a sentence; None if it can."""
+    for kind in kinds:
+        if reason := backend.refuses(kind):
+            return f"the model has layers with {kind}, which {type(backend).__name__} cannot compute: {reason}"
+    return None
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers; may be called again."""
+    AttentionInterface.register(ATTENTION_NAME, prefixd_attention)
+
+
+class GroupedAttention:
+    """The backend; `backend` computes attention on the memory of each group."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+
+    def begin(self, step: StepKv) -> GroupedStepAttention:
+        """Prepare a pass in each group."""
+        assert isinstance(step, GroupedStep)
+        return GroupedStepAttention([self.backend.begin(part) for part in step.steps], step.places)
+
+    def refuses(self, kind: AttentionKind) -> str | None:
+        """What the backend refuses."""
+        return self.backend.refuses(kind)
+
+
+class GroupedStepAttention:
+    """One pass; see `StepAttention`. `places`: which group a layer is in, and where."""
+
+    def __init__(self, steps: list[StepAttention], places: dict[int, tuple[int, int]]) -> None:
+        self._steps = steps
+        self._places = places
+
+    def attend(
+        self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
+    ) -> torch.Tensor:
+        """See `StepAttention.attend`."""
+        group, index = self._places[layer]
+        return self._steps[group].attend(query, index, scaling, kind)
+
+    def expands(self, layer: int) -> bool:
+        """See `StepAttention.expands`."""
+        group, index = self._places[layer]
+        return self._steps[group].expands(index)
+
+    def attend_given(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
+    ) -> torch.Tensor:
+        """See `StepAttention.attend_given`; it needs no memory, hence no group."""
+        return self._steps[0].attend_given(query, key, value, scaling, kind)

@@ -1,0 +1,229 @@
+"""Choosing the next tokens of a step's rows from their logits.
+
+All rows are worked on together, and what comes of them is copied to the host once: on a GPU that copy is the only point
+of a step at which the host waits for the device. Each row's result is the same in every batch: no operation here sums
+over rows, and none has an order of summation that depends on how many there are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from prefixd.worker.memory.to_device import to_device
+from prefixd.worker_protocol.protocol import MOST_LOGPROBS, Sampling, TokenLogprobs
+
+
+class TokenCounts:
+    """Counts on the device, kept as tokens come, so that a step does no work that grows with the output.
+
+    prompt: [vocab_size] bool, the tokens that are in the prompt.
+    output: [vocab_size] int32, how often each token was generated, in earlier runs of the request too.
+
+    Args:
+        tokens: the prompt and then what earlier runs generated.
+        generated: how many of them were generated.
+        vocab_size: token ids are below this.
+        device: where the logits are.
+    """
+
+    def __init__(self, tokens: Sequence[int], generated: int, vocab_size: int, device: torch.device) -> None:
+        ids = np.asarray(tokens, np.int64)
+        split = len(ids) - generated
+        counts = [np.bincount(part, minlength=vocab_size).astype(np.int32) for part in (ids[:split], ids[split:])]
+        prompt, self.output = torch.from_numpy(np.stack(counts)).to(device)
+        self.prompt = prompt > 0
+
+    def after(self, tokens: Sequence[int]) -> TokenCounts:
+        """The counts after further tokens, which are not added to these."""
+        counts = copy.copy(self)
+        counts.output = self.output.clone()
+        for token in tokens:
+            counts.add(token)
+        return counts
+
+    def add(self, token: int) -> None:
+        """Count a token that was generated. Queued on the device; waits for nothing."""
+        self.output[token] += 1
+
+
+_MASK_64 = (1 << 64) - 1
+_GREEDY_BELOW = 1e-5  # vLLM's bound too: a smaller temperature would only overflow
+_HOTTEST = 1e30  # uniform over any logits, and well inside a float32
+_NO_TOKEN = -1
+
+
+class Choice(NamedTuple):
+    """What one row's token depends on, besides its logits.
+
+    k: tokens generated before this one.  counts: needed if the sampling has a penalty.
+    forced: the token, whatever the logits are; None: one is chosen.
+    """
+
+    sampling: Sampling
+    k: int
+    counts: TokenCounts | None = None
+    forced: int | None = None
+
+
+class Chosen(NamedTuple):
+    """A row's token, and logprobs if its sampling asks for them."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chosen | None]:
+    """The next token of each row, or None where the logits hold NaN or no finite value at all.
+
+    logits: [rows, vocab], of any floating type; choices[i] is row i's.
+
+    Logprobs are the model's own: of the logits as they come, before penalties, temperature and filters.
+    """
+    scores = penalised(logits, choices)
+    best, tokens = scores.max(dim=-1)  # NaN if any is NaN
+    drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature >= _GREEDY_BELOW]
+    if drawn:
+        rows = to_device(drawn, torch.int64, logits.device)
+        at = [uniform(choices[row].sampling.seed, choices[row].k) for row in drawn]
+        kept = weights(scores[rows].float(), [choices[row].sampling for row in drawn])
+        tokens = tokens.index_copy(0, rows, _invert(kept, to_device(at, torch.float64, logits.device)))
+    forced = [(row, choice.forced) for row, choice in enumerate(choices) if choice.forced is not None]
+    if forced:
+        rows, ids = to_device(list(zip(*forced, strict=True)), torch.int64, logits.device)
+        tokens = tokens.index_copy(0, rows, ids)
+    tokens = torch.where(torch.isfinite(best), tokens, _NO_TOKEN)
+    told = [row for row, choice in enumerate(choices) if choice.sampling.logprobs is not None]
+    if not told:
+        return [None if token == _NO_TOKEN else Chosen(token) for token in tokens.tolist()]
+    rows = to_device(told, torch.int64, logits.device)
+    most = MOST_LOGPROBS if any(choices[row].sampling.logprobs for row in told) else 0
+    table = _logprobs(logits[rows], tokens[rows], min(most, logits.shape[-1]))
+    # One copy to the host, of doubles: they hold any token id exactly.
+    flat = torch.cat((tokens.double(), table.flatten())).tolist()
+    numbers = [int(number) for number in flat[: len(choices)]]
+    width = table.shape[1]
+    by_row = {row: flat[len(choices) + i * width :][:width] for i, row in enumerate(told)}
+    return [
+        None if token == _NO_TOKEN else Chosen(token, _told(by_row.get(row), choice.sampling.logprobs or 0))
+        for row, (token, choice) in enumerate(zip(numbers, choices, strict=True))
+    ]
+
+
+def uniform(seed: int, k: int) -> float:
+    """A number in [0, 1) for the k-th token of a seed (Philox, a counter-based generator keyed by both)."""
+    # Given its state, a generator makes the numbers of a new one of this key, and in a quarter of the time.
+    _philox.state = {
+        "bit_generator": "Philox",
+        "state": {"counter": _ZEROS, "key": np.array([seed & _MASK_64, k], np.uint64)},
+        "buffer": _ZEROS,
+        "buffer_pos": 4,  # empty
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    return int(_philox.random_raw() >> 11) * 2.0**-53
+
+
+_ZEROS = np.zeros(4, np.uint64)
+_philox = np.random.Philox(key=0)
+
+
+def weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """[rows, vocab]: probabilities at each row's temperature, 0 for what its filters take out; not summing to 1.
+
+    scores: [rows, vocab] float32.  samplings: of temperatures above 0.
+
+    Filters as in transformers, in the order of its `generate`: top_k keeps all tokens that are as likely as the k-th;
+    top_p counts the probability of what top_k left; min_p goes by the most likely token.
+    """
+    device, vocab = scores.device, scores.shape[-1]
+    heat = [min(sampling.temperature, _HOTTEST) for sampling in samplings]
+    best = scores.max(dim=-1, keepdim=True).values
+    few = [row for row, sampling in enumerate(samplings) if 0 < sampling.top_k < vocab]
+    if few:
+        counts = [samplings[row].top_k for row in few]
+        rows, last = to_device([few, [count - 1 for count in counts]], torch.int64, device)
+        some = scores[rows]
+        least = some.topk(max(counts), dim=-1).values.gather(1, last[:, None])
+        scores = scores.index_copy(0, rows, some.masked_fill(some < least, -torch.inf))
+    kept = torch.softmax((scores - best) / to_device(heat, torch.float32, device)[:, None], dim=-1)
+    nuclei = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1.0]
+    if nuclei:
+        rows = to_device(nuclei, torch.int64, device)
+        top_p = to_device([samplings[row].top_p for row in nuclei], torch.float64, device)
+        kept = kept.index_copy(0, rows, _nucleus(kept[rows], top_p))
+    if any(sampling.min_p for sampling in samplings):
+        min_p = to_device([sampling.min_p for sampling in samplings], torch.float32, device)
+        kept = kept.masked_fill(kept < min_p[:, None] * kept.max(dim=-1, keepdim=True).values, 0.0)
+    return kept
+
+
+def penalised(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    """[rows, vocab]: the logits with each row's penalties taken off; the tensor itself where there are none.
+
+    As vLLM has them: repetition first, of prompt and output; then presence and frequency, of the output alone.
+    """
+    some = [(row, choice.sampling, choice.counts) for row, choice in enumerate(choices) if choice.counts is not None]
+    if not some:
+        return logits
+    rows = to_device([row for row, _, _ in some], torch.int64, logits.device)
+    factors = [
+        [sampling.repetition_penalty for _, sampling, _ in some],
+        [sampling.presence_penalty for _, sampling, _ in some],
+        [sampling.frequency_penalty for _, sampling, _ in some],
+    ]
+    repetition, presence, frequency = to_device(factors, torch.float32, logits.device)[:, :, None]
+    output = torch.stack([counts.output for _, _, counts in some])
+    present = output > 0
+    seen = torch.stack([counts.prompt for _, _, counts in some]) | present
+    whole = logits.float()
+    scores = whole[rows]
+    repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = torch.where(seen, repeated, scores) - presence * present - frequency * output
+    return whole.index_copy(0, rows, scores)
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep of each row the most likely tokens, up to the one with which they reach `top_p`."""
+    ranked, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    before = ranked.double().cumsum(dim=-1)
+    before -= ranked
+    ranked = ranked.masked_fill(before >= top_p[:, None], 0.0)
+    return torch.zeros_like(probabilities).scatter(1, order, ranked)
+
+
+def _invert(kept: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """[rows]: the tokens at which the rows' cumulative sums pass the fraction `at` of their totals."""
+    cumulative = kept.double().cumsum(dim=-1)
+    # `at` is at most 1 - 2^-53: the product is below the total even when rounded, so no token without weight is met.
+    target = at[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return tokens.clamp(max=kept.shape[-1] - 1)  # a row of NaN; its token is not used
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """[rows, 1 + 2 * most] doubles: the tokens' logprobs, the most likely tokens, and theirs.
+
+    As many for all rows, however few one asks for: which of several equals come first may depend on the number.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
+    best, ids = logprobs.topk(most, dim=-1)
+    return torch.cat((chosen.double(), ids.double(), best.double()), dim=1)
+
+
+def _told(numbers: list[float] | None, wanted: int) -> TokenLogprobs | None:
+    """A row of `_logprobs` as the caller gets it."""
+    if numbers is None:
+        return None
+    most = len(numbers) // 2
+    pairs = [
+        (int(token), logprob)
+        for token, logprob in zip(numbers[1 : 1 + wanted], numbers[1 + most : 1 + most + wanted], strict=True)
+        if logprob > -torch.inf
+    ]
+    return TokenLogprobs(numbers[0], [token for token, _ in pairs], [logprob for _, logprob in pairs])

@@ -1,0 +1,1 @@
+"""The memory of keys, values and states in the daemon's frames."""

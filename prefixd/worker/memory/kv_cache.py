@@ -1,0 +1,80 @@
+"""Transformers' cache interface on the memory of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from prefixd.worker.memory.kv_memory import StepKv
+from prefixd.worker.spec.probe import AttentionLayer
+from prefixd.worker_protocol.errors import ModelError
+
+_ROW_MULTIPLE = 16
+
+
+class StepCache(Cache):
+    """Writes one pass's keys and values to where they belong.
+
+    Recurrent layers do not come here: see `recurrent.RecurrentLayers`.
+
+    step: the pass's memory; its tokens are the first rows of the batch, in order.
+    rows: rows of the batch, padding included; padding is never written.
+    layers: what each layer keeps, by its number.
+    """
+
+    def __init__(self, step: StepKv, rows: int, layers: Mapping[int, AttentionLayer]) -> None:
+        super().__init__(layers=[])
+        self._step = step
+        self._tokens = sum(len(segment) for segment in step.segments)
+        self._rows = rows
+        self._layers = layers
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a layer's keys and values, both [1, kv_heads, rows, head_dim]; returns them as they are.
+
+        Of a layer that expands latents, these are [1, 1, rows, sizes]; it gets those of all tokens, from each
+        sequence's first to its last, one segment after the other, since it makes keys and values from what it gets.
+
+        Raises ModelError if the model's shapes are not those that it had when it was probed.
+        """
+        if layer_idx not in self._layers:  # cross-attention, whose images are in no cache
+            return key_states, value_states
+        layer = self._layers[layer_idx]
+        if layer.expanded:
+            return self._latents(key_states, value_states, layer)
+        expected = (1, layer.kv_heads, self._rows, layer.head_dim)
+        for states in (key_states, value_states):
+            if tuple(states.shape) != expected:
+                raise ModelError(
+                    f"layer {layer_idx} makes keys or values of shape {tuple(states.shape)}, not {expected} as in its "
+                    "first pass; prefixd runs models whose layers keep one shape"
+                )
+        pairs = torch.stack((key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)), dim=1)
+        self._step.write(layer_idx, pairs[: self._tokens])
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions are always passed in, and a flattened batch has no one length."""
+        return 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """False: only a mask for padding depends on it, and there is none."""
+        return False
+
+    def _latents(
+        self, first: torch.Tensor, second: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = first.shape[-1]
+        rows = torch.cat((first[0, 0], second[0, 0]), dim=-1)
+        self._step.write(layer.layer, rows[: self._tokens].view(self._tokens, 2, 1, layer.head_dim))
+        spans = tuple((0, segment.stop) for segment in self._step.segments)
+        read = self._step.read(layer.layer, spans)
+        kept = torch.cat([torch.cat((keys[0], values[0]), dim=-1) for keys, values in read])
+        lacking = -len(kept) % _ROW_MULTIPLE  # a row's bits do not depend on the others if there are enough
+        kept = torch.nn.functional.pad(kept, (0, 0, 0, lacking))
+        return kept[None, None, :, :size], kept[None, None, :, size:]

@@ -1,0 +1,218 @@
+"""KV in blocks anywhere in one pool, found through block tables: the design of PagedAttention, as a baseline.
+
+A sequence is a list of pages, each of one frame or of several side by side (`frame_window.Pages`). A kernel that knows
+block tables reads through them (`varlen_attn`, on a GPU); any other needs the blocks of a sequence copied together
+first, in every layer of every step, which is what `read` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+
+from prefixd.worker.memory.frame_window import NO_PAGE, FrameWindow
+from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans
+from prefixd.worker.memory.to_device import to_device
+from prefixd.worker_protocol.protocol import KvUsage, StateFrames
+from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.geometry import KvGeometry
+
+
+class BlockTable:
+    """The pages of one sequence, block by block; -1 where it has none."""
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self.pages = list(pages)
+
+    @property
+    def frames(self) -> list[int]:
+        """The first frame of each page."""
+        return self.pages
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks have memory, or had it."""
+        return len(self.pages)
+
+
+class PagedKv:
+    """Sequences as block tables over one pool of frames.
+
+    Args:
+        window: all frames; groups share it.
+        geometry: the shape of the KV; a block fills whole frames.
+        max_tokens: the longest sequence.
+    """
+
+    def __init__(self, window: FrameWindow, geometry: KvGeometry, *, max_tokens: int) -> None:
+        self.pages = window.pages(geometry.block_bytes // window.frame_bytes)
+        self._geometry = geometry
+        self._max_blocks = -(-max_tokens // geometry.block_tokens)
+        self._copied = 0
+        self.pool = self._view()
+
+    def open(self, frames: Sequence[int], state: StateFrames | None = None) -> BlockTable:
+        """See `KvMemory.open`."""
+        del state
+        sequence = BlockTable(())
+        self.extend(sequence, frames)
+        return sequence
+
+    def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.extend`."""
+        table = _table(sequence)
+        if table.blocks + len(frames) > self._max_blocks:
+            raise MemoryMisuseError(
+                f"{len(frames)} more blocks do not fit: {table.blocks} of {self._max_blocks} are taken"
+            )
+        self.pages.add(frames)
+        table.pages += frames
+
+    def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.assign`."""
+        self._let_go(_table(sequence))
+        self.extend(sequence, frames)
+
+    def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
+        """See `KvMemory.copy`."""
+        block = self._geometry.block_tokens
+        while first < stop:
+            end = (first // block + 1) * block
+            offsets = slice(first % block, block)
+            from_page, to_page = (_table(sequence).pages[first // block] for sequence in (source, target))
+            self.pool[to_page, offsets].copy_(self.pool[from_page, offsets])
+            self._copied += 1
+            first = end
+
+    def pass_by(self, sequence: KvSequence, tokens: int) -> None:
+        """Nothing: without groups every layer needs all."""
+        del sequence, tokens
+
+    def give_up(self, sequence: KvSequence, frames: int) -> None:
+        """Give up the first `frames` pages of a sequence; nothing reads or writes them any more."""
+        table = _table(sequence)
+        self.pages.remove(table.pages[:frames])
+        table.pages[:frames] = [NO_PAGE] * frames
+
+    def ready(self, sequence: KvSequence, tokens: int) -> bool:
+        """Always: nothing happens in the background."""
+        del sequence, tokens
+        return True
+
+    def wait(self, sequence: KvSequence, tokens: int) -> None:
+        """Nothing to wait for."""
+        del sequence, tokens
+
+    def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
+        """See `KvMemory.close`. The pages stay mapped: a page's next owner is ordered behind on the same stream."""
+        self._let_go(_table(sequence))
+        on_closed()
+
+    def poll(self, wait: bool = False) -> int:
+        """Nothing is ever left."""
+        del wait
+        return 0
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """See `KvMemory.forget`."""
+        self.pages.window.forget(frames)
+
+    def step(self, segments: Sequence[Segment]) -> PagedStep:
+        """See `KvMemory.step`."""
+        return PagedStep(self.pool, segments)
+
+    def usage(self) -> KvUsage:
+        """See `KvMemory.usage`; nothing is mapped for a request."""
+        return KvUsage(shared_blocks=self.pages.shared, copied_blocks=self._copied)
+
+    def end(self) -> None:
+        """Give the addresses back."""
+        self.pages.window.end()
+
+    def _let_go(self, table: BlockTable) -> None:
+        self.pages.remove(table.pages)
+        table.pages = []
+
+    def _view(self) -> torch.Tensor:
+        """``[pages, block_tokens, layers, 2, kv_heads, head_dim]``, whatever the layout; a page for every frame that
+        one may begin at."""
+        shape = self._geometry
+        heads = shape.kv_heads * shape.head_dim
+        if shape.layout == "token":
+            token, layer = shape.layers * 2 * heads, 2 * heads
+        else:
+            token, layer = 2 * heads, shape.block_tokens * 2 * heads
+        window = self.pages.window
+        return window.tensor(
+            (self.pages.count, shape.block_tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
+            getattr(torch, shape.dtype),
+            (window.frame_bytes // shape.element_bytes, token, layer, heads, shape.head_dim, 1),
+        )
+
+
+class PagedStep:
+    """A pass over block tables. pool: ``[pages, block_tokens, layers, 2, kv_heads, head_dim]``."""
+
+    def __init__(self, pool: torch.Tensor, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        self._pool = pool
+        self._block = pool.shape[1]
+        tokens = [np.arange(segment.start, segment.stop) for segment in segments]
+        pages = []
+        for segment, own in zip(segments, tokens, strict=True):
+            first = segment.start // self._block
+            written = _table(segment.sequence).pages[first : -(-segment.stop // self._block)]
+            pages.append(np.array(written, np.int64)[own // self._block - first])
+        places = np.stack([np.concatenate(pages), np.concatenate(tokens) % self._block])
+        self._pages, self._offsets = torch.from_numpy(places).to(pool.device)
+        self._blocks: dict[Spans, list[torch.Tensor]] = {}
+
+    def write(self, layer: int, pairs: torch.Tensor) -> None:
+        """One scatter for all segments."""
+        self._pool[:, :, layer].index_put_((self._pages, self._offsets), pairs)
+
+    def scrub(self, segment: int, end: int) -> None:
+        """See `StepKv.scrub`."""
+        part = self.segments[segment]
+        if part.stop < end:
+            first = part.stop % self._block
+            page = _table(part.sequence).pages[part.stop // self._block]
+            self._pool[page, first : first + end - part.stop].zero_()
+
+    def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies: the blocks of each sequence, gathered."""
+        if spans not in self._blocks:
+            tables = [_table(segment.sequence).pages for segment in self.segments]
+            self._blocks[spans] = [
+                to_device(table[start // self._block : -(-end // self._block)], torch.int64, self._pool.device)
+                for table, (start, end) in zip(tables, spans, strict=True)
+            ]
+        read = []
+        for blocks, (start, end) in zip(self._blocks[spans], spans, strict=True):
+            first = start // self._block * self._block
+            gathered = self._pool[:, :, layer].index_select(0, blocks).flatten(0, 1)[start - first : end - first]
+            read.append((gathered[:, 0].transpose(0, 1), gathered[:, 1].transpose(0, 1)))
+        return read
+
+    def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
+        """The pool, and every sequence's block table, with zeros for what it lacks."""
+        tables = [_table(segment.sequence).pages for segment in self.segments]
+        width = max(map(len, tables))
+        device, pool = self._pool.device, self._pool
+        return lambda layer: (pool[:, :, layer, 0], pool[:, :, layer, 1]), {
+            "cu_seq_k": None,
+            "max_k": width * self._block,
+            "seqused_k": to_device([part.stop for part in self.segments], torch.int32, device),
+            "block_table": to_device(
+                [[*(max(page, 0) for page in table), *[0] * (width - len(table))] for table in tables],
+                torch.int32,
+                device,
+            ),
+        }
+
+
+def _table(sequence: KvSequence) -> BlockTable:
+    return cast(BlockTable, sequence)

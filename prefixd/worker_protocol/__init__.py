@@ -1,0 +1,1 @@
+"""What the daemon and its worker say to each other: messages, settings and errors."""

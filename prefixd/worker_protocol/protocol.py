@@ -1,0 +1,651 @@
+"""What daemon and worker say to each other, and how it is framed.
+
+The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
+
+    > Hello     what the model needs; from its configuration alone, so the daemon can size its memory early
+    < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
+    > Ready     memory attached, weights loaded
+    < Start, Extend, Arrived, Cancel   at any time from here on
+    < Grow      more frames; followed on the same socket by their descriptors, and before any message that names them
+    < Shrink    frames that no request has are about to be no more
+    > Shrunk    this process has let go of them
+    > Step      after each forward pass
+    > Done      once a request, after its last Step, when its frames are unmapped
+    < Ping      at any time after Ready
+    > Pong      the answer, between two steps
+    < Shutdown  or the socket closes: the worker ends
+    > Failed    in place of anything else: the worker ends
+
+A message is a 4-byte little-endian length and that many bytes of msgpack: a map with the message's name under
+"type".
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from prefixd.images.decoding import Pixels
+from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError
+
+MAX_MESSAGE_BYTES = 64 << 20
+MOST_LOGPROBS = 20
+"""Most alternatives to a token whose logprobs a request may ask for."""
+_LENGTH = struct.Struct("<I")
+
+
+MOST_BEAMS = 16
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen.
+
+    First the penalties change the logits, then the temperature, then the filters apply: top_k, top_p among what that
+    leaves, min_p.
+
+    max_tokens: most tokens to generate, counting those of earlier runs of the same request.
+    temperature: 0, and everything below 1e-5, takes the most likely token.
+    top_k: sample among so many most likely tokens, and those exactly as likely as the last of them; 0 is off.
+    top_p: sample among the fewest tokens that together have this probability; 1 is off.
+    min_p: sample among tokens that are at least so likely in proportion to the most likely one; 0 is off.
+    repetition_penalty: divides a positive logit, and multiplies a negative one, of each token that is in the prompt or
+        the output; 1 is off.
+    presence_penalty: taken from the logit of each token that is in the output; 0 is off.
+    frequency_penalty: the same, times how often the token is there; 0 is off.
+    seed: the k-th generated token depends on (seed, k) and the logits, on nothing else.
+    stop_token_ids: end after one of these, in addition to the model's end-of-sequence tokens.
+    ignore_eos: do not end at the model's end-of-sequence tokens.
+    logprobs: tell each token's log probability, and those of so many most likely ones (at most `MOST_LOGPROBS`), in the
+        model's own distribution: before penalties, temperature and filters. None is off.
+    beams: search with so many beams, and report nothing before the end; 0 samples. What chooses a token by chance or by
+        a penalty has no effect then.
+    beam_answers: how many of the best sequences to report.
+    length_penalty: a sequence's score is its sum of logprobs divided by its length to this power.
+    early_stopping: end the search when as many sequences have ended as there are beams.
+    forced: the output's ids as little-endian uint32, 4 bytes each, `max_tokens` of them: the k-th token is the k-th of
+        these whatever the logits are. Empty: tokens are chosen.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    beams: int = 0
+    beam_answers: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    forced: bytes = b""
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the tokens so far through a penalty."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class FullAttention(msgspec.Struct, frozen=True, tag=True):
+    """The next token needs every token before it."""
+
+
+class SlidingWindow(msgspec.Struct, frozen=True, tag=True):
+    """The next token needs the last `tokens` tokens, itself among them."""
+
+    tokens: int
+
+
+class RecurrentState(msgspec.Struct, frozen=True, tag=True):
+    """The next token needs one state, which all tokens before it have made.
+
+    every_block: a state is kept after every block of a prompt, and stays as long as its block's keys and values.
+    """
+
+    every_block: bool = False
+
+
+class GroupShape(msgspec.Struct, frozen=True):
+    """The layers of a model that share one shape and one rule.
+
+    name: for people, unique.
+    layers: how many.
+    frames: how many frames a block of the group takes; of a group that has a state, how many the state takes.
+    """
+
+    name: str
+    rule: FullAttention | SlidingWindow | RecurrentState
+    layers: int
+    frames: int
+
+
+class ImageGroup(msgspec.Struct, frozen=True):
+    """The layers that attend to a prompt's images and to nothing else: every token needs all that they keep of these.
+
+    layers: how many. frames: how many frames an image takes.
+    """
+
+    layers: int
+    frames: int
+
+
+class ImageShape(msgspec.Struct, frozen=True):
+    """How a model takes images.
+
+    placeholder_id: the token id that stands for an image in a prompt.
+    kind: "rows": each row of an image's embedding is one token, so that its placeholder is repeated; "cross": the
+        placeholder stays one token, and layers of their own attend to the image.
+    both_ways: the tokens of an image attend to each other in both directions, so that a pass must hold all of them.
+    """
+
+    placeholder_id: int
+    kind: Literal["rows", "cross"]
+    both_ways: bool = False
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What some layers of a group need. The frames of a group may hold more than its layers need, but never less.
+
+    group: its place in `Hello.groups`.
+    rule: of the layers; the group's own, unless `worker.groups` is "one".
+    nbytes: of these layers in a block, or in a state.
+    """
+
+    group: int
+    rule: FullAttention | SlidingWindow | RecurrentState
+    nbytes: int
+
+
+def frames_each(frame_bytes: int, common_bytes: int) -> int:
+    """How many frames of the common size one of a model's own takes (Jenga, section 6.1).
+
+    Raises ProtocolError unless a frame is so many whole ones.
+    """
+    if common_bytes < 1 or frame_bytes % common_bytes:
+        raise ProtocolError(
+            f"frames of {common_bytes} bytes do not fill one of {frame_bytes}: the daemon must take a size that "
+            "divides those of all its models"
+        )
+    return frame_bytes // common_bytes
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model in numbers.
+
+    groups: its layers, and behind them those of its draft, if it has one. Those with a state, if there are any, are one
+        group, the last.
+    needs: of these groups, for the daemon's account of memory. The rest of their frames is padding.
+    whole_pages: the frames of a block in one group, and of a state, must lie side by side, and the first names them: of
+        block tables. Else they lie anywhere, and each is named.
+    frame_bytes: bytes of a frame: one size for all groups, so that any frame serves any of them.
+
+    weights_bytes, working_bytes: what the weights will take on the device, and the rest but for the KV; estimates of
+        `memory_estimate`.
+    block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
+    block_tokens_reason: why it is not what was asked for, one line; empty if it is.
+    window_margin: blocks that end so many tokens before the window of the next token, or earlier, are not read.
+    images: None for a model of text alone.
+    image_group: None without such layers. What they keep of an image depends on the image alone, so it is in no block
+        of a prompt.
+    """
+
+    groups: tuple[GroupShape, ...]
+    frame_bytes: int
+    dtype: str
+    block_tokens: int
+    layout: Literal["token", "layer"]
+    chunk_bytes: int
+    vocab_size: int
+    max_model_tokens: int
+    eos_token_ids: tuple[int, ...]
+    architecture: str
+    parameters: int
+    device: str
+    weights_bytes: int = 0
+    working_bytes: int = 0
+    block_tokens_asked: int = 0
+    block_tokens_reason: str = ""
+    window_margin: int = 0
+    images: ImageShape | None = None
+    image_group: ImageGroup | None = None
+    needs: tuple[Need, ...] = ()
+    whole_pages: bool = False
+
+    @property
+    def block_frames(self) -> int:
+        """Frames that a block takes in all groups that keep something of every token."""
+        return sum(group.frames for group in self.groups if not isinstance(group.rule, RecurrentState))
+
+    @property
+    def state_frames(self) -> int:
+        """Frames that a state takes; 0 for a model without."""
+        return sum(group.frames for group in self.groups if isinstance(group.rule, RecurrentState))
+
+    def in_frames(self, frame_bytes: int) -> Hello:
+        """The same model in smaller frames, which it shares with others. Raises ProtocolError."""
+        times = frames_each(self.frame_bytes, frame_bytes)
+        groups = tuple(msgspec.structs.replace(group, frames=times * group.frames) for group in self.groups)
+        of_images = self.image_group
+        if of_images is not None:
+            of_images = msgspec.structs.replace(of_images, frames=times * of_images.frames)
+        return msgspec.structs.replace(self, groups=groups, image_group=of_images, frame_bytes=frame_bytes)
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Weights are loaded and the memory is attached: requests may start. Sent again when there are no graphs any more.
+
+    cuda_graphs: whether decode passes are replayed as CUDA graphs.
+    cuda_graphs_reason: why not on a GPU, though the settings ask for it, one line; else empty.
+    """
+
+    cuda_graphs: bool = False
+    cuda_graphs_reason: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities: of the chosen token, and of the most likely ones, best first.
+
+    token_ids: the most likely ones, the chosen one perhaps among them; fewer than asked for where the model rules the
+        others out. logprobs: theirs.
+    """
+
+    chosen: float
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Update(msgspec.Struct, frozen=True):
+    """What one step did for one request.
+
+    tokens: generated in this step (a stop token included); several where tokens of a draft were accepted.
+    filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
+        included.
+    logprobs: of each of the tokens, if the request asks for them.
+    kept: so many blocks lie before each state of `Start.keep` that was kept in this step.
+
+    The frames of `Start.image_frames` hold the images' keys and values from a request's first update on.
+    """
+
+    id: int
+    tokens: list[int]
+    filled_blocks: int
+    logprobs: list[TokenLogprobs] = []
+    kept: list[int] = []
+
+
+class KvUsage(msgspec.Struct, frozen=True):
+    """What the worker's memory does.
+
+    Where a block takes several frames, each of them counts. shared_blocks: blocks that are saved now because requests
+    share frames. The others count since the worker's start: blocks that were mapped, that were still mapped from a
+    request before, and that were copied.
+    """
+
+    shared_blocks: int = 0
+    mapped_blocks: int = 0
+    reused_blocks: int = 0
+    copied_blocks: int = 0
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """One forward pass: its results are in memory, not merely queued on a stream.
+
+    computed_tokens: tokens whose KV was computed, over all requests; elapsed_s: wall time of the pass.
+    context_tokens: how many tokens of its request came before one of these, on average.
+    passes: forward passes of the model, more than one where those without a sampled token were not waited for.
+    proposed_tokens: of the computed ones, those that a draft proposed; accepted_tokens: those of them that the model
+        chose, too.
+    """
+
+    updates: list[Update]
+    computed_tokens: int
+    elapsed_s: float
+    kv: KvUsage = KvUsage()
+    passes: int = 1
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    context_tokens: int = 0
+
+
+class BeamResult(msgspec.Struct, frozen=True):
+    """A sequence that a beam search has found. score: see `Sampling.length_penalty`."""
+
+    tokens: list[int]
+    score: float
+    reason: Literal["stop", "length"]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """A request ended and nothing uses its frames any more.
+
+    `detail` says why when the reason is "error", or "no_memory": the process has no addresses or mappings left for it,
+    but may have when others have ended. `beams` are the best sequences of a beam search, the best one first. The frames
+    of `Start.tail` hold the state after `tail_blocks` blocks; nothing if that is 0. `encoded_images` of its images were
+    embedded by the vision encoder; the embeddings of the others were known. `not_finite`: the error is that no token
+    could be chosen, since the logits were not finite.
+    """
+
+    id: int
+    reason: Literal["stop", "length", "cancelled", "error", "no_memory"]
+    detail: str = ""
+    beams: list[BeamResult] = []
+    tail_blocks: int = 0
+    encoded_images: int = 0
+    not_finite: bool = False
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The worker cannot go on and ends; one line for the operator."""
+
+    detail: str
+
+
+class Memory(msgspec.Struct, frozen=True, tag=True):
+    """The GPU tier. `fds` descriptors follow outside the framing, as SCM_RIGHTS.
+
+    frames: numbers of the frames that there are, little-endian int64.
+    chunks: the chunks of each of them, one frame after the other, little-endian int64.
+    most_frames: the numbers of all frames there will ever be are below this.
+    frame_bytes: of a frame: `Hello.frame_bytes`, or less where several models share the frames (`Hello.in_frames`).
+    """
+
+    meta: bytes
+    fds: int
+    frames: bytes
+    chunks: bytes
+    most_frames: int
+    frame_bytes: int
+
+
+class Grow(msgspec.Struct, frozen=True, tag=True):
+    """More frames, of the same memory. `fds` descriptors follow outside the framing, as SCM_RIGHTS.
+
+    meta: of `VirtualMemory.export_run`.
+    frames, chunks: as in `Memory`, of the new frames alone.
+    """
+
+    meta: bytes
+    fds: int
+    frames: bytes
+    chunks: bytes
+
+
+class Shrink(msgspec.Struct, frozen=True, tag=True):
+    """Let go of frames that no request has; it answers with Shrunk.
+
+    frames: little-endian int64.
+    """
+
+    frames: bytes
+
+
+class Shrunk(msgspec.Struct, frozen=True, tag=True):
+    """Nothing in the worker maps these frames, or keeps a handle of their chunks, any more."""
+
+    frames: bytes
+
+
+def passed_blocks(group: GroupShape, computed_tokens: int, block_tokens: int, margin: int) -> int:
+    """How many blocks, from the first on, a request with so many computed tokens never reads again in this group.
+
+    Its frames of these blocks are the daemon's again as soon as an `Update` has told of the tokens: the worker may keep
+    them mapped, but touches them no more. `margin` is `Hello.window_margin`.
+    """
+    if not isinstance(group.rule, SlidingWindow):
+        return 0
+    return max(0, computed_tokens - (group.rule.tokens - 1) - margin) // block_tokens
+
+
+class KeptState(msgspec.Struct, frozen=True, array_like=True):
+    """Copy the state after the first `blocks` blocks into `frames`, when it has been computed."""
+
+    blocks: int
+    frames: list[int]
+
+
+class StateFrames(msgspec.Struct, frozen=True, kw_only=True):
+    """The frames of a request whose model has a state, of each as many as the group's shape says, named as in `Start`.
+
+    own: what the state lies in while the request runs.
+    resume: the state after `Start.cached_blocks`, which is copied and not changed; empty if no block is cached.
+    keep: which states are kept of the prompt, ascending.
+    tail: where the state after the last full block is kept, again and again, as the output grows; empty: nowhere.
+    """
+
+    own: list[int]
+    resume: list[int] = []
+    keep: list[KeptState] = []
+    tail: list[int] = []
+
+
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt.
+
+    first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
+    digest: 32 bytes that name its content.
+    tenant: whose it is.
+    pixels: it, in the memory that the daemon shares; they stay there until the daemon has had the request's `Done`.
+    """
+
+    first: int
+    tokens: int
+    digest: bytes
+    pixels: Pixels
+    tenant: str = ""
+
+
+class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
+    """Where the keys and values of an image lie, for layers with cross-attention.
+
+    frames: as many as `Hello.image_group` says, named as in `Start`.
+    filled: they are there; else the worker fills them. Images of one digest have the same frames.
+    """
+
+    frames: list[int]
+    filled: bool
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run a request.
+
+    tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
+    generated: how many of them were generated.
+    cached_blocks: the first so many blocks hold KV already; at least one token must be left to compute.
+    frames: the homes of the blocks, group after group: of each group its frames; with `Hello.whole_pages` the first
+        of its frames, which lie side by side. Those from `cached_blocks` on are filled by this run alone. Before them
+        -1 stands where the rule of a group needs nothing. Those of the blocks behind the prompt's are for beams, in any
+        order (`blocks_needed`).
+    fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
+        the cached blocks is copied, not computed again. -1: none.
+    state: None for a model without.
+    images: those of the prompt, in its order. image_frames: of each of them, if the model has an `image_group`.
+    """
+
+    id: int
+    tokens: bytes
+    generated: int
+    cached_blocks: int
+    frames: list[int]
+    sampling: Sampling
+    fork_of: int = -1
+    state: StateFrames | None = None
+    images: list[PromptImage] = []
+    image_frames: list[ImageFrames] = []
+
+
+def blocks_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:
+    """Blocks that have a home in a beam search: the prompt's, and for every beam those behind its full blocks."""
+    full = prompt_tokens // block_tokens
+    own = -(-(prompt_tokens + most_tokens) // block_tokens) - full
+    return -(-prompt_tokens // block_tokens) + beams * own
+
+
+class Extend(msgspec.Struct, frozen=True, tag=True):
+    """More frames for a request, of whole blocks, following those it has. Ignored if the request has ended."""
+
+    id: int
+    frames: list[int]
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """Cached blocks have come behind those that a request computes. Ignored if the request has ended.
+
+    The request computes the tokens of the `first` blocks that it has frames for, and then goes on behind the blocks
+    that came. For models with one group of full attention; at least one token must be left to compute.
+
+    ```
+    block      0  1  |  2  3  4  |  5  6  7  |  8
+               cached   computed    arrived     computed next
+    frames     Start    Extend      Arrived     Extend
+    ```
+
+    first: so many blocks have frames already.
+    frames: the homes of the blocks that came, named as in `Start`.
+    """
+
+    id: int
+    first: int
+    frames: list[int]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request; it answers with Done. Ignored if the request has ended."""
+
+    id: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answer with Pong: a worker that hangs in a step does not."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """See `Ping`."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the worker."""
+
+
+FromWorker = Hello | Ready | Step | Done | Shrunk | Pong | Failed
+ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Cancel | Ping | Shutdown
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: FromWorker | ToWorker) -> bytearray:
+    """A message with its length in front."""
+    framed = bytearray()
+    _encoder.encode_into(message, framed, _LENGTH.size)
+    _LENGTH.pack_into(framed, 0, len(framed) - _LENGTH.size)
+    return framed
+
+
+def from_worker() -> Decoder[FromWorker]:
+    """A decoder for the daemon's side."""
+    return Decoder(FromWorker)
+
+
+def to_worker() -> Decoder[ToWorker]:
+    """A decoder for the worker's side."""
+    return Decoder(ToWorker)
+
+
+class Decoder(Generic[T]):
+    """Cuts a byte stream into messages."""
+
+    def __init__(self, union: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(union).decode
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """Take bytes as they came; return the messages that are now complete. Raises ProtocolError."""
+        self._buffer += data
+        messages: list[T] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            end = start + _LENGTH.size + self.length(self._buffer[start : start + _LENGTH.size])
+            if end > len(self._buffer):
+                break
+            messages.append(self.decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+    def length(self, header: bytes | bytearray) -> int:
+        """Bytes of the body that follows a header. Raises ProtocolError for more than MAX_MESSAGE_BYTES."""
+        nbytes = int(_LENGTH.unpack(header)[0])
+        if nbytes > MAX_MESSAGE_BYTES:
+            raise ProtocolError(
+                f"a worker message of {nbytes} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
+                "the stream is out of step, or the other end is not a prefixd worker or daemon"
+            )
+        return nbytes
+
+    def decode(self, body: bytes) -> T:
+        """One message's body. Raises ProtocolError."""
+        try:
+            message: T = self._decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(
+                f"a worker message of {len(body)} bytes cannot be read ({error}); "
+                "daemon and worker must come from the same installation of prefixd"
+            ) from error
+        return message
+
+
+class Connection(Generic[T]):
+    """A blocking end of the socket, for the worker's single thread.
+
+    It never reads past the message it returns, so that descriptors sent after a message can be received with
+    `prefixd_swap.vmem.recv_export` on `socket`.
+    """
+
+    def __init__(self, end: socket.socket, decoder: Decoder[T]) -> None:
+        end.setblocking(True)
+        self.socket = end
+        self._decoder = decoder
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def send(self, message: FromWorker | ToWorker) -> None:
+        """Send one message. Raises ConnectionClosedError."""
+        try:
+            self.socket.sendall(encode(message))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ConnectionClosedError("the other end of the worker's socket is closed") from error
+
+    def poll(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether `receive` would return or raise at once; waits up to `timeout_s`, without end for None."""
+        return bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def receive(self) -> T:
+        """Wait for one message. Raises ConnectionClosedError at the end of the stream, ProtocolError."""
+        header = self._read(_LENGTH.size)
+        return self._decoder.decode(self._read(self._decoder.length(header)))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+    def _read(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        got = 0
+        while got < nbytes:
+            try:
+                count = self.socket.recv_into(view[got:])
+            except ConnectionResetError:
+                count = 0
+            if count == 0:
+                raise ConnectionClosedError("the other end of the worker's socket is closed")
+            got += count
+        return bytes(data)

@@ -1,0 +1,1 @@
+"""Copies between GPU and host memory, block by block and page by page."""

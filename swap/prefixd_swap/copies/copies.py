@@ -1,0 +1,284 @@
+"""Moving bytes between raw memory without stopping the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from prefixd_swap.copies.pinning import pieces
+from prefixd_swap.errors import DeviceError, MemoryMisuseError, SwapError
+from prefixd_swap.spans import Span
+from prefixd_swap.threads import started_threads
+from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device, register_host, unregister_host
+
+__all__ = [
+    "CopyEngine",
+    "CudaCopyEngine",
+    "HostCopyEngine",
+    "StreamMark",
+    "create_copy_engine",
+    "register_host",
+    "unregister_host",
+]
+
+Pair = tuple[Span, Span]
+
+_SLICE_BYTES = 4 << 20
+_TASK_BYTES = 512 << 10
+
+
+class CopyEngine(ABC):
+    """Copies (destination, source) pairs of equal size that do not overlap."""
+
+    @abstractmethod
+    async def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copy all `pairs` and return when the bytes are there. Pairs may be copied in any order.
+
+        When this returns or raises, also by cancellation, the engine does not touch the memory any more. What
+        the sources hold must be complete, and on the device no other stream may still write them, when this
+        is called.
+
+        Raises MemoryMisuseError for pairs of different size or on the wrong side, DeviceError when the driver
+        fails.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way and end the engine's threads. Can be called twice."""
+
+
+class HostCopyEngine(CopyEngine):
+    """Copies host memory on `threads` threads with `memmove`, which releases the GIL.
+
+    Raises OutOfMemoryError when the system gives no threads.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._pool = started_threads(self._threads, "prefixd-copy")
+        self._closed = False
+
+    async def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copy host memory to host memory."""
+        if self._closed:
+            raise MemoryMisuseError("this copy engine is closed; create another")
+        _check(pairs)
+        for destination, source in pairs:
+            if destination.on_device or source.on_device:
+                raise MemoryMisuseError("a host copy engine cannot reach device memory; use CudaCopyEngine")
+        tasks = _share(coalesce(pairs), self._threads)
+        await wait_all([self._pool.submit(_move, task) for task in tasks])
+
+    def close(self) -> None:
+        """Wait for what is under way and end the threads."""
+        self._closed = True
+        self._pool.shutdown()
+
+
+class CudaCopyEngine(CopyEngine):
+    """Copies between host and GPU on streams of its own, one a direction, and host to host like
+    `HostCopyEngine`.
+
+    Host memory should be pinned (`register_host`): pageable memory is correct too, but slow.
+    Raises DeviceError without a usable GPU, OutOfMemoryError when the system gives no threads.
+    """
+
+    def __init__(self, ordinal: int = 0, threads: int | None = None) -> None:
+        self._cuda = open_device(ordinal)
+        self._cuda.use_context()
+        self._host = HostCopyEngine(threads)
+        self._lanes: list[_Lane] = []
+        self._closed = False
+        try:
+            for call in ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"):
+                self._lanes.append(_Lane(self._cuda, call))
+        except SwapError:
+            self.close()
+            raise
+
+    async def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copy in every direction that occurs in `pairs`, the directions beside each other."""
+        if self._closed:
+            raise MemoryMisuseError("this copy engine is closed; create another")
+        _check(pairs)
+        sides: dict[tuple[bool, bool], list[Pair]] = {}
+        for destination, source in pairs:
+            sides.setdefault((destination.on_device, source.on_device), []).append((destination, source))
+        lanes = dict(zip([(True, False), (False, True), (True, True)], self._lanes, strict=True))
+        futures = [lanes[side].submit(coalesce(some)) for side, some in sides.items() if side in lanes]
+        on_host = _share(coalesce(sides.get((False, False), [])), self._host._threads)
+        futures += [self._host._pool.submit(_move, task) for task in on_host]
+        await wait_all(futures)
+
+    def close(self) -> None:
+        """Wait for what is under way, end the threads and destroy the streams."""
+        if self._closed:
+            return
+        self._closed = True
+        self._host.close()
+        for lane in self._lanes:
+            lane.close()
+
+
+class StreamMark:
+    """A moment in a CUDA stream: what was submitted to it when this was made.
+
+    `stream` is a handle, such as `torch.cuda.current_stream().cuda_stream`. `wait` may be called in any thread; so can
+    what a stream writes be waited for before it is copied. Raises DeviceError.
+    """
+
+    def __init__(self, ordinal: int, stream: int) -> None:
+        self._event: Any = None
+        self._cuda = open_device(ordinal)
+        self._cuda.use_context()
+        self._event = self._cuda.create_event()
+        self._cuda.call("cuEventRecord", self._event, stream)
+
+    def wait(self) -> None:
+        """Returns when the stream has got there."""
+        self._cuda.use_context()
+        self._cuda.call("cuEventSynchronize", self._event)
+
+    def __del__(self) -> None:
+        # In whichever thread drops it last, or when the process ends and the driver has gone before.
+        if self._event is not None:
+            with suppress(SwapError):
+                self._cuda.destroy_event(self._event)
+
+
+def create_copy_engine(device: str, threads: int | None = None) -> CopyEngine:
+    """The engine for a GPU tier on `device` ("cpu", "cuda", "cuda:N"). Raises DeviceError, OutOfMemoryError."""
+    kind, _, ordinal = device.partition(":")
+    if kind == "cpu":
+        return HostCopyEngine(threads)
+    if kind == "cuda" and (not ordinal or ordinal.isdecimal()):
+        return CudaCopyEngine(int(ordinal or 0), threads)
+    raise DeviceError(f'device {device!r} is not supported; use "cpu", "cuda" or "cuda:N"')
+
+
+def coalesce(pairs: Sequence[Pair]) -> list[Pair]:
+    """Join neighbouring pairs whose sources and destinations both continue: fewer and longer copies."""
+    joined: list[Pair] = []
+    for destination, source in pairs:
+        if joined:
+            to, at = joined[-1]
+            follows = (to.address + to.nbytes, at.address + at.nbytes) == (
+                destination.address,
+                source.address,
+            )
+            if follows and (to.on_device, at.on_device) == (destination.on_device, source.on_device):
+                nbytes = to.nbytes + destination.nbytes
+                joined[-1] = Span(to.address, nbytes, to.on_device), Span(at.address, nbytes, at.on_device)
+                continue
+        if destination.nbytes:
+            joined.append((destination, source))
+    return joined
+
+
+class _Lane:
+    """One direction: a stream, and threads that submit to it and wait for their own event.
+
+    Two threads, so that the next copies are submitted while the last ones run.
+    """
+
+    def __init__(self, cuda: CudaDevice, call: str) -> None:
+        self._cuda = cuda
+        self._call = call
+        self._submitting = threading.Lock()
+        self._events: list[Any] = []
+        # A fresh thread has no context, so each is given one before its first copy.
+        self._pool = started_threads(2, f"prefixd-{call}", cuda.use_context)
+        try:
+            self._stream = cuda.call("cuStreamCreate", cuda.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        except SwapError:
+            self._pool.shutdown()
+            raise
+
+    def submit(self, pairs: list[Pair]) -> Future[None]:
+        return self._pool.submit(self._run, pairs)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        with self._cuda.context():
+            self._cuda.call("cuStreamSynchronize", self._stream)
+            while self._events:
+                self._cuda.destroy_event(self._events.pop())
+            self._cuda.call("cuStreamDestroy", self._stream)
+
+    def _run(self, pairs: list[Pair]) -> None:
+        with self._submitting:
+            event = self._events.pop() if self._events else self._cuda.create_event()
+            try:
+                for destination, source in pairs:
+                    host = source if destination.on_device else destination
+                    for offset, nbytes in pieces(host.address, host.nbytes):
+                        to, at = destination.address + offset, source.address + offset
+                        self._cuda.call(self._call, to, at, nbytes, self._stream)
+                self._cuda.call("cuEventRecord", event, self._stream)
+            except SwapError:
+                # Some copies may be under way; the caller may free the memory as soon as this raises.
+                self._cuda.api.cuStreamSynchronize(self._stream)
+                self._events.append(event)
+                raise
+        self._cuda.call("cuEventSynchronize", event)
+        with self._submitting:
+            self._events.append(event)
+
+
+def _check(pairs: Iterable[Pair]) -> None:
+    for destination, source in pairs:
+        if destination.nbytes != source.nbytes:
+            raise MemoryMisuseError(
+                f"cannot copy {source.nbytes} bytes over {destination.nbytes} bytes; sizes must match"
+            )
+
+
+def _share(pairs: Sequence[Pair], threads: int) -> list[list[tuple[int, int, int]]]:
+    """Cut pairs into (destination, source, nbytes) and deal them out as about `threads` tasks of equal
+    size."""
+    total = sum(source.nbytes for _, source in pairs)
+    goal = max(_TASK_BYTES, -(-total // threads))
+    tasks: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for destination, source in pairs:
+        done = 0
+        while done < source.nbytes:
+            if room <= 0:
+                tasks.append([])
+                room = goal
+            nbytes = min(source.nbytes - done, room, _SLICE_BYTES)
+            tasks[-1].append((destination.address + done, source.address + done, nbytes))
+            done += nbytes
+            room -= nbytes
+    return tasks
+
+
+def _move(task: list[tuple[int, int, int]]) -> None:
+    for destination, source, nbytes in task:
+        ctypes.memmove(destination, source, nbytes)
+
+
+async def wait_all(futures: Sequence[Future[None]]) -> None:
+    """Wait until all have ended, even when cancelled meanwhile; then raise the cancellation or the first
+    error."""
+    pending: set[asyncio.Future[None]] = {asyncio.wrap_future(future) for future in futures}
+    waited = list(pending)
+    cancelled: asyncio.CancelledError | None = None
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            pending = {future for future in pending if not future.done()}
+    errors = [error for error in (future.exception() for future in waited) if error is not None]
+    if cancelled is not None:
+        raise cancelled
+    if errors:
+        raise errors[0]

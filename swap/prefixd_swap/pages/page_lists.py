@@ -1,0 +1,136 @@
+"""Which pages can give out slots: the empty ones by their bytes, those with free slots by the size of these."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+
+import numpy as np
+
+from prefixd_swap.errors import IntegrityError
+from prefixd_swap.pages.page_table import EMPTY, Int64s, PageTable
+
+
+class PageLists:
+    """Pages of open ranges that can be used, ascending, and how many free slots they have.
+
+    It follows from a table; whoever changes the table says so here.
+    """
+
+    def __init__(self) -> None:
+        self.empty: dict[int, list[int]] = {}
+        """Bytes of the page -> pages."""
+        self.partial: dict[int, list[int]] = {}
+        """Bytes of a slot -> pages that have slots taken and slots free."""
+        self.free: Counter[int] = Counter()
+        """Bytes of a slot -> free slots in `partial`."""
+        self.free_bytes = 0
+        """Of these."""
+        self.pages_of_size: Counter[int] = Counter()
+        """Bytes of a slot -> pages, those of closed ranges too."""
+
+    def rebuild(self, table: PageTable) -> None:
+        """List what `table` has."""
+        usable = table.open & (table.length > 0)
+        self.empty = _by_value(np.flatnonzero(usable & (table.slot == EMPTY)), table.length)
+        self.partial = _by_value(np.flatnonzero(usable & (table.slot > 0) & (table.used < table.count)), table.slot)
+        self.free = Counter(
+            {slot: int((table.count[pages] - table.used[pages]).sum()) for slot, pages in self.partial.items()}
+        )
+        self.free_bytes = sum(slot * count for slot, count in self.free.items())
+        kinds, counts = np.unique(table.slot[table.slot > 0], return_counts=True)
+        self.pages_of_size = Counter(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))
+
+    def room(self, slot: int) -> int:
+        """How many slots of `slot` bytes can be had."""
+        return self.free[slot] + sum(len(pages) * (length // slot) for length, pages in self.empty.items())
+
+    def best_length(self, slot: int) -> int | None:
+        """Of which empty pages slots are best cut: those with the smallest rest, of these the shortest."""
+        return min(
+            (length for length in self.empty if length >= slot),
+            key=lambda length: (length % slot / length, length),
+            default=None,
+        )
+
+    def add_empty(self, page: int, length: int) -> None:
+        """List an empty page of `length` bytes."""
+        insort(self.empty.setdefault(length, []), page)
+
+    def remove_empty(self, page: int, length: int) -> None:
+        """Take an empty page off the list, if it is there."""
+        _remove(self.empty, length, page, missing_ok=True)
+
+    def take_empty(self, length: int, count: int) -> list[int]:
+        """Take the lowest `count` empty pages of `length` bytes, or as many as there are, off the list."""
+        pages = self.empty[length][:count]
+        del self.empty[length][:count]
+        if not self.empty[length]:
+            del self.empty[length]
+        return pages
+
+    def add_free(self, slot: int, count: int) -> None:
+        """Count free slots of listed pages; fewer with a negative `count`."""
+        self.free[slot] += count
+        self.free_bytes += count * slot
+
+    def add_partial(self, page: int, slot: int) -> None:
+        """List a page that has free slots of `slot` bytes."""
+        insort(self.partial.setdefault(slot, []), page)
+
+    def add_all_partial(self, pages: Int64s, slot: int) -> None:
+        """As `add_partial`, for pages [n]."""
+        listed = self.partial.setdefault(slot, [])
+        listed += pages.tolist()
+        listed.sort()
+
+    def remove_partial(self, page: int, slot: int) -> None:
+        """Take a page off the list, which is full now, or empty.
+
+        Raises:
+            IntegrityError: it is not there.
+        """
+        _remove(self.partial, slot, page)
+
+    def copy(self) -> PageLists:
+        """Another one with the same pages."""
+        other = PageLists()
+        other.empty = {length: [*pages] for length, pages in self.empty.items()}
+        other.partial = {slot: [*pages] for slot, pages in self.partial.items()}
+        other.free, other.free_bytes = self.free.copy(), self.free_bytes
+        other.pages_of_size = self.pages_of_size.copy()
+        return other
+
+    def check_integrity(self, table: PageTable) -> None:
+        """The lists are those of `table`.
+
+        Raises:
+            IntegrityError: they are not.
+        """
+        other = PageLists()
+        other.rebuild(table)
+        names = "empty pages", "pages with free slots", "free slots", "bytes of free slots", "pages by size"
+        for name, have, want in zip(names, self._all(), other._all(), strict=True):
+            if have != want:  # two Counters are equal where one has a zero and the other nothing
+                raise IntegrityError(f"the {name} are {want} and listed as {have}")
+
+    def _all(self) -> tuple[object, ...]:
+        return self.empty, self.partial, self.free, self.free_bytes, self.pages_of_size
+
+
+def _by_value(pages: Int64s, column: Int64s) -> dict[int, list[int]]:
+    """`pages`, ascending, by their values in `column`."""
+    return {value: pages[column[pages] == value].tolist() for value in np.unique(column[pages]).tolist()}
+
+
+def _remove(lists: dict[int, list[int]], key: int, page: int, *, missing_ok: bool = False) -> None:
+    """Take `page` out of a sorted list, and the list out of `lists` when it is then empty."""
+    pages = lists.get(key, [])
+    at = bisect_left(pages, page)
+    if at == len(pages) or pages[at] != page:
+        if missing_ok:
+            return
+        raise IntegrityError(f"page {page} is not listed under {key}")
+    del pages[at]
+    if not pages:
+        del lists[key]

@@ -1,0 +1,483 @@
+"""Large pages that are cut into slots of any size: the accounting that the CPU arena and the slab files share.
+
+A tier is one or more ranges of addresses (the arena is one, each slab file is one), cut into large pages of one size. A
+page has slots of one size at a time, until its last slot is free; then any size can have it (Jenga, section 4):
+
+    range   |<------ page ------>|<------ page ------>|<------ page ------>|<- page ->|   the last one may be shorter
+    slots   [4K][4K][  ][4K][  ]..[   96K   ][   96K   ].       empty       [4K][4K]..
+    units   |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |
+
+Pages begin and end at units (`page_size`); `page_table` knows which pages there are. When a size arrives for which the
+page size is changed, nothing moves: what is free is cut anew along the new grid, and pages with slots stay as they are
+until they are empty. A stretch of the grid that has such pages is mixed; its free runs of units are short pages, which
+sizes that fit may use:
+
+    old grid   |4K |   |4K |   |   |   |   |   |
+    new grid   |4K |run|4K |run|     page      |     when both 4K pages are empty, the first half is one page too
+
+`allocate` takes, in this order (Jenga, section 5.4, has its steps 3 and 4 the other way round):
+
+1. a free slot in the page of `near`, a slot of the same prefix, so that a prefix lies together and leaves together;
+2. an empty page, while the free slots inside pages are less than 1/128 of the capacity in all;
+3. any free slot of the size;
+4. an empty page.
+
+Nothing is evicted here. Where `allocate` gives None, the caller evicts what `page_eviction.choose_victims` names (whole
+pages, Jenga's step 3, or single slots of the same size, its step 5), frees it, and allocates again. Any free slot comes
+before an eviction: in Jenga's order, each prefix would evict a page for itself while slots in the pages of others are
+free, and a full tier would hold less and less. **Making room for n bytes evicts at most n plus one page**: an emptied
+page serves any size, and with single slots exactly what was asked for is evicted.
+"""
+
+from __future__ import annotations
+
+from copy import copy as shallow_copy
+from typing import Any
+
+import numpy as np
+
+from prefixd_swap.errors import IntegrityError, MemoryMisuseError
+from prefixd_swap.pages.page_claims import claim_slots
+from prefixd_swap.pages.page_lists import PageLists
+from prefixd_swap.pages.page_size import SHARE, choose_page_bytes, unit_bytes
+from prefixd_swap.pages.page_table import EMPTY, IRREGULAR, Int64s, Pages, PageTable, no_slot, not_taken
+from prefixd_swap.slots import round_to_slot
+
+_SPREAD_SHARE = 128
+_FEW = 16
+"""So many slots are freed sooner one by one than as arrays."""
+_MAX_SIZES = 64
+"""When so many sizes were asked for, those without a page are forgotten."""
+
+
+class PageAllocator:
+    """Slots of any size in large pages. Not thread-safe.
+
+    Offsets are addresses in the ranges.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Without a range yet. The page size depends on `capacity_bytes`, what the ranges may have together."""
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        """Bytes of all slots that are taken."""
+        self._sizes: set[int] = set()  # that the page size was chosen for
+        shift = unit_bytes(capacity_bytes).bit_length() - 1
+        self._table = PageTable(shift, choose_page_bytes((), capacity_bytes))
+        self._lists = PageLists()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page as it is cut now."""
+        return self._table.page_bytes
+
+    # -- ranges -------------------------------------------------------------------------------------------------
+
+    def add(self, start: int, nbytes: int) -> None:
+        """Take in a range, behind all others.
+
+        Raises:
+            MemoryMisuseError: it is empty, or begins before the end of another.
+        """
+        self._table.add(start, nbytes)
+        self._cut(self.page_bytes)
+
+    def remove(self, start: int) -> None:
+        """Let go of the range that begins at `start`.
+
+        Raises:
+            MemoryMisuseError: there is none, or slots of it are taken.
+        """
+        self._table.remove(start)
+        self._cut(self.page_bytes)
+
+    def close(self, start: int) -> None:
+        """Give out no more slots of the range that begins at `start`; those that are taken can be freed.
+
+        Raises:
+            MemoryMisuseError: there is none.
+        """
+        self._table.ranges[self._table.range_at(start)].open = False
+        self._cut(self.page_bytes)
+
+    def reopen(self) -> None:
+        """Give out slots of closed ranges again."""
+        for each in self._table.ranges:
+            each.open = True
+        self._cut(self.page_bytes)
+
+    def used_in(self, start: int) -> int:
+        """Bytes taken in the range that begins at `start`.
+
+        Raises:
+            MemoryMisuseError: there is none.
+        """
+        return self._table.used_in(start)
+
+    def ranges(self) -> list[tuple[int, int, bool]]:
+        """Start, bytes, and whether slots are given out, of every range."""
+        return [(each.start, each.nbytes, each.open) for each in self._table.ranges]
+
+    # -- allocation ---------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, near: int | None = None) -> int | None:
+        """Offset of a free slot for `nbytes` bytes, now taken; None when there is no room for this size.
+
+        Args:
+            nbytes: rounded up to 4096.
+            near: offset of another slot of the same prefix; one that is in no range any more does no harm.
+
+        Raises:
+            MemoryMisuseError: `nbytes` is not positive.
+        """
+        slot = round_to_slot(nbytes)
+        page = self._choose(slot, near)
+        if page is None:
+            return None
+        taken = self._table.taken[page]
+        index = taken.find(0) if isinstance(taken, bytearray) else -1
+        if index < 0 or not isinstance(taken, bytearray):
+            raise IntegrityError(f"page {page} is listed as one with a free slot of {slot} bytes and has none")
+        taken[index] = 1
+        self._count_taken(page, slot, 1)
+        return self._table.one.address[page] + index * slot
+
+    def allocate_many(self, nbytes: int, count: int, near: int | None = None) -> Int64s | None:
+        """Offsets [count] of slots as by `allocate`, side by side where possible; None, and no change, when there is no
+        room for all.
+
+        Raises:
+            MemoryMisuseError: as `allocate`.
+        """
+        slot = round_to_slot(nbytes)
+        if self.room(slot) < count:
+            return None
+        offsets = [np.zeros(0, np.int64)]
+        while count > 0:
+            page = self._choose_partial(slot, near)
+            if page is None and len(whole := self._take_pages(slot, count)):
+                offsets.append(whole)
+                count -= len(whole)
+                near = whole.item(-1)
+                continue
+            if page is None:
+                page = self._choose(slot, None)
+            taken = None if page is None else self._table.taken[page]
+            if page is None or not isinstance(taken, bytearray):
+                raise IntegrityError(f"{count} slots of {slot} bytes are counted as free and are not found")
+            flags = np.frombuffer(taken, np.uint8)
+            index = np.flatnonzero(flags == 0)[:count]
+            if not len(index):
+                raise IntegrityError(f"page {page} is listed as one with a free slot of {slot} bytes and has none")
+            flags[index] = 1
+            self._count_taken(page, slot, len(index))
+            offsets.append(self._table.address[page] + index * slot)
+            count -= len(index)
+            near = offsets[-1].item(-1)
+        return np.concatenate(offsets)
+
+    def free(self, offset: int) -> None:
+        """Make the slot at `offset` free.
+
+        Raises:
+            MemoryMisuseError: no slot begins there, or it is free already.
+        """
+        page, index = self._table.taken_at(offset)
+        taken: Any = self._table.taken[page]
+        if isinstance(taken, dict):
+            self._count_freed(page, taken.pop(offset))
+        else:
+            taken[index] = 0
+            self._count_freed(page, self._table.one.slot[page])
+
+    def free_many(self, offsets: Int64s) -> None:
+        """Make the slots at `offsets` [n] free, or none of them where an error is raised.
+
+        Raises:
+            MemoryMisuseError: no slot begins at one of them, or it is free already, or given twice.
+        """
+        if len(offsets) <= _FEW:
+            few = offsets.tolist()
+            for offset in few:
+                self._table.taken_at(offset)
+            if len(set(few)) < len(few):
+                raise not_taken(max(few, key=few.count))
+            for offset in few:
+                self.free(offset)
+            return
+        pages = self._table.head[self._table.units_of(offsets)]
+        slots = self._table.slot[pages]
+        index, inside = np.divmod(offsets - self._table.address[pages], np.where(slots > 0, slots, 1))
+        wrong = (slots == EMPTY) | ((slots > 0) & ((inside != 0) | (index >= self._table.count[pages])))
+        if wrong.any():
+            raise no_slot(int(offsets[np.argmax(wrong)]))
+        order = np.sort(offsets)
+        if (again := np.flatnonzero(order[1:] == order[:-1])).size:
+            raise not_taken(int(order[again[0]]))
+        odd = offsets[slots == IRREGULAR].tolist()
+        for page, offset in zip(pages[slots == IRREGULAR].tolist(), odd, strict=True):
+            if offset not in self._table.irregular(page):
+                raise no_slot(offset)
+        if odd:
+            pages, index, offsets, slots = (each[slots != IRREGULAR] for each in (pages, index, offsets, slots))
+        places = pages.tolist(), index.tolist()
+        taken: list[Any] = self._table.taken
+        for page, at in zip(*places, strict=True):
+            if not taken[page][at]:
+                raise not_taken(self._table.one.address[page] + at * self._table.one.slot[page])
+        for page, at in zip(*places, strict=True):
+            taken[page][at] = 0
+        touched, freed = np.unique(pages, return_counts=True)
+        self._count_all_freed(touched, freed)
+        for offset in odd:
+            self.free(offset)
+
+    def clear(self) -> None:
+        """Make every slot free."""
+        self.used_bytes = 0
+        self._table.clear()
+        self._cut(self.page_bytes)
+
+    def claim(self, offsets: Int64s, sizes: Int64s) -> None:
+        """Take these very slots, as they were before a restart. Nothing may be taken yet.
+
+        They may lie across pages, and pages may have slots of several sizes. Such a page gives out no slot until it is
+        empty.
+
+        Args:
+            offsets: int64 [n], in any order.
+            sizes: int64 [n], bytes, multiples of 4096.
+
+        Raises:
+            MemoryMisuseError: slots are taken; or these overlap, or reach outside a range.
+        """
+        if self.slots_used:
+            raise MemoryMisuseError(f"{self.slots_used} slots are taken already; claim all at once, or clear first")
+        if not len(offsets):
+            return
+        self._sizes = {size for size in np.unique(sizes).tolist() if size <= self.capacity_bytes}
+        self._cut(choose_page_bytes(self._sizes, self.capacity_bytes))
+        claim_slots(self._table, offsets, sizes)
+        self.used_bytes = int(sizes.sum())
+        self._cut(self.page_bytes)
+
+    # -- what there is ------------------------------------------------------------------------------------------
+
+    @property
+    def slots_used(self) -> int:
+        """Slots that are taken."""
+        return int(self._table.used.sum())
+
+    def room(self, nbytes: int) -> int:
+        """How many more slots for `nbytes` bytes each can be allocated now.
+
+        Raises:
+            MemoryMisuseError: `nbytes` is not positive.
+        """
+        slot = round_to_slot(nbytes)
+        return self._lists.room(slot) if self._admit(slot) else 0
+
+    def slots_per_page(self, nbytes: int) -> int:
+        """How many slots for `nbytes` bytes each one page has once it is empty; 0 for a size above the capacity.
+
+        Raises:
+            MemoryMisuseError: `nbytes` is not positive.
+        """
+        slot = round_to_slot(nbytes)
+        return self.page_bytes // slot if self._admit(slot) else 0
+
+    def allocated(self) -> Int64s:
+        """Offsets of all slots that are taken, ascending."""
+        return self.occupied()[0]
+
+    def occupied(self, start: int | None = None) -> tuple[Int64s, Int64s]:
+        """Offsets, ascending, and bytes of all slots that are taken, or those of the range that begins at `start`.
+
+        Raises:
+            MemoryMisuseError: there is none.
+        """
+        return self._table.occupied(start)
+
+    def pages_of(self, offsets: Int64s) -> Int64s:
+        """The pages that offsets lie in, [n]: positions in `pages()`.
+
+        Raises:
+            MemoryMisuseError: one of them is in no range.
+        """
+        return self._table.pages_of(offsets)
+
+    def pages(self) -> Pages:
+        """All pages as they are now, ascending by address. Takes a time that grows with their number alone."""
+        return self._table.pages()
+
+    def group_bytes(self, groups: Int64s) -> Int64s:
+        """Bytes of the pages that `Pages.groups` names, [n], once all in them is free."""
+        return self._table.group_bytes(groups)
+
+    # -- integrity ----------------------------------------------------------------------------------------------
+
+    def copy(self) -> PageAllocator:
+        """Another one with the same slots taken, which a thread can look at. Takes a microsecond a page."""
+        other = shallow_copy(self)
+        other._sizes = {*self._sizes}
+        other._table, other._lists = self._table.copy(), self._lists.copy()
+        return other
+
+    def check_integrity(self) -> None:
+        """Pages cover every range once; counters and lists agree with the slots.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        self._table.check_integrity()
+        if (nbytes := int(self._table.pages().used_bytes.sum())) != self.used_bytes:
+            raise IntegrityError(f"{nbytes} bytes are taken and {self.used_bytes} are counted")
+        anew = self._table.copy()
+        anew.cut(self.page_bytes)
+        if (wrong := np.flatnonzero(anew.head != self._table.head)).size:
+            raise IntegrityError(f"what is free at entry {wrong[0]} belongs to page {anew.head[wrong[0]]}")
+        self._lists.check_integrity(anew)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _choose(self, slot: int, near: int | None) -> int | None:
+        """A page with a free slot of this size, by the steps that the module describes; None when there is none."""
+        page = self._choose_partial(slot, near)
+        if page is not None or not self._admit(slot):
+            return page
+        page = self._open_page(slot)
+        if page is None and slot in self._lists.partial:
+            return self._lists.partial[slot][0]
+        return page
+
+    def _choose_partial(self, slot: int, near: int | None) -> int | None:
+        """A page with taken and free slots of this size that comes before an empty one: steps 1 and 3."""
+        if near is not None:
+            page, one = self._table.find(near), self._table.one
+            if page is not None and one.slot[page] == slot and one.used[page] < one.count[page] and one.open[page]:
+                return page
+        if self._lists.free_bytes >= self.capacity_bytes // _SPREAD_SHARE and slot in self._lists.partial:
+            return self._lists.partial[slot][0]
+        return None
+
+    def _admit(self, slot: int) -> bool:
+        """Choose the page size anew if it was not chosen for this size; False for a size that can never fit."""
+        if slot in self._sizes:
+            return True
+        if slot > self.capacity_bytes:
+            return False
+        if len(self._sizes) >= _MAX_SIZES:
+            self._sizes = {size for size, pages in self._lists.pages_of_size.items() if pages}
+        self._sizes.add(slot)
+        self._choose_page_bytes()
+        return True
+
+    def _choose_page_bytes(self) -> None:
+        now = self.page_bytes if self.used_bytes else 1
+        page_bytes = choose_page_bytes(self._sizes, self.capacity_bytes, now)
+        if page_bytes != self.page_bytes:
+            self._cut(page_bytes)
+
+    def _cut(self, page_bytes: int) -> None:
+        """Cut what is free along the grid, and make all lists anew."""
+        self._table.cut(page_bytes)
+        self._lists.rebuild(self._table)
+
+    def _open_page(self, slot: int) -> int | None:
+        """Give an empty page to slots of this size, the lowest of the best; None when there is none."""
+        length = self._lists.best_length(slot)
+        if length is None:
+            return None
+        table, lists = self._table, self._lists
+        (page,) = lists.take_empty(length, 1)
+        count = length // slot
+        table.one.slot[page] = slot
+        table.one.count[page] = count
+        table.taken[page] = bytearray(count)
+        lists.pages_of_size[slot] += 1
+        lists.add_free(slot, count)
+        lists.add_partial(page, slot)
+        return page
+
+    def _take_pages(self, slot: int, count: int) -> Int64s:
+        """Take all slots of as many empty pages as `count` slots fill; their offsets."""
+        length = self._lists.best_length(slot)
+        if length is None or count < length // slot:
+            return np.zeros(0, np.int64)
+        table, each = self._table, length // slot
+        pages = self._lists.take_empty(length, count // each)
+        table.slot[pages] = slot
+        table.count[pages] = table.used[pages] = each
+        full = b"\1" * each
+        for page in pages:
+            table.taken[page] = bytearray(full)
+        self._lists.pages_of_size[slot] += len(pages)
+        self.used_bytes += len(pages) * each * slot
+        offsets: Int64s = table.address[pages][:, np.newaxis] + np.arange(each) * slot
+        return offsets.ravel()
+
+    def _count_taken(self, page: int, slot: int, count: int) -> None:
+        """Count slots that were taken in a page that is listed as one with free slots."""
+        one = self._table.one
+        used = one.used[page] + count
+        one.used[page] = used
+        self.used_bytes += count * slot
+        self._lists.add_free(slot, -count)
+        if used == one.count[page]:
+            self._lists.remove_partial(page, slot)
+
+    def _count_freed(self, page: int, nbytes: int) -> None:
+        """Count a slot of `nbytes` that was freed in a page; an empty page can serve any size."""
+        one, slot = self._table.one, self._table.one.slot[page]
+        was_full = one.used[page] == one.count[page]
+        one.used[page] -= 1
+        self.used_bytes -= nbytes
+        if slot == IRREGULAR:
+            one.count[page] -= 1
+        elif one.open[page]:
+            self._lists.add_free(slot, 1)
+            if was_full:
+                self._lists.add_partial(page, slot)
+        if not one.used[page]:
+            self._vacate(page, slot)
+
+    def _count_all_freed(self, pages: Int64s, freed: Int64s) -> None:
+        """Count slots that were freed in pages, none of them irregular, `freed` of each."""
+        table = self._table
+        before, slots = table.used[pages], table.slot[pages]
+        table.used[pages] = before - freed
+        self.used_bytes -= int((freed * slots).sum())
+        was_full = before == table.count[pages]
+        is_empty = before == freed
+        for slot in np.unique(slots).tolist():
+            mine = table.open[pages] & (slots == slot)
+            self._lists.add_free(slot, int(freed[mine].sum()))
+            if len(fresh := pages[mine & was_full]):
+                self._lists.add_all_partial(fresh, slot)
+        for page, slot in zip(pages[is_empty].tolist(), slots[is_empty].tolist(), strict=True):
+            self._vacate(page, slot)
+
+    def _vacate(self, page: int, slot: int) -> None:
+        """Make a page without taken slots an empty one, as a part of its group."""
+        table, lists = self._table, self._lists
+        is_open = table.one.open[page]
+        if slot != IRREGULAR:
+            lists.pages_of_size[slot] -= 1
+            if is_open:
+                lists.add_free(slot, -table.one.count[page])
+                lists.remove_partial(page, slot)
+        table.slot[page] = EMPTY
+        table.count[page] = 0
+        table.taken[page] = None
+        if not table.is_whole(page):
+            gone, made = table.cut_around(page)
+            if is_open:
+                for other, length in gone:
+                    lists.remove_empty(other, length)
+                for other, length in made:
+                    lists.add_empty(other, length)
+        elif is_open:
+            lists.add_empty(page, table.one.length[page])
+        if slot > self.capacity_bytes // SHARE and not lists.pages_of_size[slot]:
+            self._sizes.discard(slot)  # pages as large as it needed are a burden to the other sizes
+            self._choose_page_bytes()

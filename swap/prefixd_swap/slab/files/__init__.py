@@ -1,0 +1,1 @@
+"""Slab files: their slots, and the calls that read and write them."""

@@ -1,0 +1,130 @@
+"""Slots of an open file read through a memory map of it, with every fault an error code and none a signal.
+
+A byte of a map that the file has lost, or that the device cannot read, raises SIGBUS in whoever touches it. So nobody
+touches the map. The kernel copies out of it (`process_vm_readv` of this process by itself): it looks the pages up as a
+debugger's read does, waits for those that are not there yet, and gives EFAULT where a touch would raise SIGBUS. There
+is no moment between a check and the copy in which the file could be cut off.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+import weakref
+
+from prefixd_swap.slab.files.file_ops import FileOps
+from prefixd_swap.slab.files.pread_io import BufferedIo, EndOfFileError
+
+log = logging.getLogger(__name__)
+_FAULT_AROUND = 64 << 10
+"""A fault maps what the page cache has of so many bytes around it (the kernel's default, fault_around_bytes)."""
+
+
+class MappedIo(BufferedIo):
+    """Reads through one shared mapping of the file, writes as `BufferedIo`; leaves nothing in the page cache.
+
+    The mapping is made by the first read and ends with this object. What a read has copied and what a write has made
+    durable is dropped from the page cache, so that memory holds no block twice.
+
+    Args:
+        ops: the file calls.
+        fd: descriptor of the file, open for as long as this object is used.
+        nbytes: size of the file.
+    """
+
+    def __init__(self, ops: FileOps, fd: int, nbytes: int) -> None:
+        super().__init__(ops, fd)
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._address = 0  # of the mapping; 0 as long as there is none
+        self._refused = False  # the kernel did not map the file: it is read by `pread`
+        self._written: list[tuple[int, int]] = []  # first and end byte of what was written since the last sync
+        self._read: list[tuple[int, int]] = []  # the same of what is being read
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """As `BufferedIo.write`. Readers of the mapping see it at once: it is shared."""
+        super().write(data, offset)
+        with self._lock:
+            self._written.append(_pages(offset, len(data)))
+
+    def sync(self) -> None:
+        """As `BufferedIo.sync`."""
+        with self._lock:
+            written, self._written = self._written, []
+        super().sync()
+        for first, end in written:
+            self._ops.drop_cached(self._fd, first, end - first)
+
+    def _fill(self, into: memoryview, offset: int) -> None:
+        address = self._map()
+        end = offset + len(into)
+        if not address or end > self._nbytes:
+            super()._fill(into, offset)
+            return
+        pages = _pages(offset, len(into))
+        with self._lock:
+            self._read.append(pages)
+        try:
+            self._ops.read_ahead(address + pages[0], pages[1] - pages[0])
+            self._copy(address + offset, into)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            super()._fill(into, offset)  # EFAULT stands for every fault; this one says which
+        finally:
+            self._drop(address, pages)
+        size = os.fstat(self._fd).st_size
+        if size < end:  # the rest of the file's last page reads as zeros
+            raise EndOfFileError(size)
+
+    def _copy(self, address: int, into: memoryview) -> None:
+        while into:
+            got = self._ops.copy_mapped(address, into)
+            into, address = into[got:], address + got
+
+    def _drop(self, address: int, pages: tuple[int, int]) -> None:
+        """Drop what was read from the page cache, which keeps pages that are mapped.
+
+        A fault also maps what the page cache has around it: pages of neighbours that other threads are reading. They
+        skip those when they drop theirs, so whoever has mapped them drops them, unless they are still being read.
+        """
+        first = max(pages[0] - _FAULT_AROUND, 0)
+        end = min(pages[1] + _FAULT_AROUND, _pages(0, self._nbytes)[1])
+        self._ops.unmap_pages(address + first, end - first)
+        with self._lock:
+            self._read.remove(pages)
+            others = sorted(self._read)
+        for start, stop in others:
+            if start < end and stop > first:
+                if start > first:
+                    self._ops.drop_cached(self._fd, first, start - first)
+                first = min(stop, end)
+        if first < end:
+            self._ops.drop_cached(self._fd, first, end - first)
+
+    def _map(self) -> int:
+        """Address of the mapping, 0 where the kernel makes none."""
+        with self._lock:
+            if not self._address and not self._refused:
+                try:
+                    self._address = self._ops.map(self._fd, self._nbytes)
+                except OSError as error:  # mappings or addresses are used up, which says nothing about the bytes
+                    self._refused = True
+                    log.warning(
+                        "a slab of %d bytes cannot be mapped (%s) and is read by pread; raise vm.max_map_count or "
+                        "`ulimit -v`, or set disk.io to direct",
+                        self._nbytes,
+                        error.strerror,
+                    )
+                else:
+                    unmap = weakref.finalize(self, self._ops.unmap, self._address, self._nbytes)
+                    unmap.atexit = False  # a thread may still read; the mapping ends with the process
+            return self._address
+
+
+def _pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """First and end byte of the system's pages that hold these bytes; they may be larger than 4096 bytes."""
+    return offset // mmap.PAGESIZE * mmap.PAGESIZE, -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,446 @@
+"""The durable index of the disk tier: LMDB with the sub-databases `blocks`, `namespaces` and `pins`.
+
+A pin is the key of a block that is to be pinned again after a restart. It is there no longer than its block: both go
+in one transaction.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+
+from prefixd_swap.errors import DiskFullError, FormatError, StorageError
+from prefixd_swap.slab.files.file_ops import FileOps, storage_error
+from prefixd_swap.slab.files.mapped_file import MappedFile
+from prefixd_swap.slab.index.lmdb_file import damaged_page, first_missing
+from prefixd_swap.slab.index.set_aside import note_loss, set_aside, set_copy_aside
+
+_DATABASES = 3
+MAP_BYTES = 16 << 20
+"""First size of the memory map; it doubles when it is full."""
+CHUNK_ROWS = 4096
+"""Rows read at once: few enough to stay in the processor's cache, twice as fast as 65,536."""
+
+READ_BYTES = 1 << 20
+_MAPPED_BYTES = 4 << 20
+"""About the most of the index that stays mapped, and counts as this process's memory, after reads and writes."""
+
+Row = tuple[bytes, bytes]
+"""A block's key and value."""
+Edit = Callable[[bytes], bytes]
+"""The new value of a key from the one that it has."""
+Change = tuple[bytes, bytes | Edit | None]
+"""A key and its new value; None removes the key. An edit does nothing where the key is not there."""
+
+_Result = TypeVar("_Result")
+
+_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError)
+
+log = logging.getLogger(__name__)
+
+
+class IndexDamagedError(StorageError):
+    """The index's file cannot be read; `replace` it."""
+
+
+class SlabIndex:
+    """Raw keys and values in durable transactions. Thread-safe: one transaction at a time.
+
+    One lock instead of LMDB's own: the directory belongs to this process, and the map may be resized only
+    while no transaction is open.
+    """
+
+    def __init__(self, path: Path, ops: FileOps) -> None:
+        """Open the environment in the folder `path`, or make it there.
+
+        An environment that is damaged is set aside (`set_aside.py`) and an empty one takes its place, into which
+        `bring_back` enters what can be read.
+
+        Raises:
+            FormatError: it is another LMDB's.
+            StorageError: it cannot be made or opened.
+        """
+        self._path = path
+        self._ops = ops
+        self._lock = threading.Lock()
+        self.damage = ""
+        """What was wrong with the environment that was found; empty when it was good or absent."""
+        self.aside: Path | None = None
+        """The folder to which the last one that was damaged has been moved."""
+        self.broken = False
+        """A commit failed so that LMDB does not know what is on disk; only reopening tells."""
+        try:
+            if not (path / "data.mdb").exists():
+                _create(path, ops)
+            try:
+                self._check_readable()
+                self._open()
+            except _DAMAGE as error:
+                self._replace(str(error))
+        except lmdb.VersionMismatchError as error:
+            raise FormatError(
+                f"the index in {path} is of another LMDB ({error}); use the one that wrote it, or delete {path.parent} "
+                "to start with an empty cache"
+            ) from error
+        except lmdb.Error as error:
+            raise self._translated("opening", error) from error
+        except OSError as error:
+            raise storage_error(f"making the index in {path}", error) from error
+
+    def replace(self, damage: str) -> None:
+        """Set the environment aside, because of `damage`, and start an empty one.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        with self._lock:
+            self._env.close()
+            self.broken = True  # until there is one again: `reopen` goes on where this fails
+            try:
+                self._replace(damage)
+            except lmdb.Error as error:
+                raise self._translated("opening", error) from error
+            except OSError as error:
+                raise storage_error(f"replacing the index in {self._path}", error) from error
+            self.broken = False
+
+    def apply(self, changes: Sequence[Change]) -> list[bytes | None]:
+        """Make the changes in order, in one transaction; the values that they replaced or removed.
+
+        Durable when this returns. On any error nothing of it is.
+
+        Raises:
+            DiskFullError: no room for the index's pages.
+            StorageError: any other failure.
+        """
+
+        def one(txn: lmdb.Transaction[bytes], key: bytes, value: bytes | Edit | None) -> bytes | None:
+            found: bytes | None
+            if value is None:
+                found = txn.pop(key, db=self._blocks)
+                txn.delete(key, db=self._pins)
+            elif isinstance(value, bytes):
+                found = txn.replace(key, value, db=self._blocks)
+            elif (found := txn.get(key, db=self._blocks)) is not None:
+                txn.put(key, value(found), db=self._blocks)
+            return found
+
+        def change(txn: lmdb.Transaction[bytes]) -> list[bytes | None]:
+            return [one(txn, key, value) for key, value in changes]
+
+        return self._write(change, len(changes))
+
+    def get(self, key: bytes) -> bytes | None:
+        """A block's value, None when there is none.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        with self._lock:
+            try:
+                with self._env.begin(db=self._blocks) as txn:
+                    value: bytes | None = txn.get(key)
+                self._mapped.touch(1)
+                return value
+            except lmdb.Error as error:
+                raise self._translated("reading", error) from error
+
+    def chunks(self) -> Iterator[list[Row]]:
+        """Every block's key and value as of now, in key order, some thousands at a time.
+
+        Until the iterator is done or closed, nothing else can use the index.
+
+        Raises:
+            IndexDamagedError: LMDB found its pages broken.
+            StorageError: any other failure.
+        """
+        with self._lock:
+            try:
+                with self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+                    rows = iter(cursor)
+                    while chunk := list(islice(rows, CHUNK_ROWS)):
+                        yield chunk
+                self._mapped.let_go()
+            except _DAMAGE as error:
+                raise IndexDamagedError(f"{error} while reading the index in {self._path}") from error
+            except lmdb.Error as error:
+                raise self._translated("reading", error) from error
+
+    def put_namespaces(self, specs: Mapping[bytes, bytes]) -> None:
+        """Store what namespaces stand for, durably, in one transaction.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+
+        def change(txn: lmdb.Transaction[bytes]) -> None:
+            for namespace, spec in specs.items():
+                txn.put(namespace, spec, db=self._namespaces)
+
+        self._write(change, len(specs))
+
+    def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
+        """Forget what namespaces stood for, durably; unknown ones are ignored.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+
+        def change(txn: lmdb.Transaction[bytes]) -> None:
+            for namespace in namespaces:
+                txn.delete(namespace, db=self._namespaces)
+
+        self._write(change)
+
+    def namespaces(self) -> dict[bytes, bytes]:
+        """What every namespace stands for.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        with self._lock:
+            try:
+                with self._env.begin(db=self._namespaces) as txn, txn.cursor() as cursor:
+                    return dict(cursor)
+            except lmdb.Error as error:
+                raise self._translated("reading", error) from error
+
+    def pin(self, keys: Sequence[bytes], pinned: bool) -> int:
+        """Pin blocks, or let go of their pins, in one transaction; how many of them are blocks.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+
+        def change(txn: lmdb.Transaction[bytes]) -> int:
+            there = [key for key in keys if txn.get(key, db=self._blocks) is not None]
+            for key in there:
+                if pinned:
+                    txn.put(key, b"", db=self._pins)
+                else:
+                    txn.delete(key, db=self._pins)
+            return len(there)
+
+        return self._write(change, len(keys))
+
+    def pins(self) -> list[bytes]:
+        """The keys of all blocks that are pinned.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        with self._lock:
+            try:
+                with self._env.begin(db=self._pins) as txn, txn.cursor() as cursor:
+                    return list(cursor.iternext(values=False))
+            except lmdb.Error as error:
+                raise self._translated("reading", error) from error
+
+    def set_copy_aside(self, reason: str, blocks: int) -> Path:
+        """Keep a copy of the environment as it is now beside it, from which `blocks` blocks will be removed as lost.
+        Returns the copy's folder.
+
+        Raises:
+            StorageError: it cannot be made; nothing of it stays.
+        """
+        with self._lock:
+            try:
+                return set_copy_aside(self._path, self._ops, reason, blocks, lambda to: self._env.copy(str(to)))
+            except lmdb.Error as error:
+                raise self._translated("copying", error) from error
+            except OSError as error:
+                raise storage_error(f"copying the index in {self._path}", error) from error
+
+    def correct_copy(self, aside: Path, reason: str, blocks: int) -> None:
+        """Only `blocks` blocks have been removed since `set_copy_aside`: note it, or remove the copy where none was."""
+        if blocks:
+            note_loss(aside, self._ops, reason, blocks)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def probe(self) -> None:
+        """Commit a change that changes nothing.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+
+        def change(txn: lmdb.Transaction[bytes]) -> None:
+            txn.put(b"probe", b"", db=self._namespaces)
+            txn.delete(b"probe", db=self._namespaces)
+
+        self._write(change)
+
+    def reopen(self) -> None:
+        """Open the environment again, to learn what is durable after a commit of unknown outcome.
+
+        One that turns out damaged, or is gone, is replaced by an empty one.
+
+        Raises:
+            StorageError: the device refuses; try again when it works.
+        """
+        with self._lock:
+            try:
+                self._env.close()
+                if not (self._path / "data.mdb").exists():  # setting it aside got no further
+                    _create(self._path, self._ops)
+                try:
+                    self._read_file()
+                    self._open()
+                except _DAMAGE as error:
+                    self._replace(str(error))
+                self.broken = False
+            except lmdb.Error as error:
+                raise self._translated("opening", error) from error
+            except OSError as error:
+                raise storage_error(f"opening the index in {self._path}", error) from error
+
+    def close(self) -> None:
+        """Close the environment."""
+        with self._lock:
+            self._env.close()
+
+    def _write(self, change: Callable[[lmdb.Transaction[bytes]], _Result], rows: int = 1) -> _Result:
+        with self._lock:
+            while True:
+                if self.broken:
+                    raise StorageError(f"the index in {self._path} failed in a commit; restart to recover it")
+                try:
+                    txn = self._env.begin(write=True)
+                    try:
+                        result = change(txn)
+                        self._ops.commit(txn)
+                    except BaseException:
+                        txn.abort()
+                        raise
+                    self._mapped.touch(rows)
+                    return result
+                except lmdb.MapFullError:
+                    self._grow()
+                except lmdb.Error as error:
+                    self._probe()
+                    raise self._translated("writing", error) from error
+                except OSError as error:  # not LMDB's: whether it has committed is not known
+                    self.broken = True
+                    raise storage_error(f"writing the index in {self._path}", error) from error
+
+    def _grow(self) -> None:
+        try:
+            self._env.set_mapsize(2 * self._env.info()["map_size"])
+        except lmdb.Error as error:
+            raise self._translated("growing", error) from error
+        self._mapped.moved()
+
+    def _replace(self, damage: str) -> None:
+        self.damage = damage
+        self.aside = set_aside(self._path, self._ops, damage)
+        _create(self._path, self._ops)
+        self._open()
+
+    def _check_readable(self) -> None:
+        """At a start, what the device cannot read is damage: nobody waits for the device to come back."""
+        try:
+            self._read_file()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise lmdb.CorruptedError(f"data.mdb cannot be read: {error.strerror}") from error
+
+    def _read_file(self) -> None:
+        """Read the file once: LMDB does it through a mapping, where what the device cannot read is SIGBUS, no error.
+        It asserts what it expects of pages: one that is damaged could end the process."""
+        buffer = memoryview(bytearray(READ_BYTES))
+        fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
+        try:
+            offset = 0
+            while got := self._ops.pread(fd, buffer, offset):
+                offset += got
+            damaged = damaged_page(fd, self._ops.pread, offset)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} at byte {offset}") from error
+        finally:
+            os.close(fd)
+        if not offset:
+            raise lmdb.CorruptedError("data.mdb is empty")  # LMDB would make a new one of it
+        if damaged is not None:
+            raise lmdb.CorruptedError(f"page {damaged} of data.mdb is damaged")
+
+    def _open(self) -> None:
+        env = lmdb.open(os.fsencode(self._path), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False)
+        try:
+            self._check_length((env.info()["last_pgno"] + 1) * env.stat()["psize"])
+            self._blocks = env.open_db(b"blocks")
+            self._namespaces = env.open_db(b"namespaces")
+            self._pins = _pins(env)
+        except BaseException:
+            env.close()
+            raise
+        self._env = env
+        self._mapped = MappedFile(self._path / "data.mdb", _MAPPED_BYTES)
+
+    def _check_length(self, expected: int) -> None:
+        """Refuse a file that was cut off: behind its end LMDB's mapping gives SIGBUS.
+
+        A file shorter than `expected`, its pages up to the last one, is whole if no page that is in use lies behind its
+        end: LMDB never writes pages that one transaction has allocated and freed.
+        """
+        fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
+        try:
+            found = os.fstat(fd).st_size
+            missing = first_missing(fd, self._ops.pread, found) if found < expected else None
+        finally:
+            os.close(fd)
+        if missing is not None:
+            what = f"data.mdb is cut off: it has {found} bytes of {expected}, page {missing} is gone"
+            raise lmdb.CorruptedError(what)
+
+    def _probe(self) -> None:
+        """Once writing a meta page failed, LMDB refuses every transaction: what is durable is not known."""
+        try:
+            self._env.begin(write=True).abort()
+        except lmdb.Error:
+            self.broken = True
+
+    def _translated(self, doing: str, error: lmdb.Error) -> StorageError:
+        what = f"{doing} the index in {self._path}"
+        if isinstance(error, lmdb.DiskError):
+            return DiskFullError(f"no room left while {what}; free space or lower the disk capacity")
+        code = getattr(error, "code", 0)  # since lmdb 2
+        if code == errno.EIO:
+            return StorageError(f"{error} while {what}; the disk is full (a short write is EIO to LMDB) or failing")
+        if code in errno.errorcode:
+            return storage_error(what, OSError(code, str(error)))
+        return StorageError(f"{error} while {what}; restart to recover it")
+
+
+def _pins(env: lmdb.Environment) -> lmdb._Database:
+    """The pins; an index that was made before there were any gets an empty sub-database."""
+    try:
+        return env.open_db(b"pins")
+    except lmdb.MapFullError:
+        env.set_mapsize(2 * env.info()["map_size"])
+        return env.open_db(b"pins")
+
+
+def _create(path: Path, ops: FileOps) -> None:
+    """Make an empty environment, under another name first: a power cut leaves a whole one or none."""
+    fresh = path.with_name(path.name + ".new")
+    for leftover in (path, fresh):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    ops.mkdir(fresh)
+    with lmdb.open(os.fsencode(fresh), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False) as env:
+        for name in (b"blocks", b"namespaces", b"pins"):
+            env.open_db(name)
+    ops.sync_directory(fresh)
+    ops.rename(fresh, path)
+    ops.sync_directory(path.parent)

@@ -1,0 +1,180 @@
+"""What of an index can be believed after a start: slots that exist, each byte in one, under parents that exist."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from prefixd_swap.slab.files.slab_file import INDEX_BITS
+from prefixd_swap.slab.files.slab_files import SlabFiles
+from prefixd_swap.slab.index.record_columns import FIRST_BLOCK, LOST_PARENT, Bools, IndexTable, Int64s, Records
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a start found, in blocks."""
+
+    kept: int = 0
+    lost_slots: int = 0
+    """Dropped: a slot is gone, or has bytes of another block's; or the record is unreadable."""
+    lost_parents: int = 0
+    """Dropped: the parent is not there, so no prompt can reach them (invariant: prefix-closed)."""
+    empty_nodes: int = 0
+    """Dropped: nothing of the block is on disk, nor of a block that continues it."""
+    index_damage: str = ""
+    """Why the index was set aside; empty when it was good."""
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Blocks that are lost, by reason; those of an index that was set aside are counted there."""
+        if self.index_damage:
+            return {}
+        reasons = {
+            "on disk, but the bytes are gone, another block's, or not known": self.lost_slots,
+            "on disk, but the parent is gone": self.lost_parents,
+        }
+        return {reason: blocks for reason, blocks in reasons.items() if blocks}
+
+    def losses(self) -> str:
+        """Which blocks were dropped and why, for people."""
+        reasons = {
+            "whose bytes are gone, another block's, or not known": self.lost_slots,
+            "whose parents are gone": self.lost_parents,
+            "of which nothing is on disk": self.empty_nodes,
+        }
+        return "; ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+
+
+def slabs_named(table: IndexTable) -> set[int]:
+    """Numbers of the slabs in which records say that parts lie."""
+    _, slots, _ = _named(table, table.readable)
+    return set(np.unique(slots >> INDEX_BITS).tolist())
+
+
+def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tuple[Recovery, Records, list[bytes]]:
+    """Claim the slots of the blocks that are whole; those blocks, and the index keys of the others.
+
+    A record none of whose parts is on disk (a node) is kept for the blocks that continue it.
+    """
+    parent = table.link()
+    sound = table.readable & _have_slots(table, slabs)
+    if len(clashing := _overlapping(table, sound)):
+        sound[clashing] = False
+    closed = prefix_closed(table.depth, parent, sound)
+    lost_parents = int(np.count_nonzero(table.readable & ~closed & _parent_is_lost(parent, closed)))
+    kept = _with_bytes(table, parent, closed)
+    empty_nodes = int(np.count_nonzero(closed & ~kept))
+    dropped = table.index_keys(~kept) + table.unreadable
+    records = table.records(kept, parent)
+    slabs.claim(*_slots(table, kept))
+    lost_slots = len(dropped) - lost_parents - empty_nodes
+    return Recovery(len(records), lost_slots, lost_parents, empty_nodes, index_damage), records, dropped
+
+
+def reconcile(table: IndexTable, slabs: SlabFiles, known: Int64s) -> tuple[Int64s, Int64s, list[bytes]]:
+    """The slots, and their bytes, of the blocks whose slots are all `known` and no other block's, and the index keys of
+    all other blocks."""
+    wanted = _have_slots(table, slabs)
+    for group in table.groups:
+        wanted[group.rows] &= np.isin(group.slots[:, group.on_disk], known).all(axis=1)
+    wanted[_overlapping(table, wanted)] = False
+    return *_slots(table, wanted), table.index_keys(~wanted) + table.unreadable
+
+
+def prefix_closed(depth: Int64s, parent: Int64s, sound: Bools) -> Bools:
+    """Those of `sound` whose ancestors are all in it. A parent is less deep than its child, so one pass does."""
+    kept: Bools = sound & (parent != LOST_PARENT)
+    if kept.all():
+        return kept
+    order = np.argsort(depth, kind="stable")
+    levels = np.flatnonzero(np.diff(depth[order], prepend=-1)).tolist()
+    for start, end in pairwise([*levels, len(order)]):
+        rows = order[start:end]
+        kept[rows] &= (parent[rows] == FIRST_BLOCK) | kept[parent[rows]]
+    return kept
+
+
+def _parent_is_lost(parent: Int64s, kept: Bools) -> Bools:
+    lost: Bools = (parent == LOST_PARENT) | ((parent >= 0) & ~kept[parent])
+    return lost
+
+
+def _with_bytes(table: IndexTable, parent: Int64s, kept: Bools) -> Bools:
+    """Those of `kept` that have a part on disk, or a descendant that has."""
+    nodes = [group.rows for group in table.groups if not group.on_disk]
+    if not nodes:
+        return kept
+    useful = kept.copy()
+    useful[np.concatenate(nodes)] = False
+    order = np.argsort(-table.depth, kind="stable")
+    levels = np.flatnonzero(np.diff(-table.depth[order], prepend=1)).tolist()
+    for start, end in pairwise([*levels, len(order)]):
+        above = parent[order[start:end][useful[order[start:end]]]]
+        useful[above[above >= 0]] = True
+    return useful
+
+
+def _have_slots(table: IndexTable, slabs: SlabFiles) -> Bools:
+    sound = np.zeros(table.rows, np.bool_)
+    for group in table.groups:
+        there = np.ones(len(group.rows), np.bool_)
+        for part in group.on_disk:
+            there &= slabs.exist(group.slots[:, part], group.part_bytes[part])
+        sound[group.rows] = there
+    return sound
+
+
+def _slots(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s]:
+    """The slots of the rows in the mask `chosen`, and their bytes."""
+    _, slots, sizes = _named(table, chosen)
+    return slots, sizes
+
+
+def _named(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s, Int64s]:
+    """Row, slot and bytes of every part on disk of the rows in the mask `chosen`."""
+    rows, slots, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for group in table.groups:
+        mine = chosen[group.rows]
+        for part in group.on_disk:
+            rows.append(group.rows[mine])
+            slots.append(group.slots[mine, part])
+            if len(rows[-1]):  # what no file has may be of any size
+                sizes.append(np.full(len(rows[-1]), round_to_slot(group.part_bytes[part])))
+    return np.concatenate(rows), np.concatenate(slots), np.concatenate(sizes)
+
+
+def _overlapping(table: IndexTable, sound: Bools) -> Int64s:
+    """Rows that name bytes which a less deep row, or one of the same depth before it, names too."""
+    rows, slots, sizes = _named(table, sound)
+    order = np.argsort(slots, kind="stable")
+    rows, slots, ends = rows[order], slots[order], (slots + sizes // PAGE_BYTES)[order]
+    apart = np.ones(len(rows), np.bool_)
+    apart[1:] = slots[1:] >= np.maximum.accumulate(ends)[:-1]
+    if apart.all():
+        return np.zeros(0, np.int64)
+    cluster = np.cumsum(apart)
+    shared = np.flatnonzero(np.bincount(cluster)[cluster] > 1)
+    named: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, start, end in zip(rows[shared].tolist(), slots[shared].tolist(), ends[shared].tolist(), strict=True):
+        named[row].append((start, end))
+    believed: list[tuple[int, int]] = []
+    lost: list[int] = []
+    for row in sorted(named, key=lambda row: (table.depth.item(row), row)):
+        mine = sorted(named[row])
+        if any(end > start for (_, end), (start, _) in pairwise(mine)) or any(_meets(believed, one) for one in mine):
+            lost.append(row)
+            continue
+        for one in mine:
+            insort(believed, one)
+    return np.array(lost, np.int64)
+
+
+def _meets(ranges: list[tuple[int, int]], one: tuple[int, int]) -> bool:
+    """Whether a range shares a number with one of `ranges`, which are sorted and apart."""
+    at = bisect_left(ranges, one)
+    return (at > 0 and ranges[at - 1][1] > one[0]) or (at < len(ranges) and ranges[at][0] < one[1])

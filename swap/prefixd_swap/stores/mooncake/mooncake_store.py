@@ -1,0 +1,483 @@
+"""Objects in a Mooncake Store: in memory that many hosts give, found through a master, moved by TCP or RDMA.
+
+The client blocks, so calls run in threads: see `mooncake_lane`. Objects in memory that was registered are put from it
+and read into it without a copy, and their call ends when the native call has: after the deadline by `native_timeout_s`
+and a second at most. All others are copied once through memory of our own, and their call ends at its deadline.
+
+The client's `setup` and `close` hold the interpreter's lock: a second when the store is closed, and as long when the
+master accepts connections and does not answer. All other calls release it.
+
+The store has no times to live: it evicts what was not used for long when it has no room. It refuses empty objects, so
+one is stored as a single zero byte; an object of one byte is therefore found with length 0, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from prefixd_swap.errors import OutOfMemoryError, RemoteFullError, RemoteStoreError
+from prefixd_swap.stores.base import ObjectStore, Read, Write
+from prefixd_swap.stores.deadline import within
+from prefixd_swap.stores.mooncake.mooncake_lane import Lane, Visit, address_of, or_leave, until_done
+from prefixd_swap.stores.mooncake.mooncake_options import MooncakeOptions
+from prefixd_swap.stores.side_by_side import side_by_side
+from prefixd_swap.threads import started_threads
+
+_PART_BYTES = 16 << 20
+_PART_OBJECTS = 512
+_PART_NAMES = 8192
+_SMALL_BYTES = 4096  # of an object, beside what is registered: its head
+_GET, _PUT = "batch_get_into_multi_buffers", "batch_put_from_multi_buffers"
+_CLOSE_S = 30.0
+_RETRY_S = 1.0  # after a start that failed; see the module
+
+# Mooncake's ErrorCode, mooncake-store/include/types.h.
+_NO_AVAILABLE_HANDLE = -200
+_INVALID_PARAMS = -600  # among others: the object is longer than the memory for it
+_ABSENT = (-702, -703, -704, -707)  # its replica is bad, or not written yet; it is not there; it was evicted meanwhile
+_REPLICA_IS_NOT_READY = -703  # a put that goes on, or was given up
+_OBJECT_NOT_FOUND = -704
+_OBJECT_ALREADY_EXISTS = -705
+_TRANSFER_FAIL = -800  # among others: the object is shorter than the memory for it
+_RPC_CODES = (-900, -901)
+
+_T = TypeVar("_T")
+
+
+class MooncakeStore(ObjectStore):
+    """See the module.
+
+    Raises:
+        RemoteStoreError: the package, or a library of the system that it needs, is missing.
+    """
+
+    kind = "mooncake"
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        self.address = options.address
+        self.copied_bytes = 0
+        self._options = options
+        self._where = f"mooncake at {self.address}"
+        self._new_client = _load(options)
+        self._client: Any = None
+        self._setup: asyncio.Task[None] | None = None
+        self._regions: list[tuple[int, int]] = []  # registered memory: begin and end
+        self._waiting: list[tuple[int, int]] = []  # to be registered
+        self._threads: ThreadPoolExecutor | None = None
+        self._lanes: asyncio.Queue[Lane] = asyncio.Queue()
+        self._running: set[Future[Any]] = set()
+        self._lanes_made = False
+        self._refused: str | None = None  # why the last start failed
+        self._retry_at_s = 0.0
+        self._closed = False
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `ObjectStore`: the next call registers it with the transfer engine, which for RDMA pins it."""
+        self._waiting.append((address, address + nbytes))
+
+    async def exists(self, names: Sequence[bytes], deadline_s: float) -> list[bool]:
+        """See `ObjectStore`."""
+        there: list[bool] = []
+        keys = [self._key(name) for name in names]
+        async with within(deadline_s, f"exists of {len(names)} objects", self._where):
+            for at in range(0, len(keys), _PART_NAMES):
+                part = keys[at : at + _PART_NAMES]
+                codes = await self._without_memory(partial(_is_exist, part))
+                self._check(codes, len(part), (0, 1, _OBJECT_NOT_FOUND))
+                there += [code == 1 for code in codes]
+        return there
+
+    async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
+        """See `ObjectStore`."""
+        there = [False] * len(reads)
+
+        async def fetch(part: list[int], direct: bool) -> None:
+            if direct:
+                codes = await self._direct([reads[index] for index in part], _GET)
+            else:
+                codes = await self._get_bounced([reads[index] for index in part])
+            for index, code in zip(part, codes, strict=True):
+                there[index] = code == max(1, reads[index].nbytes)
+            await self._explain(
+                [(reads[index], code) for index, code in zip(part, codes, strict=True) if not there[index]]
+            )
+
+        async with within(deadline_s, f"get of {len(reads)} objects", self._where):
+            await self._ready()
+            await side_by_side(self._jobs(reads, fetch), self._options.threads)
+        return there
+
+    async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
+        """See `ObjectStore`, and the module about `ttl_s`."""
+
+        async def store(part: list[int], direct: bool) -> None:
+            if direct:
+                codes = await self._direct([writes[index] for index in part], _PUT)
+            else:
+                codes = await self._put_bounced([writes[index] for index in part])
+            self._check(codes, len(part), (0, _OBJECT_ALREADY_EXISTS))
+
+        async with within(deadline_s, f"put of {len(writes)} objects", self._where):
+            await self._ready()
+            await side_by_side(self._jobs(writes, store), self._options.threads)
+
+    async def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
+        """See `ObjectStore`. An object that somebody reads is deleted, too."""
+        keys = [self._key(name) for name in names]
+        async with within(deadline_s, f"delete of {len(names)} objects", self._where):
+            for at in range(0, len(keys), _PART_NAMES):
+                part = keys[at : at + _PART_NAMES]
+                codes = await self._without_memory(partial(_remove, part))
+                self._check(codes, len(part), (0, _OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY))
+
+    async def ping(self, deadline_s: float) -> None:
+        """See `ObjectStore`."""
+        async with within(deadline_s, "ping", self._where):
+            # health_check of a client says 0 while its master is away.
+            codes = await self._without_memory(lambda client: client.batch_is_exist([self._key(b"ping")]))
+            self._check(codes, 1, (0, 1, _OBJECT_NOT_FOUND))
+
+    async def close(self) -> None:
+        """See `ObjectStore`. The client itself is closed in a thread when its last call has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._threads is not None:
+            with suppress(RuntimeError):  # the interpreter ends
+                self._threads.submit(self._close_when_idle, list(self._running))
+            self._threads.shutdown(wait=False)
+
+    def _key(self, name: bytes) -> str:
+        return self._options.prefix + name.hex()
+
+    # Starting.
+
+    async def _ready(self) -> None:
+        """Waits until there is a client that knows all memory. Callers share one attempt, which outlives them."""
+        if self._closed:
+            raise RemoteStoreError(f"{self._where}: the store was closed")
+        if self._lanes_made and not self._waiting:
+            return
+        if self._setup is None or self._setup.done():
+            self._setup = asyncio.ensure_future(self._set_up())
+            self._setup.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+        await asyncio.shield(self._setup)
+
+    async def _set_up(self) -> None:
+        if self._threads is None:
+            try:
+                # One thread besides the lanes, for starting and closing.
+                self._threads = started_threads(self._options.threads + 1, "mooncake")
+            except OutOfMemoryError as error:
+                raise RemoteStoreError(f"{self._where}: {error}") from error
+        if not self._lanes_made:
+            if self._refused is not None and time.monotonic() < self._retry_at_s:
+                raise RemoteStoreError(self._refused)
+            try:
+                await self._find_master()
+                await or_leave(self._submit(self._connect), _nothing)
+            except RemoteStoreError as error:
+                self._refused, self._retry_at_s = str(error), time.monotonic() + _RETRY_S
+                raise
+            for _ in range(self._options.threads):
+                lane = Lane(self._threads, self._options.bounce_bytes)
+                self._waiting.append((lane.address, lane.address + lane.nbytes))
+                self._lanes.put_nowait(lane)
+            self._lanes_made = True
+        while self._waiting:
+            begin, end = self._waiting[0]
+            code = await or_leave(self._submit(partial(self._client.register_buffer, begin, end - begin)), _nothing)
+            if code != 0:
+                raise RemoteStoreError(
+                    f"{self._where}: {end - begin} bytes of memory cannot be registered (error {code}); raise the "
+                    "limit of locked memory (`ulimit -l`, LimitMEMLOCK= of systemd)"
+                )
+            self._regions.append(self._waiting.pop(0))
+
+    async def _find_master(self) -> None:
+        """Looks whether somebody listens there: `setup` would hold the interpreter's lock for seconds to find out."""
+        host, _, port = self._options.master.rpartition(":")
+        try:
+            async with asyncio.timeout(self._options.native_timeout_s):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                writer.transport.abort()
+        except (OSError, ValueError) as error:
+            raise RemoteStoreError(
+                f"{self._where}: cannot connect ({str(error) or 'no reply'}); see whether mooncake_master runs there"
+            ) from error
+
+    def _connect(self) -> None:
+        options = self._options
+        client = self._new_client()
+        code = client.setup(
+            options.hostname,
+            options.metadata,
+            options.segment_bytes,
+            options.buffer_bytes,
+            options.protocol,
+            options.device,
+            options.master,
+            tenant_id=options.tenant,
+        )
+        if code != 0:
+            raise RemoteStoreError(
+                f"{self._where}: cannot connect (error {code}); see whether mooncake_master runs there and whether "
+                "hostname, metadata, protocol and device are right"
+            )
+        self._client = client
+
+    def _close_when_idle(self, running: Sequence[Future[Any]]) -> None:
+        """Closes the client when no call uses it any more. If one does not come back, leaves it as it is."""
+        give_up = time.monotonic() + _CLOSE_S
+        while any(not future.done() for future in running):
+            if time.monotonic() > give_up:
+                return
+            time.sleep(0.01)
+        if self._client is not None:
+            self._client.close()
+
+    # Calls.
+
+    def _submit(self, call: Callable[[], _T]) -> Future[_T]:
+        if self._threads is None or self._closed:
+            raise RemoteStoreError(f"{self._where}: the store was closed")
+        future = self._threads.submit(call)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    async def _lane(self) -> Lane:
+        await self._ready()
+        return await self._lanes.get()
+
+    def _in(self, lane: Lane, call: Callable[[], _T]) -> Future[_T]:
+        """Runs a call that occupies a lane until it has ended."""
+        loop = asyncio.get_running_loop()
+
+        def free(_: Future[_T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._lanes.put_nowait, lane)
+
+        try:
+            future = self._submit(call)
+        except BaseException:
+            self._lanes.put_nowait(lane)
+            raise
+        future.add_done_callback(free)
+        return future
+
+    async def _without_memory(self, call: Callable[[Any], list[int]]) -> list[int]:
+        lane = await self._lane()
+        return await or_leave(self._in(lane, lambda: call(self._client)), _nothing)
+
+    async def _direct(self, items: Sequence[Read | Write], method: str) -> list[int]:
+        """Gets or puts objects whose memory is registered, but for small pieces: those are copied through the lane."""
+        keys = [self._key(item.name) for item in items]
+        pieces = [[piece for piece in _pieces(item) if len(piece)] for item in items]
+        sizes = [[len(piece) for piece in of_item] for of_item in pieces]
+        lane = await self._lane()
+        addresses: list[list[int]] = []
+        copies: list[tuple[int, int, int]] = []  # in the lane, the caller's, bytes
+        room = lane.address
+        for of_item in pieces:
+            addresses.append([])
+            for piece in of_item:
+                address = address_of(piece)
+                if not self._has(address, len(piece)):
+                    copies.append((room, address, len(piece)))
+                    address, room = room, room + len(piece)
+                addresses[-1].append(address)
+
+        def call() -> list[int]:
+            puts = method == _PUT
+            for there, here, nbytes in copies if puts else ():
+                ctypes.memmove(there, here, nbytes)
+            codes: list[int] = getattr(self._client, method)(keys, addresses, sizes)
+            for there, here, nbytes in () if puts else copies:
+                ctypes.memmove(here, there, nbytes)
+            return codes
+
+        codes = await until_done(self._in(lane, call))
+        self.copied_bytes += sum(nbytes for _, _, nbytes in copies)
+        return codes
+
+    async def _get_bounced(self, reads: Sequence[Read]) -> list[int]:
+        keys = [self._key(read.name) for read in reads]
+        sizes = [max(1, read.nbytes) for read in reads]
+        offsets = _offsets(sizes)
+        targets = [_copies(offset, read.into) for offset, read in zip(offsets, reads, strict=True)]
+        lane, visit = await self._lane(), Visit()
+
+        def call() -> list[int]:
+            codes: list[int] = self._client.batch_get_into(keys, [lane.address + offset for offset in offsets], sizes)
+            whole = [index for index, code in enumerate(codes) if code == sizes[index]]
+            visit.copy([(address, lane.address + offset, size) for i in whole for offset, address, size in targets[i]])
+            return codes
+
+        codes = await or_leave(self._in(lane, call), visit.leave)
+        self.copied_bytes += sum(read.nbytes for read, code in zip(reads, codes, strict=False) if code > 0)
+        return codes
+
+    async def _put_bounced(self, writes: Sequence[Write]) -> list[int]:
+        keys = [self._key(write.name) for write in writes]
+        sizes = [max(1, write.nbytes) for write in writes]
+        offsets = _offsets(sizes)
+        sources = [_copies(offset, write.pieces) for offset, write in zip(offsets, writes, strict=True)]
+        lane, visit = await self._lane(), Visit()
+
+        def call() -> list[int]:
+            copies = [(lane.address + offset, address, size) for each in sources for offset, address, size in each]
+            if not visit.copy(copies):
+                return []
+            codes: list[int] = self._client.batch_put_from(keys, [lane.address + offset for offset in offsets], sizes)
+            return codes
+
+        codes = await or_leave(self._in(lane, call), visit.leave)
+        self.copied_bytes += sum(write.nbytes for write in writes)
+        return codes
+
+    # What is where, and what went wrong.
+
+    def _jobs(
+        self, items: Sequence[Read | Write], work: Callable[[list[int], bool], Awaitable[None]]
+    ) -> list[Callable[[], Awaitable[None]]]:
+        """Parts of a batch: objects in registered memory, and the others, of what a lane holds at most.
+
+        No part has a name twice: the client would read the object only once and call both good.
+        """
+        bounce_bytes = self._options.bounce_bytes
+        parts: dict[bool, list[list[int]]] = {True: [], False: []}
+        rooms = {True: 0, False: 0}
+        names: dict[bool, set[bytes]] = {True: set(), False: set()}
+        for index, item in enumerate(items):
+            nbytes = max(1, item.nbytes)
+            direct = self._is_direct(_pieces(item))
+            if not direct and nbytes > bounce_bytes:
+                raise RemoteStoreError(
+                    f"{self._where}: an object has {nbytes} bytes in memory that is not registered; raise bounce_bytes "
+                    f"({bounce_bytes}) or register the memory"
+                )
+            of_kind = parts[direct]
+            is_full = not of_kind or nbytes > rooms[direct] or len(of_kind[-1]) == _PART_OBJECTS
+            if is_full or item.name in names[direct]:
+                of_kind.append([])
+                names[direct] = set()
+                rooms[direct] = _PART_BYTES if direct else min(_PART_BYTES, bounce_bytes)
+                rooms[direct] = max(rooms[direct], nbytes)
+            of_kind[-1].append(index)
+            names[direct].add(item.name)
+            rooms[direct] -= nbytes
+        return [partial(work, part, direct) for direct, of_kind in parts.items() for part in of_kind]
+
+    def _is_direct(self, pieces: tuple[memoryview, ...]) -> bool:
+        """Whether all but small pieces, such as heads, are in registered memory. A lane has room for a part's."""
+        small = min(_SMALL_BYTES, self._options.bounce_bytes // _PART_OBJECTS)
+        registered = [self._has(address_of(piece), len(piece)) for piece in pieces if len(piece)]
+        others = sum(len(piece) for piece in pieces if len(piece) and not self._has(address_of(piece), len(piece)))
+        return any(registered) and others <= small
+
+    def _has(self, address: int, nbytes: int) -> bool:
+        return any(begin <= address and address + nbytes <= end for begin, end in self._regions)
+
+    async def _explain(self, failed: list[tuple[Read, int]]) -> None:
+        """Tells objects that are absent or have another length from failures of the store."""
+        doubtful: list[str] = []
+        lengths: list[int] = []
+        for read, code in failed:
+            if code in _ABSENT or code == _INVALID_PARAMS or code >= 0:
+                continue
+            if code != _TRANSFER_FAIL:
+                self._check([code], 1, ())
+            doubtful.append(self._key(read.name))
+            lengths.append(max(1, read.nbytes))
+        if doubtful:
+            found = await self._without_memory(lambda client: [client.get_size(key) for key in doubtful])
+            for length, size in zip(lengths, found, strict=True):
+                if size == length:
+                    self._check([_TRANSFER_FAIL], 1, ())
+
+    def _check(self, codes: Sequence[int], count: int, fine: tuple[int, ...]) -> None:
+        """Raises what the first code that is not `fine` means."""
+        if len(codes) != count:
+            raise RemoteStoreError(f"{self._where}: {len(codes)} replies to {count} questions; is its version 0.3.13?")
+        bad = next((code for code in codes if code not in fine), None)
+        if bad is None:
+            return
+        if bad == _NO_AVAILABLE_HANDLE:
+            raise RemoteFullError(
+                f"{self._where}: no room (error {bad}); give it more memory (segment_bytes on more hosts), or lower "
+                "-eviction_high_watermark_ratio of mooncake_master"
+            )
+        if bad in _RPC_CODES:
+            raise RemoteStoreError(f"{self._where}: no reply (error {bad}); see whether mooncake_master runs there")
+        if bad == _TRANSFER_FAIL:
+            raise RemoteStoreError(
+                f"{self._where}: a transfer failed (error {bad}); see whether the host that has the object runs"
+            )
+        raise RemoteStoreError(f"{self._where}: error {bad}; see the log of mooncake_master")
+
+
+def _load(options: MooncakeOptions) -> Callable[[], Any]:
+    milliseconds, seconds = round(options.native_timeout_s * 1000), max(1, round(options.native_timeout_s))
+    for name, value in (
+        ("MC_RPC_TIMEOUT_MS", milliseconds),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", seconds),
+        ("MC_STORE_CLIENT_SETUP_RETRIES", 1),  # the next call tries again; 20 tries would keep the thread for a minute
+    ):
+        os.environ.setdefault(name, str(value))
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise RemoteStoreError(
+            f"mooncake at {options.address}: its client cannot be loaded ({error}); run `pip install "
+            "'prefixd[mooncake]'` and `apt-get install libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1 "
+            "libcurl4`"
+        ) from error
+    client: Callable[[], Any] = MooncakeDistributedStore
+    return client
+
+
+def _is_exist(keys: list[str], client: Any) -> list[int]:
+    codes: list[int] = client.batch_is_exist(keys)
+    return codes
+
+
+def _remove(keys: list[str], client: Any) -> list[int]:
+    """Removes objects, also those that somebody reads."""
+    codes: list[int] = client.batch_remove(keys, True)
+    return codes
+
+
+def _nothing() -> None:
+    """For calls that touch no memory of their caller."""
+
+
+def _pieces(item: Read | Write) -> tuple[memoryview, ...]:
+    return item.into if isinstance(item, Read) else item.pieces
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each object goes in a lane's memory: one after the other."""
+    offsets = [0, *accumulate(sizes)]
+    return offsets[:-1]
+
+
+def _copies(offset: int, pieces: tuple[memoryview, ...]) -> list[tuple[int, int, int]]:
+    """(offset, piece's address, bytes) for each piece of an object that is at `offset` as a whole."""
+    copies: list[tuple[int, int, int]] = []
+    for piece in pieces:
+        if len(piece):
+            copies.append((offset, address_of(piece), len(piece)))
+            offset += len(piece)
+    return copies

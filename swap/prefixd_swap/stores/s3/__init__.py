@@ -1,0 +1,1 @@
+"""Objects in an S3 bucket, in packs."""

@@ -1,0 +1,1 @@
+"""Objects in a Valkey or Redis server or cluster."""

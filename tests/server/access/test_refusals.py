@@ -1,0 +1,65 @@
+"""Refusals of one tenant wait when there are many."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from prefixd.base.tenants import Quota, Tenants
+from prefixd.server.access import refusals
+from prefixd.server.access.refusals import Refusals
+
+
+@pytest.fixture
+def tenants() -> Tenants:
+    return Tenants({"a": Quota(), "b": Quota()})
+
+
+async def told_at_once(refusing: Refusals, who: object, count: int) -> int:
+    """How many of so many refusals do not wait."""
+    tasks = [asyncio.create_task(refusing.turn(who)) for _ in range(count)]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    told = sum(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return told
+
+
+async def test_a_few_are_told_at_once_and_more_in_time(tenants: Tenants) -> None:
+    refusing, loop = Refusals(tenants), asyncio.get_running_loop()
+    a, begin_s = tenants.known("a"), loop.time()
+    await asyncio.gather(*(refusing.turn(a) for _ in range(refusals._AT_ONCE + 10)))
+    assert loop.time() - begin_s >= 9 / refusals.PER_S
+
+
+async def test_each_tenant_waits_for_itself(tenants: Tenants) -> None:
+    refusing = Refusals(tenants)
+    asked = refusals._AT_ONCE + 40
+    for who in (tenants.known("a"), tenants.known("b"), None):
+        assert refusals._AT_ONCE <= await told_at_once(refusing, who, asked) < asked
+
+
+async def test_so_many_wait_and_more_are_told_at_once(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_AT_ONCE", 0)
+    monkeypatch.setattr(refusals, "PER_S", 1 / 600)
+    monkeypatch.setattr(refusals, "WAITING", 64)
+    refusing, a = Refusals(tenants), tenants.known("a")
+    assert await told_at_once(refusing, a, 40 + 3) == 3, "eight are kept for each of the others"
+    assert await told_at_once(refusing, a, 40 + 2) == 2, "who goes away waits no more"
+
+
+async def test_with_one_tenant_only_those_who_are_not_known_wait() -> None:
+    tenants = Tenants()
+    refusing, many = Refusals(tenants), refusals._AT_ONCE + 40
+    assert await told_at_once(refusing, tenants.default, many) == many
+    assert await told_at_once(refusing, None, many) < many
+
+
+async def test_who_goes_away_takes_nobodys_turn(tenants: Tenants) -> None:
+    refusing, a = Refusals(tenants), tenants.known("a")
+    await told_at_once(refusing, a, refusals._AT_ONCE + 300)
+    async with asyncio.timeout(3 / refusals.PER_S + 10):
+        await refusing.turn(a)

@@ -1,0 +1,41 @@
+"""How blocks and states lie in frames."""
+
+from __future__ import annotations
+
+from prefixd.cache import RecurrentStateSpec, SlidingWindowSpec
+from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.worker_protocol.protocol import FullAttention, GroupShape, RecurrentState, SlidingWindow
+
+FULL = GroupShape("full", FullAttention(), 2, 1)
+STATE = GroupShape("state", RecurrentState(), 3, 2)
+
+
+def window(tokens: int, frames: int = 1) -> GroupShape:
+    return GroupShape(f"window-{tokens}", SlidingWindow(tokens), 1, frames)
+
+
+def test_a_part_is_a_frame_and_one_plain_group_keeps_its_name() -> None:
+    assert [part.group for part in KvShape((GroupShape("attention", FullAttention(), 2, 1),), 16).parts(8192)] == [
+        "attention"
+    ]
+    parts = KvShape((FULL, window(64, frames=2), STATE), 16).parts(4096)
+    assert [part.group for part in parts] == ["full", "window-64.0", "window-64.1", "state.0", "state.1"]
+    assert [part.rule for part in parts] == [None, *[SlidingWindowSpec(64)] * 2, *[RecurrentStateSpec()] * 2]
+    assert {part.nbytes for part in parts} == {4096}
+
+
+def test_a_state_of_every_block_stays_as_long_as_its_block() -> None:
+    every = GroupShape("state", RecurrentState(every_block=True), 3, 1)
+    assert [part.rule for part in KvShape((FULL, every), 16).parts(4096)] == [None, RecurrentStateSpec(16)]
+
+
+def test_windows_that_are_one_group_of_the_trie_are_passed_together() -> None:
+    """Windows of 6 and of 9 tokens both need 2 blocks of 4: what is held for the larger one is held for both."""
+    shape = KvShape((FULL, window(6, frames=2), window(9), window(30)), 4)
+    assert list(shape.passed(81)) == [(0, 1, 0), (1, 3, 18), (3, 4, 18), (4, 5, 13)]
+
+
+def test_a_long_prompt_never_needs_all_of_its_windows_at_once() -> None:
+    shape = KvShape((FULL, window(64), STATE), 16, step_tokens=32)
+    assert shape.most_frames(4) == 2 * 4 + 2 * 2
+    assert shape.most_frames(1000) == 1000 + (64 + 2 * 32) // 16 + 3 + 2 * 2

@@ -1,0 +1,338 @@
+"""The ways to compute attention and to lay out KV give one answer, and a GPU's way is one call a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.engines.varlen_reference import varlen_reference
+from prefixd.worker.attention import flex_attention
+from prefixd.worker.attention.attention import AttentionBackend
+from prefixd.worker.attention.decode_graphs import DecodeGraphs, DecodeStep
+from prefixd.worker.attention.flash_attention import FlashAttention, find_kernel
+from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
+from prefixd.worker.attention.tile_attention import TileAttention
+from prefixd.worker.memory.kv_memory import Segment
+from prefixd.worker.memory.virtual_kv import VirtualStep
+from prefixd.worker.model import choose_attention, load_model
+from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
+from prefixd.worker_protocol.errors import ModelError
+from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd_swap.geometry import KvGeometry
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 96, count).tolist()
+
+
+@pytest.fixture(scope="session")
+def reference(llama_directory: Path) -> Callable[[list[int]], torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(llama_directory, attn_implementation="eager")
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+    return logits
+
+
+@pytest.fixture(params=["token", "layer"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["virtual", "paged"])
+def kv(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def rig_with(llama_directory: Path, rig_type: type) -> Iterator[Callable[..., object]]:
+    """A rig with an attention backend, a KV memory and a layout."""
+    rigs = []
+
+    def make(attention: AttentionBackend | None, kv: str = "virtual", layout: str = "token") -> object:
+        settings = WorkerSettings(model=str(llama_directory), layout=layout, chunk_bytes=4096)
+        model = load_model(read_model_spec(settings))
+        model.attention = attention or model.attention
+        rigs.append(rig_type(model, kv=kv))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def check_against(rig, reference: Callable[[list[int]], torch.Tensor]) -> None:
+    """A prompt in pieces and token by token, then several requests in one pass that share a prefix."""
+    tokens = random_tokens(5, 70)
+    whole = rig.tensor(rig.frames(5))
+    ours = rig.logits(whole, tokens, cuts=[16, 37, 48, 60, *range(61, 70)])
+    torch.testing.assert_close(ours, reference(tokens), rtol=1e-4, atol=1e-4)
+    prompts = [tokens[:48] + random_tokens(seed, length) for seed, length in ((1, 5), (2, 33), (4, 1))]
+    shared = [rig.tensor([*rig.frames_of(whole)[:3], *rig.frames(rig.blocks(len(p)) - 3)]) for p in prompts]
+    other = random_tokens(9, 21)
+    segments = [Segment(t, 48, len(p)) for t, p in zip(shared, prompts, strict=True)]
+    segments.append(Segment(rig.tensor(rig.frames(2)), 0, 21))
+    flat = [token for prompt in prompts for token in prompt[48:]] + other
+    theirs = torch.cat([*(reference(prompt)[48:] for prompt in prompts), reference(other)])
+    torch.testing.assert_close(rig.forward(flat, segments, range(len(flat))), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_flash_attention_reads_every_memory_and_layout(rig_with, reference, kv, layout):
+    check_against(rig_with(FlashAttention(varlen_reference), kv, layout), reference)
+
+
+def test_tiles_read_every_memory_and_layout_with_the_same_bits(rig_with, reference, kv, layout):
+    rig = rig_with(None, kv, layout)
+    check_against(rig, reference)
+    tokens = random_tokens(6, 90)
+    whole = rig.logits(rig.tensor(rig.frames(6)), tokens, cuts=[])
+    assert torch.equal(rig.logits(rig.tensor(rig.frames(6)), tokens, cuts=[20, 21, 50]), whole)
+    virtual = rig_with(None)
+    assert torch.equal(virtual.logits(virtual.tensor(virtual.frames(6)), tokens, cuts=[33]), whole)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_one_call_a_layer_whatever_is_in_the_batch(rig_with, kv, batch):
+    backend = FlashAttention(varlen_reference)
+    rig = rig_with(backend, kv)
+    requests = [rig.start(random_tokens(seed, 3 + 9 * seed), max_tokens=3) for seed in range(batch)]
+    rig.run()
+    assert backend.calls == rig.model.spec.geometry.layers * len(rig.steps)
+    alone = rig_with(None)
+    for seed, request in enumerate(requests):
+        assert rig.tokens[request] == alone.generate(random_tokens(seed, 3 + 9 * seed), max_tokens=3)
+
+
+def test_flash_attention_never_reads_behind_the_last_token(rig_with, reference, kv):
+    """So recycled memory may hold anything there, and a GPU needs no scrubbing."""
+    rig = rig_with(FlashAttention(varlen_reference), kv)
+    tokens = random_tokens(10, 37)
+    for frame in (frames := rig.frames(3)):
+        rig.window(frame).fill_(float("nan"))
+    logits = rig.logits(rig.tensor(frames), tokens, cuts=[20])
+    torch.testing.assert_close(logits, reference(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("rows_of_a_call", ["all", 1, 2])
+@pytest.mark.slow
+def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, reference, monkeypatch, rows_of_a_call):
+    """Computed without its kernel, which reads all keys: so every row is mapped here, to the last block."""
+    rig = rig_with(FlexAttention(16, compiled=False))
+    if rows_of_a_call != "all":
+        row = rig.manager.virtual.kv[0].numel()
+        monkeypatch.setattr(flex_attention, "_MOST_ELEMENTS", rows_of_a_call * row)
+    zero = rig.frames(1)
+    rig.window(zero[0]).zero_()
+    for row in rig.manager.virtual.rows:
+        rig.manager.virtual.map(row, 0, zero * rig.manager.virtual.blocks)
+    check_against(rig, reference)
+
+
+def test_flex_attention_names_only_the_blocks_that_are_needed(rig_with):
+    segments = [Segment(None, 28, 63), Segment(None, 33, 34), Segment(None, 0, 1)]
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(torch.empty(8, 64, 1, 2, 2, 16), segments, [1, 4, 0]))
+    (part,) = step.parts
+    mask = part.mask(None)
+    assert mask.kv_num_blocks.tolist() == [[[4, 8]]], "two blocks of queries, of 32"
+    named = mask.kv_indices[0, 0].tolist()
+    assert named[0][:4] == [4, 5, 6, 7]
+    assert sorted(named[1][:8]) == [0, 4, 5, 6, 7, 16, 17, 18]
+    windowed = part.mask(10)
+    assert windowed.kv_num_blocks.tolist() == [[[3, 4]]]
+    named = windowed.kv_indices[0, 0].tolist()
+    assert named[0][:3] == [5, 6, 7], "query 28 of the row sees keys from 19 on"
+    assert sorted(named[1][:4]) == [0, 7, 17, 18]
+    rows = list(range(8)) * 3
+    decoding = FlexAttention(16, compiled=False).begin(
+        VirtualStep(torch.empty(8, 64, 1, 2, 2, 16), [Segment(None, 8, 9)] * 24, rows)
+    )
+    assert decoding.parts[0].mask(None).kv_num_blocks.tolist() == [[[8, 8]]], "16 queries, of 8 rows, then 8"
+    with pytest.raises(ModelError, match="multiple of 16 tokens, not of 24"):
+        FlexAttention(24)
+
+
+def test_flex_attention_reaches_each_row_within_32_bits_of_the_first_of_a_call():
+    """The kernel's offsets are so wide: 64 rows of 32 Ki tokens in the layout "token" are 64 times as much."""
+    kv = torch.empty((64, 32 << 10, 32, 2, 8, 128), device="meta")
+    segments = [Segment(None, 8, 10), Segment(None, 0, 5), Segment(None, 3, 4)]
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(kv, segments, [63, 7, 8]))
+    assert [(part.first_key, part.keys, part.queries) for part in step.parts] == [
+        (63 * 32768, 32768, slice(0, 2)),
+        (7 * 32768, 32768, slice(2, 7)),
+        (8 * 32768, 32768, slice(7, 8)),
+    ]
+    assert step.parts[1].mask(None).seq_lengths == (5, 32768)
+    narrow = torch.empty((64, 16 << 10, 32, 2, 8, 128), device="meta")
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(narrow, segments, [63, 7, 8]))
+    assert [(part.first_key, part.keys, part.queries) for part in step.parts] == [
+        (63 * 16384, 16384, slice(0, 2)),
+        (7 * 16384, 2 * 16384, slice(2, 8)),
+    ]
+
+
+def test_flex_attention_refuses_sequences_that_it_does_not_reach():
+    wide = KvGeometry(32, 8, 128, "float32", 16)
+    check_reach(wide, 32 << 10)
+    with pytest.raises(ModelError, match=r"reaches 32768 tokens of 65536 numbers.*max_model_tokens.*layout"):
+        check_reach(wide, (32 << 10) + 16)
+    by_layer = KvGeometry(32, 8, 128, "float32", 16, "layer")
+    check_reach(by_layer, 1 << 20)
+    with pytest.raises(ModelError, match=r"reaches 1048576 tokens of 2048 numbers") as refused:
+        check_reach(by_layer, 1 << 21)
+    assert "layout" not in str(refused.value)
+
+
+def test_flex_attention_makes_a_pass_without_waiting_for_the_device(monkeypatch):
+    """A meta tensor has no numbers to read back, and a copy from pageable memory to a GPU waits for its stream."""
+    make = torch.tensor
+
+    def on_the_host(*arguments, **keywords):
+        assert keywords.get("device") is None, "by to_device, from pinned memory"
+        return make(*arguments, **keywords)
+
+    kv = torch.empty((4, 64, 1, 2, 2, 16), device="meta")
+    segments = [Segment(None, 3, 20), Segment(None, 0, 5)]
+    monkeypatch.setattr(torch, "tensor", on_the_host)
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(kv, segments, [2, 0]))
+    mask = step.parts[0].mask(None)
+    assert mask.kv_indices.device.type == "meta"
+    assert mask.seq_lengths == (22, 4 * 64)
+
+
+def test_flex_attention_refuses_block_tables(rig_with):
+    rig = rig_with(FlexAttention(16, compiled=False), "paged")
+    with pytest.raises(ModelError, match=r'set worker.kv to "virtual"'):
+        rig.logits(rig.tensor(rig.frames(1)), [1, 2, 3], cuts=[])
+
+
+def test_a_kernel_is_chosen_by_device_type_and_shape():
+    assert find_kernel(64, torch.bfloat16, torch.device("cpu")) is None
+    assert find_kernel(64, torch.float32, torch.device("cuda")) is None
+    assert find_kernel(300, torch.float16, torch.device("cuda")) is None
+    assert find_kernel(60, torch.float16, torch.device("cuda")) is None
+
+
+def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
+    """A stand-in for CUDA graphs: what was captured is computed again, from the tensors that the capture saw."""
+    plain = rig_with(None)
+    prompts = [prompt[:length] for length in (1, 16, 17, 33, 50)]
+    options = [{"max_tokens": 9 + 3 * index, "temperature": 0.8, "seed": index} for index in range(5)]
+    expected = [plain.generate(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
+    rig = rig_with(FlashAttention(varlen_reference))
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, pytest.fail, capture=lambda compute: compute)
+    rig.engine._graphs = graphs
+    requests = [rig.start(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
+    rig.run()
+    assert [rig.tokens[request] for request in requests] == expected
+    assert graphs.captured_sizes == [1, 2, 4], "five at once are too many, and three are filled up to four"
+    captured = len(graphs.captured_sizes)  # their first passes are computed without a graph, to compare
+    assert graphs.replays == sum(step.computed_tokens <= 4 for step in rig.steps) - captured
+    assert not graphs.fits(5)
+    rig.manager.check_integrity()
+
+
+def _refuses(compute):
+    raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+
+
+def _says_nothing(compute):
+    raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"),
+    [
+        (_refuses, "a decode pass of 1 cannot be captured: operation not permitted when stream is capturing"),
+        (_says_nothing, "a decode pass of 1 cannot be captured: RuntimeError"),
+        (
+            lambda compute: lambda: 1.1 * compute(),
+            "the graph of a decode pass of 1 comes to other logits: they differ by",
+        ),
+        (
+            lambda compute: lambda: torch.nan * compute(),
+            "the graph of a decode pass of 1 comes to other logits: they differ by nan",
+        ),
+    ],
+    ids=["not captured", "no words", "other logits", "nan"],
+)
+def test_a_model_that_graphs_do_not_fit_is_computed_without_them(rig_with, prompt, capture, reason):
+    expected = rig_with(None).generate(prompt, temperature=0.8)
+    rig = rig_with(FlashAttention(varlen_reference))
+    said: list[str] = []
+    rig.engine._graphs = graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, said.append, capture=capture)
+    assert rig.generate(prompt, temperature=0.8) == expected
+    assert len(said) == 1 and re.search(reason, said[0])
+    assert (graphs.replays, graphs.captured_sizes, graphs.fits(1)) == (0, [], False)
+
+
+def test_logits_that_are_no_numbers_say_nothing_of_a_graph():
+    """KV of one request may be damaged; the others' graph is right."""
+    logits = torch.ones(2, 4)
+    logits[1] = torch.nan
+    kv = torch.zeros((2, 48, 1, 2, 2, 16))
+    graphs = DecodeGraphs(kv, lambda step: logits, 2, pytest.fail, capture=lambda compute: compute)
+    graphs.run([1, 1], [0, 1], [3, 4])
+    assert graphs.captured_sizes == [2]
+
+
+def test_a_graph_looks_for_keys_up_to_a_power_of_two(monkeypatch):
+    """Flash attention divides so many keys among the multiprocessors, whether there are as many or not."""
+    monkeypatch.setattr("prefixd.worker.attention.decode_graphs._FEWEST_KEYS", 8)
+    asked: list[tuple[int, int]] = []
+
+    def compute(step: DecodeStep) -> torch.Tensor:
+        asked.append((step.size, step.varlen_arguments()[1]["max_k"]))
+        return torch.ones(step.size, 4)
+
+    kv = torch.zeros((4, 48, 1, 2, 2, 16))
+    graphs = DecodeGraphs(kv, compute, 4, pytest.fail, capture=lambda compute: compute)
+    for positions in ([0], [7], [8, 3], [15], [16], [31, 2], [32], [47]):
+        graphs.run([1] * len(positions), range(len(positions)), positions)
+    assert sorted(set(asked)) == [(1, 8), (1, 16), (1, 32), (1, 48), (2, 16), (2, 32)]
+
+
+def test_a_pass_looks_for_keys_as_far_as_its_longest_sequence_reaches():
+    kv = torch.zeros((4, 64, 1, 2, 2, 16))
+    step = VirtualStep(kv, [Segment(None, 3, 20), Segment(None, 0, 5)], [2, 0])
+    assert step.varlen_arguments()[1]["max_k"] == 20
+
+
+def test_a_paged_worker_without_a_kernel_for_block_tables_is_refused_at_the_start(llama_directory):
+    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
+    assert isinstance(choose_attention(spec, paged=True), TileAttention)
+    on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
+    with pytest.raises(ModelError, match=r'worker.kv = "paged" needs a kernel that takes block tables.*float32'):
+        choose_attention(on_a_gpu, paged=True)
+
+
+def test_a_gpus_backend_is_chosen_by_what_the_layers_ask_for(llama_directory, monkeypatch):
+    monkeypatch.setattr("prefixd.worker.model.find_kernel", lambda *_, **__: varlen_reference)
+    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
+    on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
+
+    def asking(spec: ModelSpec, **asked: Any) -> ModelSpec:
+        """The model with a second layer that asks for more."""
+        layers = list(spec.attention)
+        layers[1] = dataclasses.replace(layers[1], **asked)
+        return dataclasses.replace(spec, attention=tuple(layers))
+
+    assert isinstance(choose_attention(asking(on_a_gpu, window=16)), FlashAttention)
+    assert isinstance(choose_attention(asking(on_a_gpu, window=16, softcap=50.0)), FlexAttention)
+    with pytest.raises(ModelError, match=r'scores capped at 50.0.*set worker.kv to "virtual"'):
+        choose_attention(asking(on_a_gpu, softcap=50.0), paged=True)
+    with pytest.raises(ModelError, match=r"expanded from latents.*set worker.device to cpu"):
+        choose_attention(asking(on_a_gpu, expanded=True))
+    tiles = choose_attention(asking(spec, expanded=True))
+    assert isinstance(tiles, TileAttention)
+    assert [tiles.expands(layer) for layer in range(3)] == [False, True, False]

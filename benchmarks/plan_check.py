@@ -32,7 +32,7 @@ from prefixd.planner.hardware import Calibration, MeasuredCosts
 from prefixd.planner.models import MODELS
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis, own_tokens
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.workloads.figures import Figures
 from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes, serving_of
 

@@ -31,7 +31,7 @@ from prefixd.client import (
     Retention,
 )
 from prefixd.server.daemon import Daemon
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.v1 import cache_pb2
 
 DESCRIPTION = """\

@@ -17,7 +17,7 @@ from prefixd.client import Client
 from prefixd.client import NamespaceSpec as ClientSpec
 from prefixd.client import PartSpec as ClientPart
 from prefixd.serving.dispatch.wiring import make_cache
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd_swap import CpuArena, create_copy_engine
 
 DESCRIPTION = """\

@@ -10,7 +10,7 @@ from benchmarks.report_parts import runs
 from benchmarks.report_parts.page import Choice, Section
 from benchmarks.report_parts.results import Result
 from benchmarks.report_parts.runs import Run, duration
-from prefixd.settings.settings import SchedulerSettings
+from prefixd.settings import SchedulerSettings
 
 _NEAR = 0.1
 """Policies whose figures differ by less than this share are alike: each was measured once."""

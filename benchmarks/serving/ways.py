@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS
 from prefixd_scheduler import POLICIES
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from prefixd.settings.settings import CacheSettings, SchedulerSettings
+from prefixd.settings import CacheSettings, SchedulerSettings
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, Serving, serving_of
 
 SUITES = ("goals", "policies", "header", "tiers", "eviction", "latency")

@@ -35,6 +35,16 @@ def parse_room(value: object) -> int:
     return nbytes
 
 
+def as_size(nbytes: int) -> str:
+    """`8.0 GiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
 def _with_unit(value: object) -> str:
     """The size that was probably meant: 200 -> 200GiB."""
     match = _SIZE.fullmatch(str(value))

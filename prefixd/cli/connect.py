@@ -80,7 +80,7 @@ def asks_daemon(command: Callable[..., None]) -> Callable[..., None]:
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     """A client of the daemon at `address`; its errors leave as CommandFailed with what to do next."""
     from prefixd.client import AsyncClient, ClientError, ServerUnavailable, UnsupportedError
-    from prefixd.settings.settings import Settings
+    from prefixd.settings import Settings
 
     target = address or f"unix:{Settings.load().server.socket}"
     here = target.startswith(("unix:", "/"))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefixd.cli.output.tables import size
+from prefixd.base.sizes import as_size
 from prefixd.v1 import admin_pb2, cache_pb2
 from prefixd_swap.memory_limit import cgroup_limit
 
@@ -102,11 +102,11 @@ def _memlock(limits: dict[str, str], tiers: dict[int, admin_pb2.TierStats]) -> C
     wanted = tiers[cache_pb2.TIER_CPU].capacity_bytes if cache_pb2.TIER_CPU in tiers else 0
     if not limit.isdecimal():
         return Check("locked memory", f"a process may lock {limit or _NO_LIMIT}")
-    found = f"a process may lock {size(int(limit))}"
+    found = f"a process may lock {as_size(int(limit))}"
     if int(limit) < wanted and os.path.exists("/dev/nvidiactl"):  # only CUDA wants the CPU tier pinned
         return Check(
             "locked memory",
-            f"{found}, the CPU tier has {size(wanted)}",
+            f"{found}, the CPU tier has {as_size(wanted)}",
             "raise it: `ulimit -l unlimited`, or LimitMEMLOCK=infinity in a systemd unit",
         )
     return Check("locked memory", found)
@@ -115,12 +115,12 @@ def _memlock(limits: dict[str, str], tiers: dict[int, admin_pb2.TierStats]) -> C
 def _shared_memory(cpu: admin_pb2.TierStats) -> Check:
     """The CPU tier is a memfd: it counts as shared memory, but is bounded by memory, not by /dev/shm's size."""
     memory = _meminfo("MemTotal")
-    found = f"the CPU tier may take {size(cpu.capacity_bytes)} of {size(memory)} memory"
+    found = f"the CPU tier may take {as_size(cpu.capacity_bytes)} of {as_size(memory)} memory"
     try:
         shm = shutil.disk_usage("/dev/shm")
     except OSError:
         return Check("shared memory", f"{found}; there is no /dev/shm", "mount a tmpfs there: PyTorch needs it")
-    found += f"; /dev/shm has {size(shm.free)} left"
+    found += f"; /dev/shm has {as_size(shm.free)} left"
     if memory and cpu.capacity_bytes > memory * 9 // 10:
         return Check("shared memory", found, "lower cpu.bytes: the machine swaps or kills processes before it is full")
     return Check("shared memory", found)
@@ -132,12 +132,12 @@ def _control_group(pid: int, tiers: dict[int, admin_pb2.TierStats], root: Path =
     if limit is None:
         return Check("control group", "it limits no memory")
     cpu = tiers[cache_pb2.TIER_CPU].capacity_bytes
-    found = f"the daemon's may have {size(limit.nbytes)} of memory, has {size(limit.used_bytes)} ({limit.source})"
+    found = f"the daemon's may have {as_size(limit.nbytes)} of memory, has {as_size(limit.used_bytes)} ({limit.source})"
     if cpu + _DAEMON_BYTES > limit.nbytes:
         return Check(
             "control group",
-            f"{found}; the CPU tier takes {size(cpu)}",
-            f"raise the limit to {size(cpu + _DAEMON_BYTES)} or more, or set cpu.bytes = auto: the daemon is killed "
+            f"{found}; the CPU tier takes {as_size(cpu)}",
+            f"raise the limit to {as_size(cpu + _DAEMON_BYTES)} or more, or set cpu.bytes = auto: the daemon is killed "
             "before the tier is full",
         )
     return Check("control group", found)
@@ -150,9 +150,9 @@ def _disk_space(path: Path, disk: admin_pb2.TierStats) -> Check:
         return Check("disk space", f"{path} cannot be read from here ({error.strerror})")
     allocated = sum(slab.stat().st_blocks * 512 for slab in path.glob("slabs/*.slab"))
     wanted = max(disk.capacity_bytes - allocated, 0)
-    found = f"{path} has {size(free)} left; the disk tier may grow by {size(wanted)}"
+    found = f"{path} has {as_size(free)} left; the disk tier may grow by {as_size(wanted)}"
     if free < wanted:
-        return Check("disk space", found, f"free space there, or lower disk.bytes by {size(wanted - free)}")
+        return Check("disk space", found, f"free space there, or lower disk.bytes by {as_size(wanted - free)}")
     return Check("disk space", found)
 
 

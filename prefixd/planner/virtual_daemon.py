@@ -20,7 +20,7 @@ from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
 from prefixd.serving.frames.kv_needs import KvNeeds
 from prefixd.serving.request.request import Event, NewTokens, Request
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool

@@ -46,7 +46,7 @@ from prefixd.server.settings_reload import SettingsReload
 from prefixd.serving.dispatch.wiring import make_cache
 from prefixd.serving.generation import Generation
 from prefixd.serving.models.models import Models
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
     MAX_SLABS,

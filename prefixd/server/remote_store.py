@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from prefixd.base.errors import ConfigError
-from prefixd.settings.settings import RemoteSettings
+from prefixd.settings import RemoteSettings
 from prefixd_swap import CpuArena, StorageError
 from prefixd_swap.stores import MooncakeOptions, S3Options, StoreOptions, ValkeyOptions, open_store
 from prefixd_swap.stores.names import LEAST_SECRET_BYTES

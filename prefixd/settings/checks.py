@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from prefixd.base.errors import ConfigError
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd_swap.memory_limit import cgroup_limit
 
 _DAEMON_BYTES = 96 << 20  # a sidecar without blocks has 90 MiB

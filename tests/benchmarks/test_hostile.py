@@ -22,7 +22,7 @@ from benchmarks.common import harness
 from benchmarks.tenancy.house import House
 from prefixd.cache import BlockChain
 from prefixd.cache.index.keys import xxh3_digest
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from tests.benchmarks.test_benchmarks_run import run
 
 TOKENS = bytes(range(64))

@@ -16,7 +16,7 @@ from benchmarks.serving.seen_blocks import SeenBlocks
 from benchmarks.serving.ways import COMPARED, TIERS, Room, Way, add_options, chosen_ways
 from benchmarks.tree_parts.grow import Grown, Plan
 from benchmarks.tree_parts.programs import PROGRAMS
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd_scheduler import POLICIES
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)

@@ -16,7 +16,7 @@ from benchmarks.tenancy.verdict import Levels, Phase, broken, isolation, kept_sh
 from prefixd.base.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, cache_pb2
 
 CPU, DISK = cache_pb2.TIER_CPU, cache_pb2.TIER_DISK

@@ -13,8 +13,8 @@ import pytest
 
 from prefixd.base.errors import ConfigError
 from prefixd.cli.environment import _control_group
+from prefixd.settings import Settings
 from prefixd.settings.checks import check_start
-from prefixd.settings.settings import Settings
 from prefixd.v1 import admin_pb2, cache_pb2
 from prefixd_swap.memory_limit import cgroup_limit, memory_bytes
 

@@ -32,7 +32,7 @@ def test_a_sidecar_starts_without_torch(tmp_path: Path) -> None:
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
         "from prefixd.server.daemon import serve\n"
-        "from prefixd.settings.settings import Settings\n"
+        "from prefixd.settings import Settings\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "names = {'data_dir': folder, 'server.socket': folder / 's', 'cpu.bytes': '1MiB', 'disk.bytes': '1MiB'}\n"
         "end = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"

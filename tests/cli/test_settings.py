@@ -10,8 +10,8 @@ import pytest
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.sizes import parse_size
+from prefixd.settings import Settings, dotted_names, dotted_values
 from prefixd.settings.checks import check_start
-from prefixd.settings.settings import Settings, dotted_names, dotted_values
 from prefixd_scheduler import POLICIES
 
 

@@ -12,7 +12,7 @@ import pytest
 import prefixd.client
 
 HEAVY = ("torch", "transformers", "lmdb", "cuda", "pydantic", "prefixd_swap", "prefixd_scheduler")
-DAEMON = ("prefixd.server", "prefixd.cache", "prefixd.worker", "prefixd.settings.settings", "prefixd.cli.")
+DAEMON = ("prefixd.server", "prefixd.cache", "prefixd.serving", "prefixd.worker", "prefixd.settings", "prefixd.cli.")
 
 
 def python(program: str, **environment: str) -> str:

@@ -32,7 +32,7 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
 from prefixd.server.access.tickets import LocalProcess, Tickets
 from prefixd.server.rpc.memory_listener import MemoryListener
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.v1 import cache_pb2 as pb
 from tests.client.conftest import StandIn
 

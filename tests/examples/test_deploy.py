@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from prefixd.planner.hardware import Way, Ways
 from prefixd.planner.models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan
 from prefixd.planner.workload import PlannedRequest, Workload
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 BLOCK = 4
 BLOCK_BYTES = 4096

@@ -13,7 +13,7 @@ from prefixd.planner.hardware import PeakCosts, find_hardware
 from prefixd.planner.models import find_model
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, TokenIds, Workload, own_tokens
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 pytestmark = pytest.mark.slow
 BLOCK = 128

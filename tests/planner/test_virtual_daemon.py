@@ -14,7 +14,7 @@ from prefixd.planner.hardware import HARDWARE, PeakCosts
 from prefixd.planner.models import MODELS, LayerGroup
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, achievable_rate, of_trace
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.workloads.mooncake import TraceRequest
 
 MakePlan = Callable[..., Plan]

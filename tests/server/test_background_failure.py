@@ -16,7 +16,7 @@ from prefixd.cache.background.write_back import WriteBack
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
 from prefixd.server import set_aside
 from prefixd.server.daemon import Endpoints, serve
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import COMMON
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, NamespaceSpec, PartSpec, StoreResult, Tokens
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 if TYPE_CHECKING:
     from tests.daemons import Remote

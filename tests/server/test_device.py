@@ -10,7 +10,7 @@ import pytest
 
 from prefixd.base.errors import ConfigError
 from prefixd.server.daemon import resolve_device
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 
 def settings(device: str) -> Settings:

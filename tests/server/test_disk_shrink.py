@@ -10,7 +10,7 @@ import pytest
 
 from prefixd.base.errors import ConfigError
 from prefixd.server.daemon import _open_store
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd_swap import NewBlock, SlabStore, Span
 
 MIB = 1 << 20

@@ -36,7 +36,7 @@ from prefixd.server.kv_events import events as events_module
 from prefixd.server.kv_events import publisher as publisher_module
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
-from prefixd.settings.settings import EventSettings
+from prefixd.settings import EventSettings
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
 

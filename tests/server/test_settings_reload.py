@@ -18,7 +18,7 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.tickets import Tickets
 from prefixd.server.rpc.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 MIB = 1 << 20
 

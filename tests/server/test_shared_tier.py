@@ -17,7 +17,7 @@ from prefixd.serving.frames.tier_share import TierShare
 from prefixd.serving.models import gpu_memory as gpu_memory_module
 from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.serving.models.models import Models
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.worker_protocol.errors import ProtocolError
 from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow
 from prefixd_swap import FramePool, VirtualMemory, create_memory

@@ -21,7 +21,7 @@ from prefixd.server.kv_events.wire import BlockStored, Event
 from prefixd.serving.models import model_host
 from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerState
-from prefixd.settings.settings import EventSettings, Settings
+from prefixd.settings import EventSettings, Settings
 from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 

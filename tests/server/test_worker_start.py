@@ -16,7 +16,7 @@ import pytest
 from prefixd.cache import Troubles
 from prefixd.serving.models import worker_process
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Ready
 from prefixd.worker_protocol.settings import WorkerSettings
 

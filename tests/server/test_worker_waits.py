@@ -18,7 +18,7 @@ from prefixd.cache import TieredCache, Troubles
 from prefixd.serving.models import worker_process
 from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Failed, FullAttention, GroupShape, Hello, encode
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap import FramePool

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from prefixd.base.sizes import as_size
 from prefixd.cli.connect import Address, Json, connected, run
 from prefixd.cli.failures import examples
 
@@ -33,7 +34,6 @@ def stats_command(address: Address = None, as_json: Json = False) -> None:
 def flush_command(address: Address = None, as_json: Json = False) -> None:
     """Write every cached block that has no copy on disk to disk; returns when they are durable."""
     from prefixd.cli.output import json_values as plain
-    from prefixd.cli.output import tables as render
 
     async def ask() -> None:
         async with connected(address) as client:
@@ -41,7 +41,7 @@ def flush_command(address: Address = None, as_json: Json = False) -> None:
         if as_json:
             plain.print_json(plain.to_plain(answer))
         else:
-            typer.echo(f"{answer.blocks:,} blocks ({render.size(answer.nbytes)}) written to disk")
+            typer.echo(f"{answer.blocks:,} blocks ({as_size(answer.nbytes)}) written to disk")
 
     run(ask())
 

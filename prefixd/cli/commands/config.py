@@ -62,7 +62,7 @@ def show_command(
     """Show every setting, its value and where the value comes from."""
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
-    from prefixd.settings.settings import Settings, dotted_names, dotted_values
+    from prefixd.settings import Settings, dotted_names, dotted_values
 
     settings, sources = Settings.load_with_sources(config, parse_assignments(assignments))
     values = dotted_values(settings)

@@ -73,7 +73,7 @@ def _calibrate(file: Path, address: str | None) -> None:
     from prefixd.planner.calibrate import measure_machine, measure_passes
     from prefixd.planner.hardware import Calibration
     from prefixd.server.daemon import resolve_device
-    from prefixd.settings.settings import Settings
+    from prefixd.settings import Settings
 
     check_writable(file)
     settings = Settings.load()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from prefixd.base.errors import ConfigError
+from prefixd.base.sizes import as_size
 from prefixd.cli.commands.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import WrongUsage, examples
 
@@ -251,7 +252,7 @@ def _run(
 
     from prefixd.cli.output.progress import RichProgress
     from prefixd.planner.sweep import curve_of, processes, sweep
-    from prefixd.settings.settings import CacheSettings
+    from prefixd.settings import CacheSettings
 
     trace = plans[0].trace
     policies = get_args(CacheSettings.model_fields["eviction"].annotation)
@@ -296,7 +297,7 @@ def _varied(
 
 
 def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
-    from prefixd.settings.settings import Settings, dotted_names
+    from prefixd.settings import Settings, dotted_names
     from prefixd.settings.sources import gather_layers
 
     _, sources = gather_layers(dotted_names(), config, overrides, os.environ)
@@ -383,8 +384,8 @@ def _print(
     for plan, figures in points:
         settings = plan.plan.settings
         made.add_row(
-            render.size(plan.cpu_bytes),
-            render.size(plan.disk_bytes),
+            as_size(plan.cpu_bytes),
+            as_size(plan.disk_bytes),
             settings.scheduler.policy,
             settings.cache.eviction,
             f"{figures.hit_rate:.1%}",
@@ -392,7 +393,7 @@ def _print(
             _wait(figures.ttft_s.p50),
             _wait(figures.ttft_s.p95),
             f"{figures.requests_per_s:.2f}",
-            render.size(figures.disk_written_bytes),
+            as_size(figures.disk_written_bytes),
             f"{sum(figures.evicted_blocks.values()):,}",
             style="bold green" if sweep and plan is best[0] else None,
         )
@@ -411,7 +412,7 @@ def _print(
     if sweep:
         plan, figures = best
         out.print(
-            f"[bold]Enough: {render.size(plan.cpu_bytes)} of CPU memory and {render.size(plan.disk_bytes)} of disk[/], "
+            f"[bold]Enough: {as_size(plan.cpu_bytes)} of CPU memory and {as_size(plan.disk_bytes)} of disk[/], "
             f"with {plan.plan.settings.scheduler.policy} and {plan.plan.settings.cache.eviction}: the cheapest that "
             f"finds {ENOUGH:.0%} of what the best finds; a byte of memory counts as {MEMORY_PRICE} of disk."
         )
@@ -441,7 +442,7 @@ def _print_curve(curve: Curve, token_bytes: int) -> None:
     made = render.table("one tier of", "blocks", *names, right=("one tier of", "blocks", *names))
     for at, size in enumerate(curve.capacities):
         rates = (f"{curve.hit_rates[name][at]:.1%}" for name in names)
-        made.add_row(render.size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
+        made.add_row(as_size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
     out = render.console()
     sampled = "" if curve.share == 1 else f", estimated from {curve.share:.2%} of them"
     out.print(f"\nBlocks found by one tier alone{sampled}, by its size; without limits {curve.most:.1%}:")

@@ -15,7 +15,7 @@ from prefixd.cli.connect import Json
 from prefixd.cli.failures import CommandFailed, WrongUsage, examples
 
 if TYPE_CHECKING:
-    from prefixd.settings.settings import Settings
+    from prefixd.settings import Settings
 
 EXAMPLES = examples("prefixd recover --dry-run", "prefixd recover", "prefixd recover --discard")
 
@@ -57,7 +57,7 @@ def recover_command(
     aside, and not where there is no disk tier.
     """
     from prefixd.cli.output import json_values as plain
-    from prefixd.settings.settings import Settings
+    from prefixd.settings import Settings
     from prefixd.settings.sources import find_config_file
     from prefixd_swap import StorageError, list_set_aside
     from prefixd_swap import discard as remove

@@ -128,8 +128,8 @@ def serve_command(
 
     Every setting can also stand in prefixd.toml or in a variable such as PREFIXD_CPU__BYTES; flags win.
     """
+    from prefixd.settings import Settings
     from prefixd.settings.checks import check_start
-    from prefixd.settings.settings import Settings
 
     flags = {
         "data_dir": data_dir,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from prefixd.base.sizes import as_size
 from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
 from prefixd.cli.failures import CleanGroup, CommandFailed, examples, paragraphs
 
@@ -55,7 +56,6 @@ def resize_command(
     """
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import progress
-    from prefixd.cli.output import tables as render
     from prefixd.client import Tier
     from prefixd.v1 import admin_pb2, cache_pb2
 
@@ -77,7 +77,7 @@ def resize_command(
                 # Asked for now: the last progress may be a tenth of a second old.
                 for figures in (await client.stats()).tiers:
                     if figures.tier == cache_pb2.TIER_GPU:
-                        typer.echo(f"prefixd: ended; the gpu tier has {render.size(figures.capacity_bytes)}", err=True)
+                        typer.echo(f"prefixd: ended; the gpu tier has {as_size(figures.capacity_bytes)}", err=True)
                 raise
 
     answer = run(ask())
@@ -85,7 +85,7 @@ def resize_command(
         plain.print_json(plain.to_plain(answer))
     else:
         typer.echo(
-            f"the gpu tier has {render.size(answer.nbytes)}, before {render.size(answer.before_bytes)}; "
+            f"the gpu tier has {as_size(answer.nbytes)}, before {as_size(answer.before_bytes)}; "
             f"{answer.evicted_blocks:,} blocks left it, {answer.demoted_blocks:,} of them to a tier below"
         )
     if answer.unfinished:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from prefixd.base.sizes import as_size
 from prefixd.cli.connect import Address, Json, connected, run
 from prefixd.cli.failures import EXIT_FAILED, examples
 
@@ -47,8 +48,6 @@ async def _verify(address: str | None) -> tuple[admin_pb2.VerifyProgress, list[a
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from prefixd.cli.output import tables as render
-
     console = Console(file=sys.stderr)
     damaged: list[admin_pb2.DamagedBlock] = []
     began_s = time.monotonic()
@@ -72,7 +71,7 @@ async def _verify(address: str | None) -> tuple[admin_pb2.VerifyProgress, list[a
                     task,
                     completed=progress.checked_blocks,
                     total=progress.total_blocks,
-                    rate=f"{render.size(int(rate))}/s",
+                    rate=f"{as_size(int(rate))}/s",
                     found=f"{progress.damaged_blocks:,} damaged" if progress.damaged_blocks else "",
                 )
     return progress, damaged

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefixd.base.sizes import as_size
 from prefixd.cli.output.terminal import cleaned, shown
 from prefixd.v1 import admin_pb2, cache_pb2
 
@@ -25,16 +26,6 @@ _HOLDERS = 5  # shown; --json has up to 100
 def console() -> Console:
     """A console on the present standard output; wide where that is no terminal: pipes get whole lines."""
     return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 1000)
-
-
-def size(nbytes: int) -> str:
-    """`8.0 GiB`."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def duration(seconds: float) -> str:
@@ -78,7 +69,7 @@ def _setting_value(name: str, value: Any) -> Text:
     if isinstance(value, bool):
         return Text(str(value).lower())
     if name.endswith("bytes"):
-        return Text(f"{value} ({size(value)})" if value else "0")
+        return Text(f"{value} ({as_size(value)})" if value else "0")
     return Text(str(value))
 
 
@@ -104,7 +95,7 @@ def _model_table(models: Iterable[admin_pb2.ModelStats]) -> Table:
             f"{queue.waiting_requests:,}",
             f"{queue.finished_requests:,}",
             f"{worker.restarts:,}",
-            size(model.held_bytes),
+            as_size(model.held_bytes),
             Text(worker.error),
         )
     return made
@@ -141,7 +132,7 @@ def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") ->
         line(f"without CUDA graphs: {worker.cuda_graphs_reason}", "yellow")
     if worker.mapped_blocks or worker.reused_blocks:
         line(
-            f"worker's memory: {size(worker.shared_bytes)} saved now by sharing; "
+            f"worker's memory: {as_size(worker.shared_bytes)} saved now by sharing; "
             f"{worker.mapped_blocks:,} blocks mapped, {worker.reused_blocks:,} found mapped, "
             f"{worker.copied_blocks:,} copied"
         )
@@ -157,7 +148,7 @@ def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") ->
     if worker.HasField("states"):
         states = worker.states
         line(
-            f"states: {states.kept_states:,} kept ({size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
+            f"states: {states.kept_states:,} kept ({as_size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
             f"from one, {states.resumed_tokens:,} tokens not computed for that; {states.runs_without_room:,} runs "
             "kept none for want of GPU memory"
         )
@@ -171,7 +162,7 @@ def _print_remote(out: Console, remote: admin_pb2.RemoteStats) -> None:
     out.print(
         f"shared store: {remote.store}; asked about {remote.asked_prompts:,} prompts, {remote.found_blocks:,} blocks "
         f"found, {remote.unanswered_prompts:,} prompts went on without its answer, which takes "
-        f"{1000 * remote.answer_s:.1f} ms; {size(remote.read_bytes)} read, {size(remote.written_bytes)} written, "
+        f"{1000 * remote.answer_s:.1f} ms; {as_size(remote.read_bytes)} read, {as_size(remote.written_bytes)} written, "
         f"{remote.shared_blocks:,} blocks shared, {remote.known_blocks:,} known that are only there",
         markup=False,
     )
@@ -227,7 +218,7 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     if room.forgotten_namespaces or room.refused_namespaces:
         refused = f", [yellow]{room.refused_namespaces:,} refused[/]" if room.refused_namespaces else ""
         out.print(
-            f"memory of namespaces: {size(room.used_bytes)} of {size(room.limit_bytes)}; "
+            f"memory of namespaces: {as_size(room.used_bytes)} of {as_size(room.limit_bytes)}; "
             f"{room.forgotten_namespaces:,} forgotten to make room{refused}"
         )
     if stats.sessions:
@@ -238,14 +229,14 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     if scrub.checked_blocks:
         damage = f"[red]{scrub.damaged_blocks:,} damaged[/]" if scrub.damaged_blocks else "none damaged"
         out.print(
-            f"scrubbed: {scrub.checked_blocks:,} blocks ({size(scrub.checked_bytes)}), {damage}, "
+            f"scrubbed: {scrub.checked_blocks:,} blocks ({as_size(scrub.checked_bytes)}), {damage}, "
             f"{scrub.passes:,} times through"
         )
     if write_back.limit_bytes:
         out.print(
-            f"to be written to disk: {write_back.queued_blocks:,} blocks ({size(write_back.queued_bytes)} of "
-            f"{size(write_back.limit_bytes)}), {write_back.written_blocks:,} written "
-            f"({size(write_back.written_bytes)} of disk writes in all), "
+            f"to be written to disk: {write_back.queued_blocks:,} blocks ({as_size(write_back.queued_bytes)} of "
+            f"{as_size(write_back.limit_bytes)}), {write_back.written_blocks:,} written "
+            f"({as_size(write_back.written_bytes)} of disk writes in all), "
             f"{write_back.pushed_back_calls:,} calls had to wait"
         )
     if stats.HasField("remote"):
@@ -258,8 +249,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     for tier in stats.tiers:
         if tier.quarantined_bytes:
             out.print(
-                f"[yellow]quarantine:[/] {size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier, into which "
-                "clients may still write whose reservations ended without their word; free when they release or end"
+                f"[yellow]quarantine:[/] {as_size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier, into "
+                "which clients may still write whose reservations ended without a word; free when they release or end"
             )
     for trouble in stats.troubles:
         line = f"{trouble.part}, for {duration(trouble.since_s)}: {trouble.what}; {trouble.remedy}"
@@ -274,8 +265,8 @@ def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
         moves = (tier.promoted_blocks, tier.demoted_blocks, tier.evicted_blocks)
         made.add_row(
             tier_name(tier.tier),
-            size(tier.used_bytes),
-            size(tier.capacity_bytes) if tier.capacity_bytes else "-",
+            as_size(tier.used_bytes),
+            as_size(tier.capacity_bytes) if tier.capacity_bytes else "-",
             f"{tier.used_bytes / tier.capacity_bytes:.0%}" if tier.capacity_bytes else "-",
             *(f"{count:,}" for count in counts + moves),
         )
@@ -329,7 +320,7 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
             *([Text(prefix.tenant)] if tenants else []),
             Text(prefix.namespace_name),
             f"{prefix.tokens:,}",
-            size(prefix.nbytes),
+            as_size(prefix.nbytes),
             *(str(getattr(prefix, f"{tier}_blocks") or "-") for tier in tiers),
             duration(prefix.idle_s),
             *([Text(_group_counts(prefix.groups))] if groups else []),
@@ -347,7 +338,7 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
 def print_pinned(blocks: int, nbytes: int) -> None:
     """What is pinned in all, if anything."""
     if blocks:
-        console().print(f"{blocks:,} blocks pinned, {size(nbytes)}")
+        console().print(f"{blocks:,} blocks pinned, {as_size(nbytes)}")
 
 
 def _marks(pinned: bool, held: int) -> str:
@@ -378,11 +369,11 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
     of = f" of {prefix.tenant}" if prefix.tenant not in ("", "default") else ""
     out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()}){of}"))
     out.print(
-        f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {size(prefix.nbytes)}, idle {duration(prefix.idle_s)}"
+        f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {as_size(prefix.nbytes)}, idle {duration(prefix.idle_s)}"
     )
     if _has_rules(prefix.groups):
         for group in prefix.groups:
-            each = f"{size(group.block_bytes)} a block, {group.blocks} of {prefix.blocks} blocks"
+            each = f"{as_size(group.block_bytes)} a block, {group.blocks} of {prefix.blocks} blocks"
             out.print(Text(f"{_group_name(group)}: {group.rule}, {each}"))
     by_group = len(prefix.groups) > 1
     numbers = ("block", "size", "children")
@@ -394,7 +385,7 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
             str(block.index),
             block.key[:KEY_DIGITS],
             *(_tiers_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
-            size(block.nbytes),
+            as_size(block.nbytes),
             str(block.children),
             ", ".join(filter(None, [_marks(block.pinned, block.held), _priority(block)])),
             *([" ".join(map(str, block.token_ids))] if tokens else []),
@@ -422,8 +413,8 @@ def print_verification(
 ) -> None:
     """What a verification went through and found."""
     out = console()
-    rate = size(int(progress.checked_bytes / max(elapsed_s, 1e-3)))
-    read = f"{progress.checked_blocks:,} blocks, {size(progress.checked_bytes)} in {duration(elapsed_s)} ({rate}/s)"
+    rate = as_size(int(progress.checked_bytes / max(elapsed_s, 1e-3)))
+    read = f"{progress.checked_blocks:,} blocks, {as_size(progress.checked_bytes)} in {duration(elapsed_s)} ({rate}/s)"
     if not damaged:
         out.print(f"{read}: [green]all in order[/]")
         return
@@ -478,10 +469,15 @@ def print_tenants(tenants: Sequence[admin_pb2.TenantStats]) -> None:
         use = {each.tier: each for each in tenant.tiers}
         for quota in tenant.quota.tiers:
             has = use.get(quota.tier, admin_pb2.TenantTierUse())
-            most = size(quota.most_bytes) if quota.HasField("most_bytes") else "-"
+            most = as_size(quota.most_bytes) if quota.HasField("most_bytes") else "-"
             name = tier_name(quota.tier)
             tiers.add_row(
-                tenant.name, name, size(has.used_bytes), size(has.held_bytes), size(quota.guaranteed_bytes), most
+                tenant.name,
+                name,
+                as_size(has.used_bytes),
+                as_size(has.held_bytes),
+                as_size(quota.guaranteed_bytes),
+                most,
             )
         for field in tenant.quota.DESCRIPTOR.fields:
             if field.name == "tiers":

@@ -23,7 +23,7 @@ from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from prefixd.integrations.sglang.environment import environment_in_name
 from prefixd.integrations.sglang.log import log
 from prefixd.integrations.sglang.pool_pages import PoolPages
-from prefixd.settings.settings import default_data_dir
+from prefixd.settings import default_data_dir
 
 KV = "kv"
 MAMBA = "mamba"

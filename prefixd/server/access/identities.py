@@ -10,7 +10,7 @@ from prefixd.base.tenants import DEFAULT, Role, Tenants
 from prefixd.server.access.caller import Caller
 from prefixd.server.access.tickets import SCHEME, Tickets
 from prefixd.server.access.token_file import TokenFile
-from prefixd.settings.settings import ServerSettings, TenantSettings
+from prefixd.settings import ServerSettings, TenantSettings
 
 log = logging.getLogger(__name__)
 

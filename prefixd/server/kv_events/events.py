@@ -19,7 +19,7 @@ from prefixd.cache import Namespace, TieredCache
 from prefixd.server.kv_events.announcer import Announcer
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, Event
-from prefixd.settings.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
+from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
 
 
 class KVEvents(Announcer):

@@ -18,7 +18,7 @@ import zmq
 from prefixd.server.kv_events.replay import Replay
 from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
 from prefixd.server.kv_events.wire import Event, KVEventBatch
-from prefixd.settings.settings import EventSettings
+from prefixd.settings import EventSettings
 
 log = logging.getLogger(__name__)
 

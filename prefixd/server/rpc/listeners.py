@@ -25,7 +25,7 @@ from prefixd.server.rpc.messages import ServiceTable
 from prefixd.server.rpc.receiving import OPENING
 from prefixd.server.rpc.tcp_connections import MOST, TcpConnections
 from prefixd.server.rpc.tls import tls_credentials
-from prefixd.settings.settings import MEMORY_SOCKET_SUFFIX, Settings
+from prefixd.settings import MEMORY_SOCKET_SUFFIX, Settings
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from prefixd.base.errors import ConfigError
-from prefixd.settings.settings import ServerSettings
+from prefixd.settings import ServerSettings
 
 
 def tls_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:

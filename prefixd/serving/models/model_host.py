@@ -30,7 +30,7 @@ from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads, step_back
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap import FramePool, SwapError, started_threads

@@ -14,7 +14,7 @@ from prefixd.serving.models.embedded_model import ensure_embedded_model
 from prefixd.serving.models.gpu_memory import GpuMemory
 from prefixd.serving.models.model_host import ModelHost
 from prefixd.serving.models.tier_resize import TierResize
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 
 class Models:

@@ -17,7 +17,7 @@ from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
 from prefixd.cache.background import common_blocks
 from prefixd.cache.background.common_blocks import _ENTRY_BYTES, Computed
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 from tests.cache.house import FULL, TENANTS, House
 from tests.cache.remote.memory_store import MemoryStore

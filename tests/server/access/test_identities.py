@@ -11,7 +11,7 @@ from prefixd.base.tenants import COMMON, Quota, Role, Tenants
 from prefixd.server.access.identities import Identities, UnknownCallerError
 from prefixd.server.access.tickets import GOOD_FOR_S, LocalProcess, Tickets
 from prefixd.server.access.token_file import TokenFile
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 
 BOOT = b"this boot"
 ME = os.geteuid()

@@ -19,7 +19,7 @@ from prefixd.planner.models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis
 from prefixd.serving.request.request import Event, Request, RequestState
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
 from prefixd_scheduler import Distance
 from prefixd_swap.simulated_time import SimulatedTimeLoop

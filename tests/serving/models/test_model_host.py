@@ -20,7 +20,7 @@ from prefixd.serving.images.image_decoder import ImageDecoder
 from prefixd.serving.models import gpu_memory
 from prefixd.serving.models.gpu_memory import most_frames
 from prefixd.serving.models.models import Models
-from prefixd.settings.settings import Settings
+from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello, ImageShape
 from prefixd_swap import FramePool, SwapError, VirtualMemory
 from prefixd_swap.vmem import HostMemory

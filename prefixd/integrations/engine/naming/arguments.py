@@ -15,7 +15,7 @@ from typing import Any
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.model_fingerprint import fingerprint_of_files, fingerprint_of_folder
-from prefixd.settings.settings import default_data_dir
+from prefixd.settings import default_data_dir
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

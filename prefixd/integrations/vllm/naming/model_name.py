@@ -28,7 +28,7 @@ from prefixd.base.model_fingerprint import (
 from prefixd.integrations.engine.naming.arguments import Argument
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.naming.arguments import ADAPTER_TABLE, TABLE, arguments_of
-from prefixd.settings.settings import default_data_dir
+from prefixd.settings import default_data_dir
 
 _PROBED_TOKENS = 64
 _COARSEST_FILE_TIME_NS = 2_000_000_000  # FAT's; others have the kernel's tick, and a file server a clock of its own

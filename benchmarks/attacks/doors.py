@@ -102,7 +102,7 @@ class Strangers(Scenario):
     """Somebody without any credential asks for the daemon's health: with 15 MiB, with no message, and for ever."""
 
     name = "strangers"
-    closed_by = "tests/server/access/test_strangers.py"
+    closed_by = "tests/server/rpc/test_anonymous.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """On many connections at once."""

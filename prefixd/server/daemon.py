@@ -25,15 +25,15 @@ from prefixd.base.tenants import Tenants
 from prefixd.cache import Tiers, Troubles
 from prefixd.process.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals
-from prefixd.server.access.access import make_private, private_umask
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.socket_access import make_private, private_umask
 from prefixd.server.access.tickets import LocalProcess, Tickets
 from prefixd.server.figures.metrics_server import MetricsServer
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import RequestFigures, TenantFigures
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.remote_store import open_remote
-from prefixd.server.rpc import rpc
+from prefixd.server.rpc import status
 from prefixd.server.rpc.health import Health
 from prefixd.server.rpc.listeners import Listeners, local_door
 from prefixd.server.rpc.memory_listener import MemoryListener
@@ -213,7 +213,7 @@ class Daemon:
             for task in cache.mover.remote.start():
                 self._watch(task)
         stack.push_async_callback(cache.close)
-        stack.push_async_callback(rpc.settle)
+        stack.push_async_callback(status.settle)
         events = None
         if settings.events.endpoint is not None:
             events = KVEvents(cache, settings.events)

@@ -10,9 +10,9 @@ from prefixd.base import fairness as call_turns
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.fairness import LONGEST_TURNS, CallTurns
 from prefixd.base.tenants import Quota, Role, Tenants
-from prefixd.server.access import access_check
-from prefixd.server.access.access_check import CallLimits
 from prefixd.server.access.caller import Caller
+from prefixd.server.rpc import limits as call_limits
+from prefixd.server.rpc.limits import CallLimits
 
 MATCH, GET, GENERATE, SESSION, HEALTH = (
     "/prefixd.v1.PrefixCache/Match",
@@ -165,7 +165,7 @@ async def test_where_there_is_one_tenant_calls_take_no_turns() -> None:
 
 
 async def test_no_tenant_takes_the_last_calls_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_check, "CALLS", 12)
+    monkeypatch.setattr(call_limits, "CALLS", 12)
     tenants = Tenants({"a": Quota(), "b": Quota(calls=4)})
     limits, hold = CallLimits(tenants, 16), asyncio.Event()
     tasks: list[asyncio.Task[bool]] = []
@@ -204,7 +204,7 @@ async def test_no_tenant_takes_the_last_calls_from_the_others(monkeypatch: pytes
 async def test_calls_that_may_last_are_shared_apart_from_the_others(
     monkeypatch: pytest.MonkeyPatch, method: str, what: str
 ) -> None:
-    monkeypatch.setattr(access_check, "HEALTH_CALLS", 16)
+    monkeypatch.setattr(call_limits, "HEALTH_CALLS", 16)
     tenants = Tenants({"a": Quota(calls=1), "b": Quota()})
     limits, hold = CallLimits(tenants, generations=16), asyncio.Event()
     tasks: list[asyncio.Task[bool]] = []
@@ -231,7 +231,7 @@ async def test_calls_that_may_last_are_shared_apart_from_the_others(
 
 
 async def test_of_calls_under_way_some_may_be_of_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_check, "GETS", 16)
+    monkeypatch.setattr(call_limits, "GETS", 16)
     tenants = Tenants({"a": Quota(calls=14), "b": Quota()})
     limits, hold = CallLimits(tenants, 16), asyncio.Event()
     tasks: list[asyncio.Task[bool]] = []

@@ -14,7 +14,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import numpy as np
-from prefixd import heap
+from prefixd.base import heap
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

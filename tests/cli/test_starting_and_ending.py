@@ -62,7 +62,7 @@ for moment in moments:
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 sys.addaudithook(lambda event, args: send(args[0]) if event == "import" else None)
 sys.argv = ["prefixd", *{command}]
-from prefixd import signals
+from prefixd.process import signals
 signals.SAME_SIGNAL_S = -1.0  # two signals are two, however soon they come
 from prefixd.cli import main
 main()

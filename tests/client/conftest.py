@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 from prefixd.base.errors import PrefixdError, SessionEndedError
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.server.rpc.door import Door, ServiceTable
 from prefixd.server.rpc.memory_listener import MemoryListener
-from prefixd.server.rpc.rpc import abort
+from prefixd.server.rpc.status import abort
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
@@ -26,7 +27,7 @@ ARENA_BYTES = 1 << 20
 class StandIn(cache_pb2_grpc.PrefixCacheServicer):
     """Grants every prompt one lease or reservation of all its blocks, from the start of its arena."""
 
-    def __init__(self, folder: Path, interceptors: Sequence[Any] = ()) -> None:
+    def __init__(self, folder: Path, guard: Door | None = None) -> None:
         self.address = f"unix:{folder}/s"
         self.fd = os.memfd_create("stand-in")
         os.ftruncate(self.fd, ARENA_BYTES)
@@ -51,14 +52,15 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.refuse_after_data = False
         self.put_data = b""
         self._door = MemoryListener(folder / "m", self.fd, ARENA_BYTES, self.sessions.__contains__)
-        self._interceptors = interceptors
+        self._guard = guard
         self._server: grpc.aio.Server | None = None
         self._spec: pb.Namespace = pb.Namespace()
 
     async def start(self) -> None:
         await self._door.start()
-        self._server = grpc.aio.server(interceptors=self._interceptors)
-        cache_pb2_grpc.add_PrefixCacheServicer_to_server(self, self._server)
+        self._server = grpc.aio.server()
+        behind: Any = self._server if self._guard is None else ServiceTable([(self._server, self._guard)])
+        cache_pb2_grpc.add_PrefixCacheServicer_to_server(self, behind)
         self._server.add_insecure_port(self.address)
         await self._server.start()
 

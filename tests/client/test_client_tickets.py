@@ -27,10 +27,11 @@ from prefixd.client import (
     Unauthenticated,
 )
 from prefixd.client.connecting.connection import Connection
-from prefixd.server.access.access_check import AccessCheck, CallLimits
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
 from prefixd.server.access.tickets import LocalProcess, Tickets
+from prefixd.server.rpc.door import Door
+from prefixd.server.rpc.limits import CallLimits
 from prefixd.server.rpc.memory_listener import MemoryListener
 from prefixd.settings import Settings
 from prefixd.v1 import cache_pb2 as pb
@@ -49,8 +50,8 @@ class Guarded:
         loaded = Settings.load(None, {"tenants.acme.uids": "64001"}, {})
         tenants = Tenants(loaded.quotas)
         self._identities = Identities(loaded.server, loaded.tenants, tenants, None, self._fresh())
-        check = AccessCheck(self._identities, CallLimits(tenants, 4), AuditLog(None), "unix")
-        self.stand_in = StandIn(folder, (check,))
+        guard = Door(self._identities, CallLimits(tenants, 4), AuditLog(None), "unix")
+        self.stand_in = StandIn(folder, guard)
         self.issued = 0
         self.door = MemoryListener(folder / "s-memory", -1, 0, lambda session: False, ticket=self._issue)
 

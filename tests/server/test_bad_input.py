@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixd.server.rpc.rpc import _short
+from prefixd.server.rpc.status import _short
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
 

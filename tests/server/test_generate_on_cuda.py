@@ -35,8 +35,9 @@ pytestmark = [
 # The daemon believes in the stand-in's device, and its worker computes on the CPU.
 _STAND_IN_DAEMON = """
 import msgspec
-from prefixd.server import daemon, worker_process
-from prefixd.workloads import tethered
+from prefixd.server import daemon
+from prefixd.serving.models import worker_process
+from prefixd.cli.demo import tethered
 
 encode = worker_process.encode_settings
 daemon.resolve_device = lambda settings: "cuda:0"

@@ -19,7 +19,7 @@ import pytest
 from prefixd.base.errors import ConfigError
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.server.access.access import SocketAccess, make_private
+from prefixd.server.access.socket_access import SocketAccess, make_private
 from prefixd.v1 import cache_pb2, cache_pb2_grpc
 
 if TYPE_CHECKING:

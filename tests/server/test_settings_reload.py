@@ -13,8 +13,8 @@ from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Role
 from prefixd.cache import TieredCache, Troubles
-from prefixd.server.access.access import SocketAccess
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.socket_access import SocketAccess
 from prefixd.server.access.tickets import Tickets
 from prefixd.server.rpc.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload

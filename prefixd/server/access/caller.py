@@ -1,9 +1,12 @@
-"""Who makes the call that is being handled: set by the listener's check, read by the services."""
+"""Who makes the call that is being handled, and what goes with that call: set by the door, read by the services."""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 from prefixd.base.tenants import Role, Tenant
 
@@ -18,7 +21,7 @@ class Caller:
         name: for logs: `uid 1001`, a token's or a certificate's name.
         door: `unix` or `tcp`.
         pid: of a process of this host that proved who it is, else 0.
-        host: from where somebody calls who has shown nothing, else empty.
+        host: from where an anonymous caller calls, else empty.
     """
 
     tenant: Tenant
@@ -34,19 +37,72 @@ class Caller:
         return self.tenant, self.door, self.name, self.host
 
 
-_current: ContextVar[Caller] = ContextVar("caller")
+class Line(Protocol):
+    """Where a message that has arrived waits before it is put together."""
+
+    async def turn(self) -> None:
+        """Waits until the next message may be put together."""
+        ...
 
 
-def current_caller() -> Caller:
-    """Who makes the call that is being handled. Raises LookupError outside of a call."""
+class Call:
+    """One call, from the moment at which it came.
+
+    Attributes:
+        caller: who makes it; None for an anonymous caller, who may ask for the daemon's health.
+        receive_s: seconds that its first message may take.
+        message_bytes: bytes of the last message that has arrived; 0 before the first, and between two.
+    """
+
+    receive_s = 60.0
+
+    def __init__(self, caller: Caller | None) -> None:
+        self.caller = caller
+        self.message_bytes = 0
+        self._came_s = asyncio.get_running_loop().time()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since it came: its message was received, perhaps in line behind others."""
+        return asyncio.get_running_loop().time() - self._came_s
+
+    def first(self) -> AbstractAsyncContextManager[Line | None]:
+        """Around the receiving of its first message; gives where that waits once it has arrived."""
+        raise NotImplementedError
+
+    def later(self) -> AbstractAsyncContextManager[Line | None]:
+        """Around the receiving of another message."""
+        raise NotImplementedError
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        """Around a call that sends many messages."""
+        raise NotImplementedError
+
+    async def refusal_turn(self) -> None:
+        """Waits until the caller may be told that a limit is reached."""
+
+
+_current: ContextVar[Call] = ContextVar("call")
+
+
+def set_call(call: Call) -> None:
+    """From here on this is the call that is being handled."""
+    _current.set(call)
+
+
+def current_call() -> Call:
+    """The call that is being handled. Raises LookupError outside of one."""
     return _current.get()
 
 
-def caller_if_known() -> Caller | None:
-    """As `current_caller`; None where a stranger calls, who may ask for the daemon's health."""
+def call_if_any() -> Call | None:
+    """As `current_call`; None outside of one."""
     return _current.get(None)
 
 
-def set_caller(caller: Caller) -> None:
-    """From here on the call that is being handled is this caller's."""
-    _current.set(caller)
+def current_caller() -> Caller:
+    """Who makes the call that is being handled. Raises LookupError outside of one."""
+    caller = _current.get().caller
+    if caller is None:
+        raise LookupError("the caller is anonymous")
+    return caller

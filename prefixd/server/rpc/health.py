@@ -10,8 +10,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixd.base.tenants import Tenant
-from prefixd.server.access.caller import caller_if_known
-from prefixd.server.rpc.rpc import Context
+from prefixd.server.access.caller import call_if_any
+from prefixd.server.rpc.status import Context
 
 _WATCHERS = 64  # of a tenant at once, and of all strangers
 
@@ -49,8 +49,8 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The status now and whenever it has changed."""
-        caller = caller_if_known()
-        tenant = None if caller is None else caller.tenant
+        call = call_if_any()
+        tenant = None if call is None or call.caller is None else call.caller.tenant
         if self._watchers[tenant] >= _WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} calls watch the health already; use Check instead"

@@ -13,15 +13,14 @@ import grpc
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
-from prefixd.server.access import strangers
-from prefixd.server.access.access import SocketAccess
-from prefixd.server.access.access_check import CALLS, HEALTH_CALLS, AccessCheck, CallLimits
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
-from prefixd.server.access.refusals import WAITING
+from prefixd.server.access.socket_access import SocketAccess
 from prefixd.server.access.tickets import Tickets
 from prefixd.server.access.token_file import TokenFile
-from prefixd.server.rpc.messages import ServiceTable
+from prefixd.server.rpc import anonymous
+from prefixd.server.rpc.door import Door, ServiceTable
+from prefixd.server.rpc.limits import CALLS, HEALTH_CALLS, WAITING, CallLimits
 from prefixd.server.rpc.receiving import OPENING
 from prefixd.server.rpc.tcp_connections import MOST, TcpConnections
 from prefixd.server.rpc.tls import tls_credentials
@@ -74,7 +73,7 @@ class Listeners:
     Who may connect to the unix socket is checked by the kernel, against the socket's permissions and access control
     list; which user somebody is, by tickets: gRPC accepts the connections itself and can neither be asked for their
     SO_PEERCRED nor be handed accepted ones, and a listener of ours in front of it would copy every byte. On TCP,
-    tokens and certificates say who comes in. `AccessCheck` is at both.
+    tokens and certificates say who comes in. A `Door` is at each.
 
     Args:
         settings: all of them.
@@ -97,22 +96,21 @@ class Listeners:
         self.identities = Identities(server, settings.tenants, tenants, self.tokens, tickets)
         generations = _generations(settings)
         self.limits = CallLimits(tenants, generations)
-        self._unix = grpc.aio.server(
-            interceptors=[AccessCheck(self.identities, self.limits, audit, "unix")], options=_OPTIONS
-        )
+        self._unix = grpc.aio.server(options=_OPTIONS)
         self._tcp: grpc.aio.Server | None = None
         if server.tcp is not None:
             self._credentials = tls_credentials(server)
-            by_certificate = server.tls_client_ca is not None
-            lasting = server.max_sessions + generations + HEALTH_CALLS + strangers.CALLS
+            lasting = server.max_sessions + generations + HEALTH_CALLS + anonymous.CALLS
             self._tcp = grpc.aio.server(
-                interceptors=[AccessCheck(self.identities, self.limits, audit, "tcp", certificates=by_certificate)],
                 options=_OPTIONS + _TCP_OPTIONS,
                 maximum_concurrent_rpcs=lasting + CALLS + WAITING + OPENING,
             )
         self._connections: TcpConnections | None = None
-        self._servers = [self._unix] if self._tcp is None else [self._unix, self._tcp]
-        self.services: Any = ServiceTable(self._servers)  # generated code asks for a grpc.aio.Server by type
+        doors = {"unix": self._unix} | ({} if self._tcp is None else {"tcp": self._tcp})
+        self._servers = list(doors.values())
+        self.services: Any = ServiceTable(  # generated code asks for a grpc.aio.Server by type
+            [(server, Door(self.identities, self.limits, audit, name)) for name, server in doors.items()]
+        )
 
     async def open(self) -> str | None:
         """Takes calls; returns host:port of the TCP door, if there is one.

@@ -28,7 +28,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from prefixd.server.access.access import SocketAccess
+from prefixd.server.access.socket_access import SocketAccess
 
 log = logging.getLogger(__name__)
 

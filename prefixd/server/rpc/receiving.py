@@ -13,16 +13,16 @@ Operators do not wait: whatever others do, they have to see it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from contextvars import ContextVar
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
 from prefixd.base.tenants import Role, Tenant, Tenants
-from prefixd.server.access.caller import Caller
-from prefixd.server.access.refusals import CallerPlaces
+from prefixd.server.access.caller import Call, Caller
+from prefixd.server.access.caller import Line as Turns
 from prefixd_scheduler import SharedLimit
 
 T = TypeVar("T")
@@ -35,93 +35,64 @@ STREAMS = 32
 STREAMS_OF_CALLER = 8
 OPENING = 1024
 """Calls whose message is not here, of all tenants (`SharedLimit`)."""
-RECEIVE_S = 60.0
-"""A call whose message is not here by then fails."""
 BYTES_PER_S = 32 << 20
 _SMALL_BYTES = 1 << 16
 _LATER_BYTES = (1 << 20) + (1 << 12)
 """More than any later message of a stream may have, with what is around its data."""
 
 
-class Door(Protocol):
-    """What a call passes while it is received."""
-
-    within_s: float
-    """Seconds that its first message may take."""
-
-    def first(self) -> AbstractAsyncContextManager[Line | None]:
-        """Around the receiving of a call's first message; gives where it waits when it is here."""
-        ...
-
-    def later(self) -> AbstractAsyncContextManager[Line | None]:
-        """Around the receiving of another one."""
-        ...
-
-    def stream(self) -> AbstractAsyncContextManager[None]:
-        """Around a call that sends many."""
-        ...
-
-
 Read = Callable[[], Coroutine[Any, Any, T | None]]
 """Receives the next message; None: there is no more. Waits once, until it is here, and puts it together then."""
 
-_door: ContextVar[Door] = ContextVar("door")
-_came_s: ContextVar[float] = ContextVar("came_s")
-_message_bytes: ContextVar[int] = ContextVar("message_bytes")
 
+async def first_message(call: Call, read: Read[T]) -> T | None:
+    """The first message of a call, or its only one; None: it has none.
 
-def set_door(door: Door) -> None:
-    """From here on the messages of the call that is being handled, which has just come, go through this."""
-    _door.set(door)
-    _came_s.set(asyncio.get_running_loop().time())
-
-
-def waited_s() -> float:
-    """Seconds since the call came that is being handled: its message was received, perhaps in line behind others."""
-    now_s = asyncio.get_running_loop().time()
-    return now_s - _came_s.get(now_s)
-
-
-def set_message_bytes(nbytes: int) -> None:
-    """So large is the message of the call that is being handled; it is here."""
-    _message_bytes.set(nbytes)
-
-
-def message_bytes() -> int:
-    """Bytes of the last message of the call that is being handled; 0 as long as there is none."""
-    return _message_bytes.get(0)
-
-
-async def first_message(read: Read[T]) -> T | None:
-    """The first message of the call that is being handled, or its only one; None: it has none.
-
-    The door's time is that until it is here; in line it may wait for longer.
+    The call's time is that until it has arrived; in line it may wait for longer.
 
     Raises:
         TooSlowError: it does not come.
         ExhaustedError: too many calls wait for theirs.
     """
-    door = _door.get()
-    async with door.first() as line:
+    async with call.first() as line:
         try:
-            async with asyncio.timeout(door.within_s) as timeout:
-                return await _InTurn(read(), line, partial(timeout.reschedule, None))
+            async with asyncio.timeout(call.receive_s) as timeout:
+                return await (read() if line is None else _InTurn(read(), line, partial(timeout.reschedule, None)))
         except TimeoutError:
             raise TooSlowError(
-                f"the call's message was not here within {door.within_s:g} s; send it at once, or less at a time"
+                f"the call's message was not here within {call.receive_s:g} s; send it at once, or less at a time"
             ) from None
 
 
-async def later_message(read: Read[T]) -> T | None:
-    """Another message of the call that is being handled; None: it has no more."""
-    async with _door.get().later() as line:
-        set_message_bytes(0)
-        return await _InTurn(read(), line)
+async def later_message(call: Call, read: Read[T]) -> T | None:
+    """Another message of a call; None: it has no more."""
+    async with call.later() as line:
+        call.message_bytes = 0
+        return await (read() if line is None else _InTurn(read(), line))
 
 
-def stream() -> AbstractAsyncContextManager[None]:
-    """Around a call that sends many messages: waits for a place."""
-    return _door.get().stream()
+class CallerPlaces:
+    """Gives places in the order in which they are asked for.
+
+    Args:
+        of_tenant: how many all callers of a tenant have together.
+        of_caller: how many one caller has.
+    """
+
+    def __init__(self, of_tenant: int, of_caller: int) -> None:
+        self._of_tenant, self._of_caller = of_tenant, of_caller
+        self._tenants: dict[Tenant, asyncio.Semaphore] = {}
+        self._callers: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def place(self, caller: Caller) -> AsyncGenerator[None]:
+        """Waits for a place, and has it. All processes of a user, and all calls from a host, are one caller."""
+        of_caller = self._callers.get(caller.origin)
+        if of_caller is None:
+            of_caller = self._callers[caller.origin] = asyncio.Semaphore(self._of_caller)
+        of_tenant = self._tenants.setdefault(caller.tenant, asyncio.Semaphore(self._of_tenant))
+        async with of_caller, of_tenant:
+            yield
 
 
 class Receiving:
@@ -139,9 +110,9 @@ class Receiving:
         self._opening = SharedLimit(OPENING, lambda: tenants.calling)
 
     @asynccontextmanager
-    async def first(self, caller: Caller) -> AsyncGenerator[Line | None]:
-        """Around the receiving of a caller's message: waits until that may begin, and gives where it waits when it is
-        here. Raises ExhaustedError."""
+    async def first(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
+        """Around the receiving of a caller's message: waits until that may begin, and gives where it waits once it has
+        arrived. Raises ExhaustedError."""
         if caller.role is Role.ADMIN:
             yield None
             return
@@ -152,16 +123,16 @@ class Receiving:
                     yield line
                 finally:
                     if line is not None:
-                        line.pay(message_bytes())
+                        line.pay(call.message_bytes)
 
     @asynccontextmanager
-    async def later(self, caller: Caller) -> AsyncGenerator[Line | None]:
-        """Around the receiving of a later message of a stream; gives where it waits when it is here."""
+    async def later(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
+        """Around the receiving of a later message of a stream; gives where it waits once it has arrived."""
         line = None if caller.role is Role.ADMIN else self._line(caller)
         try:
             yield line
         finally:
-            if line is not None and (nbytes := message_bytes()) > _LATER_BYTES:
+            if line is not None and (nbytes := call.message_bytes) > _LATER_BYTES:
                 line.pay(nbytes)
 
     def stream(self, caller: Caller) -> AbstractAsyncContextManager[None]:
@@ -225,7 +196,7 @@ class _InTurn(Generic[T]):
     """
 
     def __init__(
-        self, reading: Coroutine[Any, Any, T], line: Line | None, on_here: Callable[[], None] = lambda: None
+        self, reading: Coroutine[Any, Any, T], line: Turns, on_here: Callable[[], None] = lambda: None
     ) -> None:
         self._reading = reading
         self._line = line
@@ -233,8 +204,6 @@ class _InTurn(Generic[T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         reading, line = self._reading, self._line
-        if line is None:
-            return (yield from reading.__await__())
         try:
             here: asyncio.Future[None] = reading.send(None)
         except StopIteration as ended:

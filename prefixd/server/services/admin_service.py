@@ -19,7 +19,7 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.caller import current_caller
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
-from prefixd.server.rpc.rpc import streaming, unary
+from prefixd.server.rpc.status import streaming, unary
 from prefixd.server.services.prefixes import find_prefix, inspect_prefix, list_prefixes
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb

@@ -31,7 +31,7 @@ from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.namespaces import check_part_count
 from prefixd.server.access.caller import current_caller
 from prefixd.server.kv_events import Watches
-from prefixd.server.rpc.rpc import Context, abort, deliver, granting, unary
+from prefixd.server.rpc.status import Context, abort, deliver, granting, unary
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back
 from prefixd.server.services.rule_messages import retention_wishes, rule_spec

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from prefixd.base.tenants import Role
-from prefixd.server.access.caller import current_caller
-from prefixd.server.rpc.receiving import message_bytes, waited_s
-from prefixd.server.rpc.rpc import streaming, unary
+from prefixd.server.access.caller import current_call, current_caller
+from prefixd.server.rpc.status import streaming, unary
 from prefixd.server.services.rule_messages import retention_wishes
 from prefixd.serving.generation import (
     Accepted,
@@ -85,8 +84,8 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         model=request.model,
         tenant=current_caller().tenant,
         read_only=request.read_only,
-        message_bytes=message_bytes(),
-        waited_s=waited_s(),
+        message_bytes=current_call().message_bytes,
+        waited_s=current_call().waited_s,
         retention=retention_wishes(request.retention),
     )
 

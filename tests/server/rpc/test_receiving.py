@@ -13,39 +13,24 @@ import pytest
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
 from prefixd.base.tenants import Quota, Role, Tenants
-from prefixd.server.access.caller import Caller
+from prefixd.server.access.caller import Call, Caller
 from prefixd.server.rpc import receiving
-from prefixd.server.rpc.receiving import (
-    Line,
-    Receiving,
-    first_message,
-    later_message,
-    message_bytes,
-    set_door,
-    set_message_bytes,
-)
+from prefixd.server.rpc.receiving import Line, Receiving, first_message, later_message
 from prefixd_swap.simulated_time import SimulatedTimeLoop
 
 _LARGE = 16 << 20
 
 
-class TenantsDoor:
-    """The door of a caller's calls."""
-
-    within_s = 60.0
+class TenantsCall(Call):
+    """A caller's call."""
 
     def __init__(self, receiving_: Receiving, caller: Caller) -> None:
+        super().__init__(caller)
         self._receiving = receiving_
         self._caller = caller
 
     def first(self) -> AbstractAsyncContextManager[Line | None]:
-        return self._receiving.first(self._caller)
-
-    def later(self) -> AbstractAsyncContextManager[Line | None]:
-        return self._receiving.later(self._caller)
-
-    def stream(self) -> AbstractAsyncContextManager[None]:
-        return self._receiving.stream(self._caller)
+        return self._receiving.first(self._caller, self)
 
 
 class Calls:
@@ -82,11 +67,11 @@ class Calls:
             finally:
                 self.receiving.remove(name)
             self.put_together.append((name, asyncio.get_running_loop().time()))
-            set_message_bytes(nbytes)
+            call.message_bytes = nbytes
             return name
 
-        set_door(TenantsDoor(self._receiving, Caller(tenant, role, name[:2], "tcp")))
-        assert await first_message(read) == name
+        call = TenantsCall(self._receiving, Caller(tenant, role, name[:2], "tcp"))
+        assert await first_message(call, read) == name
 
 
 async def turns(count: int = 8) -> None:
@@ -244,7 +229,7 @@ def test_the_time_in_line_is_not_the_time_that_a_message_may_take(monkeypatch: p
 async def test_what_a_read_fails_with_or_gives_instead_is_the_calls() -> None:
     """gRPC's gives None where its future has failed."""
     tenants = Tenants({"a": Quota(), "b": Quota()})
-    set_door(TenantsDoor(Receiving(tenants), Caller(tenants.known("a"), Role.CLIENT, "x", "tcp")))
+    call = TenantsCall(Receiving(tenants), Caller(tenants.known("a"), Role.CLIENT, "x", "tcp"))
 
     async def read(failing: asyncio.Future[int]) -> int | None:
         try:
@@ -254,7 +239,7 @@ async def test_what_a_read_fails_with_or_gives_instead_is_the_calls() -> None:
 
     for error in (LookupError(), ValueError("five")):
         failing: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(first_message(partial(read, failing)))
+        task = asyncio.create_task(first_message(call, partial(read, failing)))
         await turns()
         failing.set_exception(error)
         if isinstance(error, LookupError):
@@ -272,14 +257,14 @@ async def test_all_processes_of_a_user_and_all_calls_from_a_host_are_one_caller(
         return Caller(tenants.default, Role.CLIENT, name, "unix" if pid else "tcp", pid, host)
 
     async def hold(who: Caller) -> None:
-        async with receiving_.first(who):
+        async with receiving_.first(who, Call(who)):
             await asyncio.Event().wait()
 
     silent = [caller("uid 1001", pid) for pid in range(1, 9)] + [caller("anybody", host="ipv4:10.0.0.1")] * 8
     tasks = [asyncio.create_task(hold(who)) for who in silent]
     await turns()
     for other in (caller("uid 1002", 9), caller("anybody", host="ipv4:10.0.0.2")):
-        async with asyncio.timeout(10), receiving_.first(other):
+        async with asyncio.timeout(10), receiving_.first(other, Call(other)):
             pass
     for task in tasks:
         task.cancel()
@@ -293,28 +278,28 @@ async def test_a_large_later_message_of_a_stream_keeps_the_next_call(monkeypatch
     caller = Caller(tenants.known("a"), Role.CLIENT, "x", "tcp")
 
     async def turn() -> None:
-        async with calls.first(caller) as line:
+        async with calls.first(caller, Call(caller)) as line:
             assert line is not None
             await line.turn()
 
-    async with calls.later(replace(caller, role=Role.ADMIN)) as line:
+    async with calls.later(replace(caller, role=Role.ADMIN), Call(caller)) as line:
         assert line is None, "operators do not wait"
     for nbytes, waits in ((1 << 20, False), (_LARGE, True)):  # a piece of a Put is not large
-        async with calls.later(caller):
-            set_message_bytes(nbytes)
-        set_message_bytes(0)
+        async with calls.later(caller, call := Call(caller)):
+            call.message_bytes = nbytes
         task = asyncio.create_task(turn())
         await turns()
         assert task.done() is not waits
     task.cancel()
 
 
-class _Door:
-    """A door that gives a message 0.05 s."""
+class _Short(Call):
+    """A call that gives a message 0.05 s."""
 
-    within_s = 0.05
+    receive_s = 0.05
 
     def __init__(self, line: Line | None) -> None:
+        super().__init__(None)
         self._line = line
 
     @asynccontextmanager
@@ -323,22 +308,18 @@ class _Door:
 
     later = first
 
-    @asynccontextmanager
-    async def stream(self) -> AsyncIterator[None]:
-        yield
-
 
 @pytest.mark.parametrize("in_line", [False, True])
 async def test_a_call_has_a_message_in_time(in_line: bool) -> None:
     async def one() -> str:
-        set_message_bytes(100)
+        call.message_bytes = 100
         return "one"
 
     async def none() -> None:
         return None
 
-    set_door(_Door(Line() if in_line else None))
-    assert await first_message(one) == "one" and message_bytes() == 100
-    assert await later_message(none) is None and message_bytes() == 0
+    call = _Short(Line() if in_line else None)
+    assert await first_message(call, one) == "one" and call.message_bytes == 100
+    assert await later_message(call, none) is None and call.message_bytes == 0
     with pytest.raises(TooSlowError, match=r"not here within 0\.05 s"):
-        await first_message(asyncio.Event().wait)
+        await first_message(call, asyncio.Event().wait)

@@ -8,8 +8,8 @@ import pytest
 from google.protobuf.message import Message
 
 from prefixd.base.errors import InvalidArgumentError
-from prefixd.server.rpc import messages as wire
-from prefixd.server.rpc.messages import check_fields
+from prefixd.server.rpc import wire
+from prefixd.server.rpc.wire import check_fields
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import inference_pb2 as inference
 

@@ -23,7 +23,7 @@ from prefixd.cache import (
     Tiers,
     check_integrity,
 )
-from prefixd.server.rpc.rpc import abort
+from prefixd.server.rpc.status import abort
 from prefixd.server.services import cache_service, put_stream
 from prefixd.server.services.put_stream import Put
 from prefixd.v1 import cache_pb2 as pb

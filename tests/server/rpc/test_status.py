@@ -14,8 +14,8 @@ import pytest
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache import Process, TieredCache, check_integrity
-from prefixd.server.access.refusals import set_refusal_turn
-from prefixd.server.rpc import rpc
+from prefixd.server.access.caller import Call, set_call
+from prefixd.server.rpc import status
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
@@ -27,7 +27,7 @@ class Service:
         self.may = asyncio.Event()
         self.taken_back: list[tuple[str, str]] = []
 
-    @rpc.granting(lambda self, request, response: self.taken_back.append((request, response)))
+    @status.granting(lambda self, request, response: self.taken_back.append((request, response)))
     async def grant(self, request: str) -> str:
         await self.may.wait()
         if request == "too much":
@@ -47,7 +47,7 @@ async def test_what_a_caller_that_has_gone_is_granted_is_taken_back() -> None:
             await task
     service.may.set()
     assert await there == "granted there"
-    await rpc.settle()
+    await status.settle()
     await asyncio.sleep(0)
     assert service.taken_back == [("gone", "granted gone")]
 
@@ -103,7 +103,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         await stub.Match(pb.MatchRequest(**named))
         await asyncio.sleep(0)
         may.set()
-        await rpc.settle()
+        await status.settle()
         await asyncio.sleep(0)
         (opened,) = cache.leases.sessions.values()
         assert not opened.grants
@@ -116,12 +116,12 @@ class _Request:
 
 
 class _Refusing:
-    @rpc.unary
+    @status.unary
     async def unary(self, request: Any) -> Any:
         await asyncio.sleep(0)
         raise ExhaustedError("no")
 
-    @rpc.streaming
+    @status.streaming
     async def streaming(self, request: Any) -> AsyncGenerator[Any, None]:
         await asyncio.sleep(0)
         raise ExhaustedError("no")
@@ -160,13 +160,13 @@ async def test_a_refused_request_is_gone_at_once(kind: str) -> None:
 async def test_a_refusal_that_waits_keeps_no_request(kind: str) -> None:
     waits, told = asyncio.Event(), asyncio.Event()
 
-    async def turn() -> bool:
-        waits.set()
-        await told.wait()
-        return True
+    class Waiting(Call):
+        async def refusal_turn(self) -> None:
+            waits.set()
+            await told.wait()
 
     async def refuse(requests: list[_Request]) -> None:
-        set_refusal_turn(turn)
+        set_call(Waiting(None))
         with pytest.raises(grpc.aio.AbortError):
             if kind == "unary":
                 await _Refusing().unary(requests.pop(), _Aborting())

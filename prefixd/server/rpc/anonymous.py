@@ -1,16 +1,17 @@
-"""Calls of strangers, who may ask for the daemon's health: a few at a time of each host, one after the other, and
-some more whose answers are not read."""
+"""Calls of anonymous callers, who may ask for the daemon's health: a few at a time of each host, one after the other,
+and some more whose answers are not read."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.server.rpc.receiving import Line, message_bytes
+from prefixd.server.access.caller import Call
+from prefixd.server.rpc.receiving import Line
 
 AT_ONCE = 16
 """Calls whose message is not here."""
@@ -18,12 +19,12 @@ AT_ONCE_OF_HOST = 4
 CALLS = 512
 """Calls under way, those included that have been answered and whose answers are not read."""
 CALLS_OF_HOST = 128
-RECEIVE_S = 5.0
+_RECEIVE_S = 5.0
 """A call whose message is not here by then fails."""
 _HOSTS = 256  # whose large messages are remembered without a look at which are paid
 
 
-class Strangers:
+class AnonymousCalls:
     """How many calls they may make, and when their messages may be received. Hosts are told apart."""
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Strangers:
         call.add_done_callback(lambda _: _count(self._calls, host, -1))
 
     @asynccontextmanager
-    async def receiving(self, host: str) -> AsyncGenerator[Line]:
+    async def receiving(self, host: str, call: Call) -> AsyncGenerator[Line]:
         """Around the receiving of a message from a host; gives where it waits when it is here.
 
         Raises:
@@ -51,7 +52,7 @@ class Strangers:
             try:
                 yield line
             finally:
-                line.pay(message_bytes())
+                line.pay(call.message_bytes)
         finally:
             _count(self._sending, host, -1)
 
@@ -75,21 +76,25 @@ def _count(calls: Counter[str], host: str, more: int) -> None:
         del calls[host]
 
 
-class StrangersDoor:
-    """The `Door` of one call from a host. The health service has no streams of messages."""
+class AnonymousCall(Call):
+    """One call from a host. The health service has no streams of messages.
 
-    within_s = RECEIVE_S
+    Args:
+        calls: all of them.
+        host: from where it comes.
+        refusal_turn: waits until anonymous callers may be told of a limit.
+    """
 
-    def __init__(self, strangers: Strangers, host: str) -> None:
-        self._strangers = strangers
+    receive_s = _RECEIVE_S
+
+    def __init__(self, calls: AnonymousCalls, host: str, refusal_turn: Callable[[], Awaitable[object]]) -> None:
+        super().__init__(None)
+        self._calls = calls
         self._host = host
+        self._refusal_turn = refusal_turn
 
     def first(self) -> AbstractAsyncContextManager[Line]:
-        """See `Door`."""
-        return self._strangers.receiving(self._host)
+        return self._calls.receiving(self._host, self)
 
-    def later(self) -> NoReturn:
-        """See `Door`."""
-        raise AssertionError("the health service takes one message a call")
-
-    stream = later
+    async def refusal_turn(self) -> None:
+        await self._refusal_turn()

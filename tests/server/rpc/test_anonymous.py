@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.server.access.access_check import HEALTH_CALLS
-from prefixd.server.access.strangers import AT_ONCE, AT_ONCE_OF_HOST, CALLS, CALLS_OF_HOST, Strangers
+from prefixd.server.access.caller import Call
 from prefixd.server.rpc import receiving
-from prefixd.server.rpc.receiving import set_message_bytes
+from prefixd.server.rpc.anonymous import AT_ONCE, AT_ONCE_OF_HOST, CALLS, CALLS_OF_HOST, AnonymousCalls
+from prefixd.server.rpc.limits import HEALTH_CALLS
 
 TOKEN = "client-" + "c" * 32
 UNREAD = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
@@ -28,7 +28,7 @@ UNREAD = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    directory = tmp_path_factory.mktemp("strangers")
+    directory = tmp_path_factory.mktemp("anonymous")
     tokens = directory / "tokens"
     tokens.write_text(f"engine client {TOKEN}\n")
     tokens.chmod(0o600)
@@ -53,9 +53,9 @@ def test_who_is_known_does_not_wait_behind_those_who_are_not(daemon: DaemonProce
 
     with ExitStack() as stack:
         stack.callback(ended.set)
-        strangers = channel(daemon, stack).stream_unary("/grpc.health.v1.Health/Check")
+        anonymous = channel(daemon, stack).stream_unary("/grpc.health.v1.Health/Check")
         more = 3
-        calls = [strangers.future(silence(), timeout=60) for _ in range(AT_ONCE_OF_HOST + more)]
+        calls = [anonymous.future(silence(), timeout=60) for _ in range(AT_ONCE_OF_HOST + more)]
         asked = health_pb2.HealthCheckRequest()
         for door, metadata in (("unix", ()), ("tcp", [("authorization", f"Bearer {TOKEN}")])):
             check = health_pb2_grpc.HealthStub(channel(daemon, stack, door)).Check
@@ -68,7 +68,7 @@ def test_who_is_known_does_not_wait_behind_those_who_are_not(daemon: DaemonProce
     }
 
 
-def test_an_unknown_token_is_a_strangers(daemon: DaemonProcess) -> None:
+def test_an_unknown_token_is_a_anonymous(daemon: DaemonProcess) -> None:
     with ExitStack() as stack:
         health = health_pb2_grpc.HealthStub(channel(daemon, stack))
         metadata = [("authorization", "Bearer " + "x" * 40)]
@@ -96,16 +96,16 @@ def test_messages_of_calls_that_last_or_are_open_to_all_are_small(
     assert f"it has {(1 << 16) + 4} bytes, of {most} at most" in str(refused.value.details())
 
 
-def test_watchers_of_strangers_do_not_keep_others_from_watching(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_watchers_of_anonymous_do_not_keep_others_from_watching(daemon: DaemonProcess, tmp_path: Path) -> None:
     with ExitStack() as stack:
         asked = health_pb2.HealthCheckRequest()
-        strangers = health_pb2_grpc.HealthStub(channel(daemon, stack))
+        anonymous = health_pb2_grpc.HealthStub(channel(daemon, stack))
         watching = []
         for _ in range(64):  # one after the other: a host has few calls at once whose messages have not come
-            watching.append(strangers.Watch(asked, timeout=60))
+            watching.append(anonymous.Watch(asked, timeout=60))
             assert next(watching[-1]).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError, match="64 calls watch the health already"):
-            next(strangers.Watch(asked, timeout=60))
+            next(anonymous.Watch(asked, timeout=60))
         own = health_pb2_grpc.HealthStub(channel(daemon, stack, "unix")).Watch(asked, timeout=60)
         assert next(own).status == health_pb2.HealthCheckResponse.SERVING
         for each in (*watching, own):
@@ -137,26 +137,26 @@ def test_a_call_whose_answer_is_not_read_is_under_way(
 
 
 async def test_a_host_has_a_few_of_the_places() -> None:
-    strangers = Strangers()
+    anonymous = AnonymousCalls()
     async with AsyncExitStack() as held:
         for number in range(AT_ONCE // AT_ONCE_OF_HOST):
             for _ in range(AT_ONCE_OF_HOST):
-                await held.enter_async_context(strangers.receiving(f"ipv4:10.0.0.{number}"))
+                await held.enter_async_context(anonymous.receiving(f"ipv4:10.0.0.{number}", Call(None)))
             if number == 0:
                 with pytest.raises(ExhaustedError, match=r"4 calls to the health service .* 4 of them from here"):
-                    await held.enter_async_context(strangers.receiving("ipv4:10.0.0.0"))
+                    await held.enter_async_context(anonymous.receiving("ipv4:10.0.0.0", Call(None)))
         with pytest.raises(ExhaustedError, match=r"16 calls .* 0 of them from here"):
-            await held.enter_async_context(strangers.receiving("ipv4:10.0.0.9"))
-    async with strangers.receiving("ipv4:10.0.0.9"):
+            await held.enter_async_context(anonymous.receiving("ipv4:10.0.0.9", Call(None)))
+    async with anonymous.receiving("ipv4:10.0.0.9", Call(None)):
         pass
 
 
 async def test_calls_whose_answers_are_not_read_are_bounded() -> None:
-    strangers, read = Strangers(), asyncio.Event()
+    anonymous, read = AnonymousCalls(), asyncio.Event()
 
     def begin(host: str) -> asyncio.Task[bool]:
         call = asyncio.create_task(read.wait())
-        strangers.begin(host, call)
+        anonymous.begin(host, call)
         return call
 
     calls = [begin(f"ipv4:10.0.0.{number % 4}") for number in range(CALLS - 1)]
@@ -172,14 +172,13 @@ async def test_calls_whose_answers_are_not_read_are_bounded() -> None:
 
 async def test_large_messages_of_a_host_come_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "BYTES_PER_S", (16 << 20) // 600)
-    strangers = Strangers()
+    anonymous = AnonymousCalls()
     for number in range(300):
-        async with strangers.receiving(f"h{number}"):
-            set_message_bytes(16 << 20)
-    set_message_bytes(0)
+        async with anonymous.receiving(f"h{number}", call := Call(None)):
+            call.message_bytes = 16 << 20
 
     async def turn(host: str) -> None:
-        async with strangers.receiving(host) as line:
+        async with anonymous.receiving(host, Call(None)) as line:
             await line.turn()
 
     tasks = {host: asyncio.create_task(turn(host)) for host in ("h299", "another")}

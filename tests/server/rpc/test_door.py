@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -13,9 +13,10 @@ import grpc
 import pytest
 
 from prefixd.base.errors import ExhaustedError, NotFoundError
-from prefixd.server.rpc.messages import ServiceTable
-from prefixd.server.rpc.receiving import Line, message_bytes, set_door
-from prefixd.server.rpc.rpc import abort, streaming, unary
+from prefixd.server.access.caller import Call, set_call
+from prefixd.server.rpc.door import Door, ServiceTable
+from prefixd.server.rpc.receiving import Line
+from prefixd.server.rpc.status import abort, streaming, unary
 
 
 class Message:
@@ -78,34 +79,41 @@ class _Line(Line):
         await self.let.wait()
 
 
-class _Door(grpc.aio.ServerInterceptor):
-    """Lets everything in; messages that are here wait in line."""
-
-    within_s = 30.0
+class _Door(Door):
+    """Lets everything in; messages that have arrived wait in line."""
 
     def __init__(self, line: Line | None) -> None:
-        self._line = line
+        self.line = line
         self.begun = 0
         self.ended_with: list[int] = []
         """Bytes of the message, for each call that has received its first one or was ended before that."""
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        set_door(self)
-        return await continuation(handler_call_details)
+    async def admit(self, method: str, context: Any) -> None:
+        set_call(_Call(self))
+
+
+class _Call(Call):
+    receive_s = 30.0
+
+    def __init__(self, door: _Door) -> None:
+        super().__init__(None)
+        self._door = door
 
     @asynccontextmanager
     async def first(self) -> AsyncIterator[Line | None]:
-        self.begun += 1
+        self._door.begun += 1
         try:
-            yield self._line
+            yield self._door.line
         finally:
-            self.ended_with.append(message_bytes())
+            self._door.ended_with.append(self.message_bytes)
 
     @asynccontextmanager
     async def later(self) -> AsyncIterator[Line | None]:
-        yield self._line
+        yield self._door.line
 
-    stream = later
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[None]:
+        yield
 
 
 @pytest.fixture
@@ -124,13 +132,13 @@ async def door(request: pytest.FixtureRequest) -> _Door:
 
 @asynccontextmanager
 async def served(door: _Door) -> AsyncIterator[grpc.aio.Channel]:
-    service, server = Service(), grpc.aio.server(interceptors=[door])
+    service, server = Service(), grpc.aio.server()
     kinds = {"Last": grpc.unary_stream_rpc_method_handler, "Take": grpc.stream_unary_rpc_method_handler}
     handlers = {
         name: kinds.get(name, grpc.unary_unary_rpc_method_handler)(getattr(service, name), Message, bytes)
         for name in ("Answer", "Refuse", "Exhaust", "Last", "Take")
     }
-    ServiceTable([server]).add_registered_method_handlers("test.Test", handlers)
+    ServiceTable([(server, door)]).add_registered_method_handlers("test.Test", handlers)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -1,0 +1,331 @@
+"""The door: every call passes it before its method, and all that is checked of a call is called from here.
+
+    1. who calls: a ticket, a token, a certificate, or nothing (`Identities`)
+    2. whether the caller's role is enough, and whether its tenant may have one more call (`CallLimits`)
+    3. its message, when its turn has come (`Receiving`), in a size that can be parsed (`check_fields`)
+    4. the method; a PrefixdError becomes the call's status (`abort`)
+
+Nothing of a call is read before 3. A message that cannot be read is its sender's mistake, INVALID_ARGUMENT: left to
+itself gRPC answers UNKNOWN and puts a traceback into the daemon's log for every one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PrefixdError
+from prefixd.base.pacer import call_arrived
+from prefixd.base.tenants import Role
+from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.caller import Call, Caller, current_call, set_call
+from prefixd.server.access.identities import Identities, UnknownCallerError
+from prefixd.server.rpc.anonymous import AnonymousCall
+from prefixd.server.rpc.limits import OPEN_SERVICES, CallLimits
+from prefixd.server.rpc.receiving import Line, first_message, later_message
+from prefixd.server.rpc.status import Context, abort
+from prefixd.server.rpc.wire import check_fields
+
+log = logging.getLogger(__name__)
+
+_ADMIN_SERVICES = ("/prefixd.v1.Admin/",)
+_MOST_BYTES = {
+    "grpc.health.v1.Health": 1 << 10,
+    "grpc.reflection.v1alpha.ServerReflection": 1 << 16,
+    "prefixd.v1.PrefixCache/OpenSession": 1 << 16,
+    "prefixd.v1.PrefixCache/WatchBlocks": 1 << 10,
+}
+"""Of a message, by service or method: those that anybody may call, and those whose calls last. Others: 16 MiB."""
+
+
+_METHOD = 100  # characters of a method's name that are written down
+_CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
+
+Handler = Any  # grpc.RpcMethodHandler, which is generic to the type checker alone
+
+
+class ServiceTable:
+    """Takes services as a gRPC server does, and adds them to several servers, behind the door of each."""
+
+    def __init__(self, servers: Sequence[tuple[grpc.aio.Server, Door]]) -> None:
+        self._servers = servers
+        for server, door in servers:
+            server.add_generic_rpc_handlers((_UnknownMethods(door),))
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Passed over: what generated code adds here it also adds as registered methods, which take precedence."""
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Handler]) -> None:
+        """Adds the methods of a service, by name."""
+        for server, door in self._servers:
+            behind = {name: door.behind(f"/{service_name}/{name}", handler) for name, handler in handlers.items()}
+            server.add_registered_method_handlers(service_name, behind)
+
+
+class Door:
+    """Lets a call through to its method if the caller is known and has the role that the service needs.
+
+    Health is open to everyone, also to anonymous callers (`AnonymousCalls`); Admin needs the role admin; everything
+    else the role client or admin.
+
+    Args:
+        identities: who is who.
+        limits: of all doors together.
+        audit: is told who is let in and refused.
+        name: `unix` or `tcp`.
+    """
+
+    def __init__(self, identities: Identities, limits: CallLimits, audit: AuditLog, name: str) -> None:
+        self._identities = identities
+        self._limits = limits
+        self._audit = audit
+        self._name = name
+
+    def behind(self, method: str, handler: Handler) -> Handler:
+        """The handler of a method, as calls come to it through the door."""
+        several = handler.request_streaming
+        kind = f"{'stream' if several else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+        behaviour: Callable[[Any, Context], Any] = getattr(handler, kind)
+        requests = _all_messages if several else _only_message
+        served: Callable[[object, Context], Any]
+        if inspect.isasyncgenfunction(behaviour):
+
+            async def served(_: object, context: Context) -> AsyncGenerator[Any, None]:
+                try:
+                    async with (
+                        self._enter(method, context, several) as call,
+                        aclosing(behaviour(await requests(call, context), context)) as responses,
+                    ):
+                        async for response in responses:
+                            yield response
+                except PrefixdError as error:
+                    await abort(context, error)
+
+        else:
+
+            async def served(_: object, context: Context) -> Any:
+                try:
+                    async with self._enter(method, context, several) as call:
+                        return await behaviour(await requests(call, context), context)
+                except PrefixdError as error:
+                    await abort(context, error)
+
+        # Also where there is one message we read it, and not gRPC, which would wait for ever. gRPC's own iterator
+        # of requests is never begun: it keeps the last message until the garbage collector comes.
+        streams = handler.response_streaming
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        made: Handler = make(
+            served,
+            request_deserializer=_reader(method, handler),
+            response_serializer=handler.response_serializer,
+        )
+        return made
+
+    @asynccontextmanager
+    async def _enter(self, method: str, context: Context, several: bool) -> AsyncGenerator[Call]:
+        await self.admit(method, context)
+        call = current_call()
+        if not several:
+            yield call
+            return
+        async with call.stream():
+            yield call
+
+    async def admit(self, method: str, context: Context) -> None:
+        """Makes the caller known (`current_call`); ends the call if it is refused."""
+        open_to_all = method.startswith(OPEN_SERVICES)
+        try:
+            caller = self._who_calls(context)
+        except UnknownCallerError as error:
+            if not open_to_all:
+                await self._refuse_unknown(method, str(error), context)
+            self._admit_anonymous(context)
+            return
+        needed = Role.ADMIN if method.startswith(_ADMIN_SERVICES) else Role.CLIENT
+        if caller.role is not Role.ADMIN and caller.role is not needed and not open_to_all:
+            await self._tell_refused(caller, method, f"the role {needed} is needed")
+            service = "Admin" if needed is Role.ADMIN else "this service"
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{service} needs the role {needed}, and {caller.name} has the role {caller.role}; use a token or a "
+                "certificate with that role, or be the daemon's user or one of server.admin_uids at its unix socket",
+            )
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._limits.begin(method, caller, task)
+        except ExhaustedError as error:
+            await self._tell_refused(caller, method, str(error))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        set_call(_CallersCall(self._limits, caller, task))
+        self._audit.let_in(caller)
+
+    def _who_calls(self, context: Context) -> Caller:
+        """Raises UnknownCallerError."""
+        given = [_text(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
+        if len(given) > 1:
+            raise UnknownCallerError("the token is not known here: several were sent")
+        if self._name == "unix":
+            return self._identities.of_local(given[0] if given else "")
+        if given:
+            return self._identities.of_token(given[0])
+        presented: Mapping[str, Sequence[bytes]] = context.auth_context()
+        names = [_text(value) for field in _CERTIFICATE_NAMES for value in presented.get(field, ())]
+        return self._identities.of_certificate(names, _host(context))
+
+    def _admit_anonymous(self, context: Context) -> None:
+        """Raises ExhaustedError."""
+        anonymous, host, task = self._limits.anonymous, _host(context), asyncio.current_task()
+        assert task is not None
+        set_call(AnonymousCall(anonymous, host, partial(self._limits.refusals.turn, None)))
+        anonymous.begin(host, task)
+
+    async def _tell_refused(self, caller: Caller, method: str, why: str) -> None:
+        """Waits until a caller may be told, and writes that down."""
+        if await self._limits.refusals.turn(caller.tenant):
+            self._audit.refused(caller, method[:_METHOD], why)
+
+    async def _refuse_unknown(self, method: str, why: str, context: Context) -> NoReturn:
+        """Ends the call of somebody who is not known, and writes down from where it came."""
+        if await self._limits.refusals.turn(None):
+            peer = context.peer() if self._name == "tcp" else ""
+            self._audit.refused(None, method[:_METHOD], why, door=self._name, peer=peer)
+            log.info("refused %s%s: %s", method[:_METHOD], f" from {peer}" if peer else "", why)
+        remedy = (
+            "; send `authorization: Bearer TOKEN`, with a token from the daemon's server.tokens "
+            "(the prefixd command: --token-file, PREFIXD_TOKEN)"
+        )
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{why}{remedy if self._name == 'tcp' else ''}")
+        raise AssertionError("abort does not return")
+
+
+class _UnknownMethods(grpc.GenericRpcHandler):
+    """Refuses what no service has, after the same checks as any other call."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+        method = _text(handler_call_details.method)
+
+        async def refuse(_: object, context: Context) -> None:
+            try:
+                await self._door.admit(method, context)
+            except PrefixdError as error:
+                await abort(context, error)
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+        made: Handler = grpc.stream_stream_rpc_method_handler(refuse)  # type: ignore[arg-type, unused-ignore]
+        return made
+
+
+class _CallersCall(Call):
+    """One call of a caller who is known."""
+
+    def __init__(self, limits: CallLimits, caller: Caller, task: asyncio.Task[Any]) -> None:
+        super().__init__(caller)
+        self._limits = limits
+        self._known = caller
+        self._task = task
+
+    @asynccontextmanager
+    async def first(self) -> AsyncGenerator[Line | None]:
+        """Waits until the message may be received, and the call begin. Raises ExhaustedError."""
+        async with self._limits.receiving.first(self._known, self) as line:
+            await self._limits.turn(self._known.tenant, self._task)
+            yield line
+
+    @asynccontextmanager
+    async def later(self) -> AsyncGenerator[Line | None]:
+        """Each message has a turn as a call has one, or who sends many would have the event loop."""
+        self._limits.pause(self._task)
+        async with self._limits.receiving.later(self._known, self) as line:
+            yield line
+        await self._limits.turn(self._known.tenant, self._task)
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        """Waits for a place."""
+        return self._limits.receiving.stream(self._known)
+
+    async def refusal_turn(self) -> None:
+        await self._limits.refusals.turn(self._known.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    reason: str
+
+    def error(self) -> InvalidArgumentError:
+        return InvalidArgumentError(f"the message cannot be read ({self.reason}); send what proto/prefixd/v1 describes")
+
+
+def _reader(method: str, handler: Handler) -> Callable[[bytes], Any]:
+    """Parses a message of the call that is being handled, or says why it is `_Unreadable`."""
+    parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
+    descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)  # generated: `FromString` of a class
+    most_bytes = _MOST_BYTES.get(method[1:], _MOST_BYTES.get(method[1:].partition("/")[0]))
+
+    def read(message: bytes) -> Any:
+        call_arrived()
+        current_call().message_bytes = len(message)
+        if most_bytes is not None and len(message) > most_bytes:
+            return _Unreadable(f"it has {len(message)} bytes, of {most_bytes} at most")
+        try:
+            if descriptor is not None:
+                check_fields(message, descriptor)
+            return parse(message)
+        except (InvalidArgumentError, DecodeError) as error:
+            return _Unreadable(str(error))
+
+    return read
+
+
+async def _only_message(call: Call, context: Context) -> Any:
+    request = await first_message(call, partial(_read, context))
+    if request is None:
+        raise InvalidArgumentError("the call has no message; send one")
+    return _readable(request)
+
+
+async def _all_messages(call: Call, context: Context) -> AsyncIterator[Any]:
+    read = partial(_read, context)
+
+    async def messages() -> AsyncIterator[Any]:
+        message = await first_message(call, read)
+        while message is not None:
+            yield _readable(message)
+            del message
+            message = await later_message(call, read)
+
+    return messages()
+
+
+async def _read(context: Context) -> Any:
+    message = await context.read()
+    return None if message is grpc.aio.EOF else message
+
+
+def _readable(request: Any) -> Any:
+    """A message. Raises InvalidArgumentError where it cannot be read."""
+    if isinstance(request, _Unreadable):
+        raise request.error()
+    return request
+
+
+def _host(context: Context) -> str:
+    """From where a call comes: `ipv4:127.0.0.1`, or `unix:` and a path."""
+    peer: str = context.peer()
+    return peer if peer.startswith("unix:") else peer.rpartition(":")[0]
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("ascii", "replace")

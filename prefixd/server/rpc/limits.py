@@ -1,0 +1,191 @@
+"""How many calls each tenant may have under way, and at which rate those are told that are refused.
+
+Who is refused and asks again at once would have a large part of the event loop: refusing a call costs half as much as
+serving one. So refusals of one tenant, beyond a few, wait. So do those of all anonymous callers together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.fairness import CallTurns
+from prefixd.base.tenants import Role, Tenant, Tenants
+from prefixd.server.access.caller import Caller
+from prefixd.server.rpc.anonymous import AnonymousCalls
+from prefixd.server.rpc.receiving import Receiving
+from prefixd_scheduler import SharedLimit
+
+OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_SESSION = "/prefixd.v1.PrefixCache/OpenSession"
+"""It lasts, and has a limit of its own: sessions."""
+_GENERATE = "/prefixd.v1.Inference/Generate"
+_GET = "/prefixd.v1.PrefixCache/Get"
+CALLS = 1024
+"""Calls that are under way at once at the TCP door, beside those that last. From half of it on, no tenant gets more
+than its part of that half: nobody takes the last ones from others."""
+HEALTH_CALLS = 512
+"""Calls that ask for the daemon's health, of all tenants (`SharedLimit`)."""
+_WATCH = "/prefixd.v1.PrefixCache/WatchBlocks"
+WATCHES = 64
+"""Calls of WatchBlocks, of all tenants (`SharedLimit`). They last, and each looks at every change in the cache."""
+GETS = 256
+"""Calls of Get, of all tenants (`SharedLimit`). A piece of each waits in memory, some 4 MiB with its copies, also of
+one that is given up since nobody reads it."""
+
+PER_S = 20
+WAITING = 1024
+"""Calls whose refusals wait, of all tenants (`SharedLimit`); more are told at once, and kept nowhere."""
+_AT_ONCE = 50
+
+
+class Refusals:
+    """When tenants are told that they are refused.
+
+    Args:
+        tenants: all of them.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._paces: dict[Tenant | None, _Pace] = {}
+        self._waiting = SharedLimit(WAITING, lambda: tenants.calling + 1)
+
+    async def turn(self, tenant: Tenant | None) -> bool:
+        """Waits until a tenant may be told; None: somebody who is not known. False where so many wait that it is told
+        out of turn: then nothing is kept of it, and nothing written."""
+        if tenant is not None and self._tenants.calling == 1:
+            return True
+        if not self._waiting.left(tenant):
+            return False
+        pace = self._paces.setdefault(tenant, _Pace())
+        self._waiting.add(tenant, 1)
+        try:
+            await pace.turn()
+        finally:
+            self._waiting.add(tenant, -1)
+        return True
+
+
+class _Pace:
+    """`_AT_ONCE`, and then `PER_S`, one after the other; who goes away takes nobody's turn."""
+
+    def __init__(self) -> None:
+        self._line = asyncio.Lock()
+        self._next_s = 0.0
+
+    async def turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with self._line:
+            next_s = max(self._next_s, loop.time() - _AT_ONCE / PER_S) + 1 / PER_S
+            if next_s > loop.time():
+                await asyncio.sleep(next_s - loop.time())
+            self._next_s = next_s
+
+
+class CallLimits:
+    """Calls of each tenant that are under way, at all doors.
+
+    Args:
+        tenants: all of them.
+        generations: calls of Generate at once, of all tenants (`SharedLimit`).
+    """
+
+    def __init__(self, tenants: Tenants, generations: int) -> None:
+        self._tenants = tenants
+        self._generations = CallPool("generations", "calls of Generate", generations, tenants)
+        self._health = CallPool("health_calls", "calls to the health service", HEALTH_CALLS, tenants)
+        self._watches = CallPool("watches", "calls of WatchBlocks", WATCHES, tenants)
+        self._gets = CallPool("gets", "calls of Get", GETS, tenants)
+        self._calls: Counter[Tenant] = Counter()
+        self._all = 0
+        self.refusals = Refusals(tenants)
+        self.receiving = Receiving(tenants)
+        self.anonymous = AnonymousCalls()
+        self._turns = CallTurns()
+
+    def calls(self, tenant: Tenant) -> int:
+        """Calls of a tenant that are under way and counted."""
+        return self._calls[tenant]
+
+    def begin(self, method: str, caller: Caller, call: asyncio.Task[Any]) -> None:
+        """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may; operators
+        may always call."""
+        if method == _GENERATE:
+            self._generations.begin(caller, call)
+        elif method.startswith(OPEN_SERVICES):
+            self._health.begin(caller, call)
+        elif method == _WATCH:
+            self._watches.begin(caller, call)
+        elif method != _SESSION:
+            self._begin(caller, call)
+            if method == _GET:
+                self._gets.begin(caller, call)
+
+    def _begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
+        tenant, tenants = caller.tenant, self._tenants.calling
+        have = self._calls[tenant]
+        if caller.role is not Role.ADMIN:
+            self._check(tenant, have, max(1, CALLS // 2 // tenants), tenants)
+        self._calls[tenant] += 1
+        self._all += 1
+        call.add_done_callback(lambda _: self._end(tenant))
+
+    def _check(self, tenant: Tenant, have: int, share: int, tenants: int) -> None:
+        tenant.check("calls", have, "calls are under way", "wait for some to end")
+        if tenants > 1 and self._all >= CALLS // 2 and have >= share:
+            tenant.refused["calls"] += 1
+            raise ExhaustedError(
+                f"tenant {tenant.name}: {have} calls are under way, and {self._all} of all tenants; from "
+                f"{CALLS // 2} on each may have {share} (the daemon's own limit); wait for some to end"
+            )
+
+    def _end(self, tenant: Tenant) -> None:
+        self._calls[tenant] -= 1
+        self._all -= 1
+
+    async def turn(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
+        """Waits until a call of the tenant may begin, or go on after `pause`."""
+        if self._tenants.calling > 1:
+            await self._turns.begin(tenant, call)
+
+    def pause(self, call: asyncio.Task[Any]) -> None:
+        """A call waits for its caller now."""
+        self._turns.pause(call)
+
+
+class CallPool:
+    """Counts the calls; tenants share how many there may be (`SharedLimit`).
+
+    An answer waits in gRPC for as long as its caller has no room for it, also when the work is done and its limits know
+    nothing of it any more. So calls count until their tasks end.
+
+    Args:
+        name: of the limit, where refusals are counted.
+        what: the calls, in a refusal.
+        limit: of all tenants together.
+        tenants: all of them.
+    """
+
+    def __init__(self, name: str, what: str, limit: int, tenants: Tenants) -> None:
+        self._name = name
+        self._what = what
+        self._calls = SharedLimit(limit, lambda: tenants.calling)
+
+    def begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
+        """Counts a call until its task is done; those of operators do not count. Raises ExhaustedError if the tenant
+        has as many as it may."""
+        tenant, calls = caller.tenant, self._calls
+        if caller.role is Role.ADMIN:
+            return
+        if not calls.left(tenant):
+            tenant.refused[self._name] += 1
+            raise ExhaustedError(
+                f"tenant {tenant.name}: {calls[tenant]} {self._what} are under way, and {calls.total} of all "
+                f"tenants, which have {calls.limit} together (the daemon's own limit); read the answers of those that "
+                "have ended, or send fewer at a time"
+            )
+        calls.add(tenant, 1)
+        call.add_done_callback(lambda _: calls.add(tenant, -1))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def elapsed_s() -> float:
-    """Seconds since this host was started, those asleep included: the same for all processes of the host.
+elapsed_s = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+"""Seconds since this host was started, those asleep included: the same for all processes of the host.
 
-    Nobody sets this clock (CLOCK_BOOTTIME), while the wall clock may be set by a day at any moment. It begins anew when
-    the host does: what outlives that must not be measured by it.
-    """
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+Nobody sets this clock (CLOCK_BOOTTIME), while the wall clock may be set by a day at any moment. It begins anew when the
+host does: what outlives that must not be measured by it.
+"""
 
 
 def boot_id() -> bytes:

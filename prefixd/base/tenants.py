@@ -144,6 +144,9 @@ class Tenants:
         self._by_name: dict[str, Tenant] = {}
         self._by_ordinal: list[Tenant] = []
         self._named: frozenset[str] = frozenset()
+        self.calling = 0
+        """How many of them may send calls: those that settings name; where they name none, all but the one that owns
+        common blocks."""
         self.default = self.known(DEFAULT)
         self.set_quotas(quotas or {})
 
@@ -153,6 +156,7 @@ class Tenants:
         if tenant is None:
             tenant = self._by_name[name] = Tenant(name, len(self._by_name))
             self._by_ordinal.append(tenant)
+            self._count_calling()
         return tenant
 
     def at(self, ordinal: int) -> Tenant:
@@ -171,6 +175,7 @@ class Tenants:
             self.known(name).quota = quota
         named = frozenset(quotas) - {COMMON}
         self._named = named | {DEFAULT} if named else named
+        self._count_calling()
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_ordinal)
@@ -178,8 +183,5 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    @property
-    def calling(self) -> int:
-        """How many of them may send calls: those that settings name; where they name none, all but the one that owns
-        common blocks."""
-        return len(self._named) or len(self._by_name) - (COMMON in self._by_name)
+    def _count_calling(self) -> None:
+        self.calling = len(self._named) or len(self._by_name) - (COMMON in self._by_name)

@@ -20,7 +20,7 @@ from prefixd.cache.audit.integrity_holds import audit_grants, audit_holds, audit
 from prefixd.cache.audit.integrity_tenants import audit_tenants
 from prefixd.cache.audit.integrity_trie import Bools, audit_trie
 from prefixd.cache.cache import TieredCache
-from prefixd.cache.index.key_masks import Ordinals
+from prefixd.cache.index.key_index import Ordinals
 from prefixd.cache.index.trie import NO_SLOT, Trie
 from prefixd_swap import IntegrityError, StorageError
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from prefixd.base.steps import Steps
 from prefixd.cache.audit.findings import Findings
-from prefixd.cache.index.key_masks import Ordinals
+from prefixd.cache.index.key_index import Ordinals
 from prefixd.cache.index.scan import memory_for_copies
 from prefixd.cache.index.trie import NO_SLOT, NONE, TIERS, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE

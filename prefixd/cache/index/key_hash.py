@@ -73,6 +73,10 @@ class KeyHash:
         hashed: int = t1[mixed & _LOWEST] ^ t2[mixed >> _CHARACTER_BITS & _LOWEST] ^ t3[mixed >> _SECOND_BITS & _LOWEST]
         return hashed
 
+    def each(self, keys: bytes) -> list[int]:
+        """The hash of each of a few keys, 16 bytes each, one behind the other."""
+        return [self.one(keys, at) for at in range(0, len(keys), 4 * _WORDS)]
+
     def all(self, keys: Keys) -> Hashes:
         """[m]: the hashes of [m, 2] halves of keys; 27 us for 1,000 keys."""
         words = keys.view("<u4").reshape(-1, _WORDS)

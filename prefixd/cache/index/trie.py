@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.children import Descendants, link, unlink_all
+from prefixd.cache.index.key_index import Ordinals
 from prefixd.cache.index.key_index import Rows as Rows
-from prefixd.cache.index.key_masks import Ordinals
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie_table import NO_SLOT as NO_SLOT
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable

@@ -15,7 +15,7 @@ from prefixd.base.clocks import elapsed_s
 from prefixd.client.cache import AsyncCache
 from prefixd.client.connecting.connection import Connection, parse_address
 from prefixd.client.connecting.credentials import Credentials
-from prefixd.client.connecting.forks import check_not_forked, check_process
+from prefixd.client.connecting.forks import check_not_forked, forked_from
 from prefixd.client.connecting.session import MemoryMode, NewSession, Session
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
 from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_from_proto, generate_request
@@ -121,7 +121,8 @@ class AsyncClient:
     @property
     def connection(self) -> Connection:
         """The gRPC channel, opened at first use. Raises `ClientClosed`; `ForkedProcess` in a forked child."""
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            raise forked_from(self._pid)
         if self._closed:
             raise ClientClosed("the client is closed")
         if self._connection is None:
@@ -149,7 +150,7 @@ class AsyncClient:
         waits once.
         """
         connection = self.connection
-        if self._session is not None and self._session.alive:
+        if self._session is not None and self._session.lost_because is None:
             return self._session
         if self._opening is None:
             self._opening = asyncio.create_task(self._open(connection), name="prefixd-open-session")

@@ -92,7 +92,7 @@ class RegisteredNamespace:
     async def _register_in(self, session: Session) -> None:
         if self._registered_in is session:
             return
-        connection = self.client.connection
+        connection = session.connection
         response = await connection.call(
             connection.cache.RegisterNamespace,
             cache_pb2.RegisterNamespaceRequest(namespace=self.spec.to_proto(), session_id=session.session_id),
@@ -128,7 +128,7 @@ class RegisteredNamespace:
         nothing: Callable[[], Any],
         grant_id: Callable[[Any], str] | None,
     ) -> Answer:
-        connection = self.client.connection
+        connection = session.connection
         asked_at_s = self.client.clock()
         if grant_id is not None and session.arena is None:
             raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")

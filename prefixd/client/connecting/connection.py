@@ -14,7 +14,7 @@ import grpc
 from prefixd.base.clocks import elapsed_s
 from prefixd.client.connecting.credentials import Credentials, Ticket
 from prefixd.client.connecting.default_socket import check_default_socket, default_socket
-from prefixd.client.connecting.forks import check_process
+from prefixd.client.connecting.forks import forked_from
 from prefixd.client.errors import (
     CallTimeout,
     ClientClosed,
@@ -187,11 +187,12 @@ class Connection:
         A daemon that refuses the call's ticket has read nothing of the call. It has another key, for it took the place
         of the one that signed the ticket: another one is fetched, and the call begun once more.
         """
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            raise forked_from(self._pid)
         for again in (True, False):
             await self._wait_out_backoff()
             ticket = self._ticket
-            shown = () if ticket is None else ticket.metadata()
+            shown = () if ticket is None else ticket.metadata
             try:
                 return await finish(begin())
             except grpc.aio.AioRpcError as error:

@@ -36,13 +36,10 @@ class Ticket:
     def __init__(self, socket: str, clock: Callable[[], float]) -> None:
         self._door = socket + DOOR_SUFFIX
         self._clock = clock
-        self._metadata: tuple[tuple[str, str], ...] = ()
+        self.metadata: _Metadata = ()
+        """What a call carries."""
         self._fetched_s: float | None = None
         self._fetching = asyncio.Lock()
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries."""
-        return self._metadata
 
     @property
     def fresh(self) -> bool:
@@ -60,15 +57,15 @@ class Ticket:
         another ticket, once for all calls that were refused together; False where there is none to be had.
         """
         async with self._fetching:
-            if self._metadata == refused:
+            if self.metadata == refused:
                 await self._fetch()
-            return self._metadata != refused
+            return self.metadata != refused
 
     async def _fetch(self) -> None:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_FETCH_S):
                 answer = await self._ask()
-            self._metadata = (("authorization", f"Ticket {answer}"),) if answer else ()
+            self.metadata = (("authorization", f"Ticket {answer}"),) if answer else ()
             self._fetched_s = self._clock()
 
     async def _ask(self) -> str:
@@ -126,11 +123,11 @@ class Credentials:
         """What stubs are made on: the channel, whose calls carry the ticket, or the token where there is one to
         show."""
         if ticket is not None:
-            return _Showing(channel, ticket.metadata)
+            return _Showing(channel, ticket)
         if not self.token:
             return channel
         metadata = (("authorization", f"Bearer {self.token}"),)
-        return _Showing(channel, lambda: metadata)
+        return _Showing(channel, _Token(metadata))
 
     def _tls(self) -> grpc.ChannelCredentials:
         import ssl
@@ -157,19 +154,24 @@ class Credentials:
         return grpc.ssl_channel_credentials(*content)
 
 
-class _Showing:
-    """The part of a channel that stubs use; each call carries what `metadata` gives."""
+@dataclass(frozen=True, slots=True)
+class _Token:
+    metadata: _Metadata
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[], _Metadata]) -> None:
+
+class _Showing:
+    """The part of a channel that stubs use; each call carries the metadata of a ticket or a token."""
+
+    def __init__(self, channel: grpc.aio.Channel, shown: Ticket | _Token) -> None:
         self._channel = channel
-        self._metadata = metadata
+        self._shown = shown
 
     def __getattr__(self, kind: str) -> Any:
         make = getattr(self._channel, kind)  # unary_unary and the like
 
         def method(*arguments: Any, **options: Any) -> Any:
             call = make(*arguments, **options)
-            return lambda request, **how: call(request, metadata=self._metadata(), **how)
+            return lambda request, **how: call(request, metadata=self._shown.metadata, **how)
 
         return method
 

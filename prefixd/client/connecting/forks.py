@@ -59,7 +59,6 @@ def check_not_forked() -> None:
         raise ForkedProcess(f"no client works in this process: gRPC was in use when it was forked; {REMEDY}")
 
 
-def check_process(pid: int) -> None:
-    """Raises `ForkedProcess` in any other process than `pid`, in which a client was made."""
-    if os.getpid() != pid:
-        raise ForkedProcess(f"the client was made in process {pid}, before this one was forked; {REMEDY}")
+def forked_from(pid: int) -> ForkedProcess:
+    """The error of a client that was made in process `pid` and is used in another one."""
+    return ForkedProcess(f"the client was made in process {pid}, before this one was forked; {REMEDY}")

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from prefixd.client.connecting.forks import check_process
-from prefixd.client.errors import ClientClosed, ExhaustedError, ForkedProcess
+from prefixd.client.connecting.forks import forked_from
+from prefixd.client.errors import ClientClosed, ExhaustedError
 
 T = TypeVar("T")
 
@@ -48,11 +48,9 @@ class Portal:
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Has `work` done, and does not wait for it. Raises `ClientClosed` after `stop`, `ForkedProcess` in a child."""
-        try:
-            check_process(self._pid)
-        except ForkedProcess:
+        if os.getpid() != self._pid:
             work.close()
-            raise
+            raise forked_from(self._pid)
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:

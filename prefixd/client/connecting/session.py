@@ -57,7 +57,9 @@ class Holder(Protocol):
 class Session:
     """An open session. `arena` is None when bytes travel in the stream of Get and Put."""
 
-    def __init__(self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, address: str) -> None:
+    def __init__(
+        self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, connection: Connection
+    ) -> None:
         self.session_id = opened.session_id
         self.server_version = opened.server_version
         self.default_ttl_s = opened.default_ttl_s
@@ -67,7 +69,7 @@ class Session:
         self.arena = arena
         self.draining = False
         self.lost_because: str | None = None
-        self._address = address
+        self.connection = connection
         self._stream = stream
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._watcher = asyncio.create_task(self._watch(), name="prefixd-session")
@@ -90,7 +92,7 @@ class Session:
         except BaseException:
             stream.cancel()
             raise
-        return cls(stream, event.opened, arena, connection.address)
+        return cls(stream, event.opened, arena, connection)
 
     @property
     def alive(self) -> bool:
@@ -121,7 +123,7 @@ class Session:
             await self._watcher
 
     async def _watch(self) -> None:
-        reason = f"the daemon at {self._address} ended the session"
+        reason = f"the daemon at {self.connection.address} ended the session"
         try:
             while (event := await self._stream.read()) is not _END:
                 self.draining = self.draining or event.WhichOneof("event") == "draining"

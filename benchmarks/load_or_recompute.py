@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.throttled import DiskRate, ThrottledDaemon
 from prefixd.client import AsyncClient, Finished, Tier, Tokens
-from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
 
 DESCRIPTION = """\
 Three daemons with the embedded model, each with a worker of its own, differ in scheduler.load alone: auto, always,

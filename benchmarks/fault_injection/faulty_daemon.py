@@ -239,7 +239,7 @@ def _spoil(data: memoryview) -> None:
 
 def main() -> None:
     """The daemon."""
-    from prefixd.cli.demo import tethered
+    from prefixd.cli import tethered
 
     if len(sys.argv) < 3 or sys.argv[1] != "--faults":
         sys.exit("usage: python -m benchmarks.fault_injection.faulty_daemon --faults FILE PARENT serve ...")

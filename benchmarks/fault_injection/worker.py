@@ -22,7 +22,7 @@ _PROGRAM = """
 import os
 os.environ["PYTHONPATH"] = os.pathsep.join([{scarce!r}, os.environ.get("PYTHONPATH", "")])
 os.environ["SCARCE_MAPPINGS"] = {limit!r}
-from prefixd.cli.demo.tethered import main
+from prefixd.cli.tethered import main
 main()
 """
 _PROMPT_TOKENS = 150

@@ -212,7 +212,7 @@ def _place(frame: FrameType | None) -> str:
 
 def main() -> None:
     """The daemon."""
-    from prefixd.cli.demo import tethered
+    from prefixd.cli import tethered
 
     if len(sys.argv) < 3 or sys.argv[1] != "--holds":
         sys.exit("usage: python -m benchmarks.load.loop_watch --holds FILE PARENT serve ...")

@@ -23,7 +23,7 @@ from typing import Any, Self
 from benchmarks.common.harness import free_port
 from prefixd.base.errors import PrefixdError
 from prefixd.cli.demo.daemon_process import last_lines
-from prefixd.cli.demo.tethered import PR_SET_PDEATHSIG
+from prefixd.cli.tethered import PR_SET_PDEATHSIG
 
 _START_S = 120.0
 _STOP_S = 60.0

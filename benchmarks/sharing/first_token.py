@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.slow_link import SlowLink
 from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, Tier, Tokens
-from prefixd.workloads.slow_link import SlowLink
 
 WORST_RATIO = 1.1
 BLOCK_TOKENS = 16

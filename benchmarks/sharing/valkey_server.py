@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.common import harness
-from prefixd.cli.demo.tie import tied
+from benchmarks.common.tie import tied
 from prefixd_swap.stores.valkey.valkey_store import command
 
 _START_S = 30.0

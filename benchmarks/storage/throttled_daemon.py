@@ -105,7 +105,7 @@ class ThrottledDaemon(DaemonProcess):
 
 def main() -> None:
     """The daemon."""
-    from prefixd.cli.demo import tethered
+    from prefixd.cli import tethered
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storage.throttled_daemon")
     parser.add_argument("--bytes-per-s", type=float, required=True)

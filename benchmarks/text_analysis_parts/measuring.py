@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.throttled import DiskRate, ThrottledDaemon
 from benchmarks.text_analysis_parts.suites import Cell
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.cli.demo.runner import Progress, measure, settings_for, warm_up_all
 from prefixd.workloads.figures import Figures
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
-from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
 
 _FEWER = 4  # so many times fewer requests where each takes long
 _LEAST = 32

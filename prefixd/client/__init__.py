@@ -12,6 +12,7 @@ that the daemon shares with clients on its host, and through gRPC for all others
 from prefixd.client.connecting.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
+from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import default_address
 from prefixd.client.connecting.session import NewSession
 from prefixd.client.errors import (
@@ -45,7 +46,6 @@ from prefixd.client.inference import (
     TokenLogprobs,
     Tokens,
 )
-from prefixd.client.memory.arena import Arena
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import (
     ChunkedWindow,

@@ -10,8 +10,8 @@ from prefixd.client.memory import streaming
 from prefixd.client.memory.buffers import BlockBuffers, Buffer
 from prefixd.client.memory.holds import Granted
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
+from prefixd.client.memory.namespace import Answer, RegisteredNamespace
 from prefixd.client.memory.slices import SLICE_SHARE, Slice, Slices, Wanted
-from prefixd.client.namespace import Answer, RegisteredNamespace
 from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import cache_pb2

@@ -13,18 +13,18 @@ from typing import Self, cast
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.client.cache import AsyncCache
+from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import Connection, parse_address
 from prefixd.client.connecting.credentials import Credentials
 from prefixd.client.connecting.forks import check_not_forked, forked_from
 from prefixd.client.connecting.session import MemoryMode, NewSession, Session
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
 from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_from_proto, generate_request
-from prefixd.client.memory.arena import Arena
 from prefixd.client.memory.copying import Copier
 from prefixd.client.memory.holds import renew
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
+from prefixd.client.memory.namespace import RegisteredNamespace
 from prefixd.client.messages import message
-from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.spec import NamespaceSpec, Retention, Tier
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2

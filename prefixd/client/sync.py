@@ -14,12 +14,12 @@ from typing import Generic, Self, TypeVar
 
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
+from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.portal import Portal
 from prefixd.client.connecting.session import MemoryMode
 from prefixd.client.errors import ClientClosed, ClientError
 from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import BeamSearch, GenerateEvent
-from prefixd.client.memory.arena import Arena
 from prefixd.client.memory.buffers import Buffer
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult, Tier

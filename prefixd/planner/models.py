@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from prefixd.base.errors import ConfigError
-from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import FullAttention, GroupShape, SlidingWindow
 
 _DESCRIBE_S = 120.0

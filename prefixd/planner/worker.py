@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from prefixd.planner.hardware import ComputeCosts
-from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, Start, Step, ToWorker, Update
 
 _MOST_PASSES = 1 << 16

@@ -14,6 +14,7 @@ import torch
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.decoding.beam_run import Beam, BeamRun, not_finite
 from prefixd.worker.decoding.draft import Draft, Fed
+from prefixd.worker.decoding.run import Run, check_arrived, check_start
 from prefixd.worker.decoding.sampling import Choice, Chosen, choose_tokens
 from prefixd.worker.images import PromptImages
 from prefixd.worker.memory.cross_kv import CrossKv
@@ -21,7 +22,6 @@ from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.memory.state_memory import KeptInPass
 from prefixd.worker.model import CausalModel
-from prefixd.worker.run import Run, check_arrived, check_start
 from prefixd.worker_protocol.errors import RequestError
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, Start, Step, Update
 from prefixd_swap.errors import OutOfMemoryError, SwapError

@@ -30,12 +30,12 @@ from prefixd.worker.images import FeatureStore, ImageEncoder, attention_names, i
 from prefixd.worker.memory.grouped_kv import GroupedStep, places
 from prefixd.worker.memory.kv_cache import StepCache
 from prefixd.worker.memory.kv_memory import Segment, StepKv
-from prefixd.worker.memory.to_device import to_device
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.recurrent import RecurrentLayers, StateSegment, check_resume
 from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.spec.model_spec import ModelSpec, auto_class
 from prefixd.worker.spec.probe import AttentionLayer
+from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.errors import ModelError
 
 # On a CPU a row of a linear layer has the same bits in every batch of at least eight rows; sixteen fills

@@ -40,8 +40,8 @@ from prefixd_swap.slab.files.file_ops import FileOps, host_bytes
 from prefixd_swap.slab.files.slab_files import MAX_SLABS
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.index.record_columns import RecordGroup, Records
-from prefixd_swap.slab.index.salvage import Salvaged, salvage
 from prefixd_swap.slab.index.set_aside import SetAside, discard, list_set_aside
+from prefixd_swap.slab.salvage import Salvaged, salvage
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import load_or_recompute
 from benchmarks.common.harness import BenchmarkError
+from benchmarks.common.throttled import DiskRate
 from benchmarks.load_or_recompute import Point, Subject
-from prefixd.workloads.throttled import DiskRate
 
 
 def point(auto: float, always: float, never: float) -> Point:

@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from prefixd.workloads import throttled
-from prefixd.workloads.throttled import ThrottledOps
+from benchmarks.common import throttled
+from benchmarks.common.throttled import ThrottledOps
 
 
 def write(path: Path, **rate: float) -> None:

@@ -15,7 +15,7 @@ import pytest
 from prefixd.base.errors import ExhaustedError, NotFoundError
 from prefixd.cache import Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.cache.moving.movement import Movement
+from prefixd.cache.placement.movement import Movement
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.transfers import Urgency
 

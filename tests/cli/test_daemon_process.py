@@ -116,7 +116,7 @@ def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
 @pytest.mark.slow
 def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "prefixd.cli.demo.tethered", "1", "serve"],
+        [sys.executable, "-m", "prefixd.cli.tethered", "1", "serve"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -65,9 +65,9 @@ def daemon(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
     def make(version: str, of: DaemonProcess | None = None) -> DaemonProcess:
         monkeypatch.setenv("PYTHONPATH", version)
-        moved = (Path(version.partition(os.pathsep)[0]) / "prefixd/cli/demo/tethered.py").exists()
+        moved = (Path(version.partition(os.pathsep)[0]) / "prefixd/cli/tethered.py").exists()
         # -P: not the version of the folder that the tests run in.
-        program = ("-P", "-m", "prefixd.cli.demo.tethered" if moved else "prefixd.workloads.tethered")
+        program = ("-P", "-m", "prefixd.cli.tethered" if moved else "prefixd.workloads.tethered")
         return DaemonProcess(SETTINGS, directory=None if of is None else of.directory, program=program)
 
     return make

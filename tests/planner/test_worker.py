@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixd.planner.worker import SimulatedWorker
-from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import (
     Arrived,
     Cancel,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from prefixd.cli.demo.tie import tied
+from benchmarks.common.tie import tied
 
 START_S = 120.0
 

@@ -20,8 +20,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
+from benchmarks.common.slow_link import SlowLink
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
-from prefixd.workloads.slow_link import SlowLink
 from tests.remote.certificates import new_certificates
 from tests.remote.hosts import BLOCK, Answer, Host, host, prompt
 from tests.remote.mooncake_server import mooncake_server

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from prefixd.workloads.slow_link import SlowLink
+from benchmarks.common.slow_link import SlowLink
 from tests.remote.processes import free_port
 
 

@@ -37,7 +37,7 @@ _STAND_IN_DAEMON = """
 import msgspec
 from prefixd.server import daemon
 from prefixd.serving.models import worker_process
-from prefixd.cli.demo import tethered
+from prefixd.cli import tethered
 
 encode = worker_process.encode_settings
 daemon.resolve_device = lambda settings: "cuda:0"

@@ -36,7 +36,6 @@ from prefixd.base.tenants import Quota
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
 from prefixd.cache.placement.retention import Retention
 from prefixd.images.decoding import Pixels
-from prefixd.serving.frames.kv_shape import KvShape
 from prefixd.serving.generation import (
     Accepted,
     Finished,
@@ -51,6 +50,7 @@ from prefixd.serving.generation import (
 from prefixd.serving.generation.params import MOST_STOP_TOKENS
 from prefixd.serving.images.image_kv import image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
+from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.request.request import Ended, NewTokens, Request
 from prefixd.serving.text.text_stream import TextStream

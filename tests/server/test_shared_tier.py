@@ -13,7 +13,7 @@ import pytest
 
 from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.cache import TieredCache
-from prefixd.serving.frames.tier_share import TierShare
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.models import gpu_memory as gpu_memory_module
 from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.serving.models.models import Models

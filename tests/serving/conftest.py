@@ -19,8 +19,8 @@ import xxhash
 
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache, Tiers, check_integrity
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.frames.kv_shape import KvShape
 from prefixd.serving.images.prompt_images import PromptLayout
+from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.serving.models.worker_process import WorkerProcess
 from prefixd.serving.request.request import Ended, NewTokens, Request

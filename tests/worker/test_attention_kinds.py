@@ -23,13 +23,14 @@ from prefixd.worker.attention.attention import (
 )
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.attention.flex_attention import FlexAttention
-from prefixd.worker.attention.tile_attention import TileAttention, first_key
+from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.memory.kv_cache import StepCache
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.memory.paged_kv import BlockTable, PagedStep
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.spec.probe import AttentionLayer
+from prefixd.worker.spec.tiles import first_key
 from prefixd.worker_protocol.errors import ModelError
 from tests.worker.tiny_models import GROUP_SIZES, LATENT, WINDOW, WINDOWED, tiny_config
 

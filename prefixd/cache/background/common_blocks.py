@@ -44,9 +44,9 @@ from prefixd.base.pacer import Pacer
 from prefixd.cache.index.key_index import KEY_BYTES
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.moving.movement import Movement
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.paths import enter_own, find_ancestry, find_own
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots

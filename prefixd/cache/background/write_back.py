@@ -16,9 +16,9 @@ from prefixd.base.steps import in_thread
 from prefixd.base.tenants import Tenant
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
-from prefixd.cache.moving.movement import Movement
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.moving.victims import find_victims
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import MemoryTier, Tier, can_move

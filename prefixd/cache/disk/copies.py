@@ -25,8 +25,8 @@ from prefixd.cache.disk.health import DiskHealth
 from prefixd.cache.disk.records import DiskRecords, DiskRemovals, Identity
 from prefixd.cache.disk.urgent_lock import UrgentLock, to_the_end
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.moving.movement import Movement
 from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.placement.unwritten import unwritten

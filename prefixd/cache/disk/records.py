@@ -11,8 +11,8 @@ import numpy as np
 from prefixd.cache.disk.urgent_lock import UrgentLock, to_the_end
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
-from prefixd.cache.moving.movement import Movement
 from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Tiers
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, Span, StorageError

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from prefixd.cache.moving.movement import Movement
+from prefixd.cache.placement.movement import Movement
 from prefixd_swap.transfers import Urgency
 
 

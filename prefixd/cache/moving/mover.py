@@ -24,10 +24,10 @@ from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.disk.records import Identity
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.moving.movement import Movement
 from prefixd.cache.moving.room import Room
 from prefixd.cache.moving.victims import can_free
 from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.placement.tenant_use import TenantUse
 from prefixd.cache.remote import Remote, RemoteOptions

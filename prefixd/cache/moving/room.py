@@ -34,9 +34,9 @@ import numpy as np
 from prefixd.base.tenants import Tenant
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
-from prefixd.cache.moving.movement import Movement
 from prefixd.cache.moving.page_victims import find_page_victims, has_other_sizes
 from prefixd.cache.moving.victims import Limits, find_expired, find_victims
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
 from prefixd_swap import EvictionPolicy

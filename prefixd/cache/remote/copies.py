@@ -11,7 +11,7 @@ import numpy.typing as npt
 from prefixd.base.pacer import give_way
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.moving.movement import Movement
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.remote.digests import Digests
 from prefixd.cache.remote.health import RemoteHealth

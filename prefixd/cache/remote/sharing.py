@@ -17,7 +17,7 @@ import numpy as np
 from prefixd.base.pacer import Pacer, give_way
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
-from prefixd.cache.moving.movement import Movement
+from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten

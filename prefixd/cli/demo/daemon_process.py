@@ -47,7 +47,7 @@ class DaemonProcess:
         directory: Path | None = None,
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 60.0,
-        program: Sequence[str] = ("-m", "prefixd.cli.demo.tethered"),
+        program: Sequence[str] = ("-m", "prefixd.cli.tethered"),
         config: Path = Path(os.devnull),
         log_level: str = "warning",
     ) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import grpc
 
+from prefixd.client.connecting.arena import Arena, fetch_arena
 from prefixd.client.connecting.connection import Connection
 from prefixd.client.errors import MemoryUnavailable, ServerUnavailable
-from prefixd.client.memory.arena import Arena, fetch_arena
 from prefixd.v1 import cache_pb2
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import Connection
 from prefixd.client.connecting.session import Session
 from prefixd.client.errors import ClientError, InvalidArgumentError, LeaseLost, MemoryUnavailable, NotFoundError
-from prefixd.client.memory.arena import Arena
 from prefixd.client.memory.buffers import NO_OFFSET, BlockBuffers, Bytes
-from prefixd.client.namespace import SessionSource
+from prefixd.client.memory.namespace import SessionSource
 from prefixd.client.spec import Retention
 from prefixd.v1 import cache_pb2
 

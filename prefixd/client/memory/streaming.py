@@ -8,8 +8,8 @@ from contextlib import aclosing
 from prefixd.client.connecting.session import Session
 from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.memory.buffers import BlockBuffers, StreamSink
+from prefixd.client.memory.namespace import RegisteredNamespace
 from prefixd.client.memory.slices import Slice, Wanted
-from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.spec import Retention, StoreResult, retention_to_proto
 from prefixd.v1 import cache_pb2
 

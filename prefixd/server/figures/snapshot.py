@@ -19,11 +19,11 @@ from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, TIERS
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.kv_events import KVEvents
-from prefixd.server.services.rule_messages import rule_message
+from prefixd.server.rule_messages import rule_message
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.frames.kv_needs import KvNeeds, Unused
 from prefixd.serving.models.model_host import ModelHost
 from prefixd.serving.models.worker_process import WorkerState
+from prefixd.serving.request.kv_needs import KvNeeds, Unused
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 from prefixd_swap.tiers import GpuTier, MemoryTier, Tier

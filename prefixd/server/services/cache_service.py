@@ -32,9 +32,9 @@ from prefixd.cache.namespaces import check_part_count
 from prefixd.server.access.caller import current_caller
 from prefixd.server.kv_events import Watches
 from prefixd.server.rpc.status import Context, abort, deliver, granting, unary
+from prefixd.server.rule_messages import retention_wishes, rule_spec
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back
-from prefixd.server.services.rule_messages import retention_wishes, rule_spec
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 

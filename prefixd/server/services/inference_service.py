@@ -8,7 +8,7 @@ from contextlib import aclosing
 from prefixd.base.tenants import Role
 from prefixd.server.access.caller import current_call, current_caller
 from prefixd.server.rpc.status import streaming, unary
-from prefixd.server.services.rule_messages import retention_wishes
+from prefixd.server.rule_messages import retention_wishes
 from prefixd.serving.generation import (
     Accepted,
     Finished,

@@ -22,7 +22,7 @@ from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.rules import GroupMask
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd.serving.request.request import Request, RequestState
 from prefixd_scheduler import CostModel, Distance

@@ -36,11 +36,11 @@ from prefixd.serving.dispatch.preemption import Preemption, PreemptionMode
 from prefixd.serving.dispatch.prefetcher import Prefetcher
 from prefixd.serving.dispatch.recorder import Recorder, refuse, suspects_of
 from prefixd.serving.dispatch.state_keeping import StateKeeping, StatePolicy
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.dispatch.tracker import PrefixTracker
-from prefixd.serving.frames.first_frames import first_run, state_to_resume, take_first, weigh_images
-from prefixd.serving.frames.frame_budget import FrameBudget, name_holders
-from prefixd.serving.frames.kv_shape import ONE_FRAME
-from prefixd.serving.frames.tier_share import TierShare
+from prefixd.serving.frame_budget import FrameBudget, name_holders
+from prefixd.serving.kv_shape import ONE_FRAME
+from prefixd.serving.request.first_frames import first_run, state_to_resume, take_first, weigh_images
 from prefixd.serving.request.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.worker_protocol.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, LookAhead, QueuedRequest, RequestQueue

@@ -22,7 +22,7 @@ import numpy as np
 
 from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import Rows
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.loading.load_choice import LoadChoice, LoadClaims, LoadCounters, LoadMeter
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan

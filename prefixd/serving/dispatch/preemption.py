@@ -42,7 +42,7 @@ import numpy.typing as npt
 from prefixd.base.pacer import give_way
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, Rows
-from prefixd.serving.frames.tier_share import TierShare
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.loading.load_choice import LoadMeter
 from prefixd.serving.request.request import Request, RequestState
 from prefixd_scheduler import CostModel, Distance

@@ -17,10 +17,10 @@ from prefixd.cache import TieredCache
 from prefixd.serving.dispatch.cpu_stage import CpuStage
 from prefixd.serving.dispatch.loader import Loader, LoadMode
 from prefixd.serving.dispatch.tracker import PrefixTracker
-from prefixd.serving.frames.footprint import Footprint
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.load_choice import LoadMeter
+from prefixd.serving.request.footprint import Footprint
 from prefixd.serving.request.request import Event, Request, RequestState, hit_tiers
 from prefixd.serving.request.run import Run
 from prefixd_scheduler import CostModel, Distance, LookAhead

@@ -9,8 +9,8 @@ import numpy as np
 from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.dispatch.state_keeping import StateKeeping
-from prefixd.serving.frames.kv_needs import KvNeeds
-from prefixd.serving.frames.kv_shape import ONE_FRAME
+from prefixd.serving.kv_shape import ONE_FRAME
+from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.run import Suspect
 

@@ -9,7 +9,7 @@ from prefixd.cache import TieredCache, Tiers
 from prefixd.cache.remote import RemoteOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.state_keeping import EVERY_BLOCK, StatePolicy
-from prefixd.serving.frames.tier_share import TierShare
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import ToWorker
 from prefixd_scheduler import CostModel, RequestQueue, create_policy

@@ -27,7 +27,7 @@ from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.placement.paths import path_now
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.worker_protocol.protocol import ImageFrames, PromptImage
 
 NO_ROWS: Rows = np.zeros(0, np.int64)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd_scheduler import CostModel, Distance
 

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 
 from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.cache import TieredCache
-from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.kv_shape import KvShape
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Hello
 from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory, started_threads

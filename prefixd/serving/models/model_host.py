@@ -17,17 +17,17 @@ from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.dispatch.wiring import make_dispatcher
-from prefixd.serving.frames.kv_needs import KvNeeds
-from prefixd.serving.frames.kv_shape import KvShape
-from prefixd.serving.frames.tier_share import TierShare
 from prefixd.serving.images.image_decoder import ImageDecoder
 from prefixd.serving.images.image_kv import image_namespace
 from prefixd.serving.images.image_reader import ImageReader
 from prefixd.serving.images.pixel_store import PixelStore
+from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.gpu_memory import GpuMemory
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
+from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads, step_back
 from prefixd.settings import Settings

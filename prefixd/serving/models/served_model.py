@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from prefixd.base.errors import UnsupportedError
 from prefixd.base.tenants import Tenant
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache
-from prefixd.serving.frames.kv_shape import KvShape
 from prefixd.serving.images.image_kv import ImageKv
 from prefixd.serving.images.image_reader import ImageReader
 from prefixd.serving.images.pixel_store import HoldBytes
 from prefixd.serving.images.prompt_images import PromptLayout
+from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.text.tokenization import TextCodec, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd.worker_protocol.protocol import Hello

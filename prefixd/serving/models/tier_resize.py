@@ -35,9 +35,9 @@ from prefixd.base.errors import (
 from prefixd.base.steps import in_thread
 from prefixd.base.tenants import check_guarantees
 from prefixd.cache import TieredCache
-from prefixd.cache.moving.movement import Movement
+from prefixd.cache.placement.movement import Movement
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.frames.frame_budget import name_holders
+from prefixd.serving.frame_budget import name_holders
 from prefixd.serving.models.worker_process import WorkerProcess
 from prefixd_swap import FrameId, FramePool, SwapError
 from prefixd_swap.tiers import GpuTier

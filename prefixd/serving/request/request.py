@@ -49,12 +49,12 @@ from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.paths import compose, path_now
 from prefixd.cache.placement.retention import Wish
 from prefixd.cache.rules import GroupMask
-from prefixd.serving.frames.footprint import Footprint
-from prefixd.serving.frames.kv_shape import ONE_FRAME, KvShape
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv
 from prefixd.serving.images.prompt_images import PromptImages
+from prefixd.serving.kv_shape import ONE_FRAME, KvShape
 from prefixd.serving.loading.load_choice import LoadChoice
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
+from prefixd.serving.request.footprint import Footprint
 from prefixd.serving.request.run import Run, Suspect
 from prefixd.worker_protocol.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
 from prefixd_scheduler import Distance, QueuedRequest

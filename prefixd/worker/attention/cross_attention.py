@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from prefixd.worker.attention.tile_attention import MAX_TILE, MIN_ROWS, fused_attention
+from prefixd.worker.attention.tile_attention import MIN_ROWS, fused_attention
 from prefixd.worker.images import CrossImages
 from prefixd.worker.memory.kv_memory import Segment
+from prefixd.worker.spec.tiles import MAX_TILE
 
 
 class CrossStep:

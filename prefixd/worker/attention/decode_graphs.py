@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from prefixd.worker.memory.kv_memory import Segment, Spans
-from prefixd.worker.memory.to_device import to_device
+from prefixd.worker.to_device import to_device
 
 Compute = Callable[[], torch.Tensor]
 _WARM_UPS = 2

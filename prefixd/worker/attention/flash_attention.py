@@ -24,8 +24,8 @@ import torch
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.attention.decode_graphs import DecodeStep
 from prefixd.worker.memory.kv_memory import StepKv
-from prefixd.worker.memory.to_device import to_device
 from prefixd.worker.spec.kv_groups import READ_BLOCK as READ_BLOCK
+from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.errors import ModelError
 
 VarlenKernel = Callable[..., torch.Tensor]

@@ -24,8 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.memory.kv_memory import Segment, StepKv
-from prefixd.worker.memory.to_device import to_device
 from prefixd.worker.memory.virtual_kv import VirtualStep
+from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.errors import ModelError
 from prefixd_swap.geometry import KvGeometry
 

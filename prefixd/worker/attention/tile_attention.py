@@ -30,31 +30,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.memory.kv_memory import Segment, Spans, StepKv
+from prefixd.worker.spec.tiles import first_key, tile_tokens, tiles_before
 
 MIN_ROWS = 8
-MAX_TILE = 16
 
 _KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-
-
-def tile_tokens(block_tokens: int) -> int:
-    """Positions in a tile: at most 16, and a divisor of the block: a tile's end has memory with its start."""
-    return math.gcd(block_tokens, MAX_TILE)
-
-
-def first_key(position: int, window: int | None, tile: int) -> int:
-    """The first token that the tile of the query at `position` reads, a multiple of `tile`.
-
-    Memory before it may be given up, once `position` is the next token to be computed.
-    """
-    if window is None:
-        return 0
-    return max(0, (position // tile - _tiles_before(window, tile)) * tile)
-
-
-def _tiles_before(window: int, tile: int) -> int:
-    """Tiles before its own that the first query of a tile sees something of."""
-    return -(-(window - 1) // tile)
 
 
 class TileAttention:
@@ -209,7 +189,7 @@ class TileMasks:
         self._tile = tile
         self._window = window
         self._dtype = dtype
-        self._base = self._make(0 if window is None else _tiles_before(window, tile) * tile)
+        self._base = self._make(0 if window is None else tiles_before(window, tile) * tile)
 
     def rows(self, positions: list[int], keys: int) -> torch.Tensor:
         """[len(positions), keys] for positions (in any order, all in the tile that ends at the last of the keys)."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from prefixd.worker.decoding.beam_search import BeamSearch
+from prefixd.worker.decoding.run import Limits, Run
 from prefixd.worker.images import PromptImages
 from prefixd.worker.memory.kv_memory import KvMemory, KvSequence, Segment
-from prefixd.worker.run import Limits, Run
 from prefixd.worker_protocol.protocol import BeamResult, Done, Start
 from prefixd_swap.errors import SwapError
 

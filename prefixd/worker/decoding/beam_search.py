@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from prefixd.worker.memory.to_device import to_device
+from prefixd.worker.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from prefixd.worker.memory.to_device import to_device
+from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import MOST_LOGPROBS, Sampling, TokenLogprobs
 
 

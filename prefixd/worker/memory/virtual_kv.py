@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans
-from prefixd.worker.memory.to_device import to_device
+from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import KvUsage, StateFrames
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.vmem import FrameId

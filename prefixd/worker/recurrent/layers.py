@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from prefixd.worker.memory.to_device import to_device
 from prefixd.worker.recurrent.griffin import is_griffin_block
 from prefixd.worker.recurrent.mends import ResumableForward, resumable_forward
 from prefixd.worker.recurrent.recorder import record
 from prefixd.worker.recurrent.segments import StateSegment, pieces
 from prefixd.worker.recurrent.state_cache import StateCache
 from prefixd.worker.recurrent.state_layout import StateLayout
+from prefixd.worker.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from transformers import (
     GenerationConfig,
 )
 
-from prefixd.worker.attention.tile_attention import tile_tokens
 from prefixd.worker.images import attention_names, cross_geometry, image_kind, image_shape, read_processor, reads_images
 from prefixd.worker.images.kinds import KINDS
 from prefixd.worker.recurrent import StateLayout, state_shapes
@@ -28,6 +27,7 @@ from prefixd.worker.spec.draft_check import check_draft
 from prefixd.worker.spec.kv_groups import KvGroups, plan_groups, with_images
 from prefixd.worker.spec.memory_estimate import weights_bytes, working_bytes
 from prefixd.worker.spec.probe import PROBE_NAME, AttentionLayer, probe, register_probe
+from prefixd.worker.spec.tiles import tile_tokens
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import Hello, ImageShape, SlidingWindow
 from prefixd.worker_protocol.settings import WorkerSettings

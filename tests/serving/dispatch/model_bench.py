@@ -15,9 +15,9 @@ import numpy as np
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.frames.kv_shape import KvShape
 from prefixd.serving.images.image_kv import ImageKv, image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
+from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.request.request import Ended, NewTokens, Request
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.make_kv import make_kv

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from prefixd.cache import NamespaceSpec
-from prefixd.serving.frames.tier_share import TierShare
+from prefixd.serving.dispatch.tier_share import TierShare
 from tests.serving.conftest import BLOCK, GEOMETRY, Bench
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.server.services.prefixes import Prefix, describe
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv, image_namespace
 from prefixd.serving.request.request import Ended, Request
 from prefixd_swap import FrameId

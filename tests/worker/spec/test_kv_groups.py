@@ -16,7 +16,6 @@ import torch
 from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.attention.attention import GroupedAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
-from prefixd.worker.attention.tile_attention import first_key, tile_tokens
 from prefixd.worker.memory.frame_window import Pages
 from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.model import CausalModel, load_model
@@ -24,6 +23,7 @@ from prefixd.worker.recurrent import StateLayout, StateShape
 from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES, READ_BLOCK, KvGroups, plan_groups
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker.spec.probe import AttentionLayer
+from prefixd.worker.spec.tiles import first_key, tile_tokens
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import (
     FullAttention,

@@ -17,8 +17,8 @@ import pytest
 from prefixd_swap import NewBlock, SetAside, ShrinkError, SlabStore, Span, StorageError, discard, salvage
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.index.block_record import DiskPart, encode_record, index_key
-from prefixd_swap.slab.index.salvage import NO_PARENT, OVERWRITTEN, UNREADABLE
 from prefixd_swap.slab.index.set_aside import MOST, NOTE
+from prefixd_swap.slab.salvage import NO_PARENT, OVERWRITTEN, UNREADABLE
 
 NS, OTHER = b"namespac", b"other ns"
 PAGE = 4096

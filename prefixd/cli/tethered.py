@@ -1,4 +1,4 @@
-"""`python -m prefixd.cli.demo.tethered PARENT serve ...`: the command line, which ends when process PARENT does.
+"""`python -m prefixd.cli.tethered PARENT serve ...`: the command line, which ends when process PARENT does.
 
 The kernel sends SIGTERM when the thread that started this process is gone, even by SIGKILL, so that no daemon of
 a demo, a benchmark or a test outlives what it was started for.

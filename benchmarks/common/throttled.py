@@ -1,6 +1,6 @@
 """A daemon in its own process whose disk is as slow as one says, and can be made faster or slower while it runs.
 
-`python -m prefixd.workloads.throttled --rate FILE PARENT serve ...` is `prefixd serve ...` that ends with process
+`python -m benchmarks.common.throttled --rate FILE PARENT serve ...` is `prefixd serve ...` that ends with process
 PARENT and whose disk tier reads and writes as FILE says. A harness uses `ThrottledDaemon`, which starts it and writes
 the file: one JSON object with the fields of `DiskRate`. It is looked at before each call, and while one waits for a
 disk that hangs.
@@ -101,7 +101,7 @@ class ThrottledDaemon(DaemonProcess):
         """As `DaemonProcess`."""
         super().__init__(settings, **how)
         self.rate = self.directory / "rate.json"
-        self._program = ("-m", "prefixd.workloads.throttled", "--rate", str(self.rate))
+        self._program = ("-m", "benchmarks.common.throttled", "--rate", str(self.rate))
 
     def throttle(self, rate: DiskRate) -> None:
         """From its next file call on the disk has this rate; a call that waits for a disk that hangs has it, too."""
@@ -113,10 +113,10 @@ class ThrottledDaemon(DaemonProcess):
 
 def main() -> None:
     """The daemon."""
-    from prefixd.cli.demo import tethered
+    from prefixd.cli import tethered
 
     if len(sys.argv) < 3 or sys.argv[1] != "--rate":
-        sys.exit("usage: python -m prefixd.workloads.throttled --rate FILE PARENT serve ...")
+        sys.exit("usage: python -m benchmarks.common.throttled --rate FILE PARENT serve ...")
     path = Path(sys.argv[2])
     del sys.argv[1:3]
     tethered.main(ThrottledOps(path))

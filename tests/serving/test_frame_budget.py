@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.cache.rules import FullAttention, KvGroup, SlidingWindow
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 
 ONE = (KvGroup(FullAttention(), (0,), 0),)
 TWO = (KvGroup(FullAttention(), (0, 2), 0), KvGroup(SlidingWindow(1), (1,), 1))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.cli.demo.tie import tied
+from benchmarks.common.tie import tied
 
 _PARENT = """
 import subprocess, sys
-from prefixd.cli.demo.tie import tied
+from benchmarks.common.tie import tied
 process = subprocess.Popen(tied(["sleep", "600"]))
 print(process.pid, flush=True)
 sys.stdin.read()

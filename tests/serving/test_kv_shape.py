@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixd.cache import RecurrentStateSpec, SlidingWindowSpec
-from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import FullAttention, GroupShape, RecurrentState, SlidingWindow
 
 FULL = GroupShape("full", FullAttention(), 2, 1)

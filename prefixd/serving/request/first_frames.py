@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import NO_SLOT
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import NO_ROWS
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.run import Run, RunStates

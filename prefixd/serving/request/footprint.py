@@ -11,7 +11,7 @@ from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.placement.paths import enter_own
 from prefixd.cache.rules import GroupMask
-from prefixd.serving.frames.frame_budget import FrameBudget
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.tail_load import TailLoad
 

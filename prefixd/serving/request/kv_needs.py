@@ -12,7 +12,7 @@ from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.trie import GPU, Rows
 from prefixd.cache.rules import GroupMask, KvGroup, expired_groups
 from prefixd.cache.rules.specs import rule_of
-from prefixd.serving.frames.kv_shape import KvShape
+from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.request.request import Request
 
 

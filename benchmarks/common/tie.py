@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from prefixd.cli.demo.tethered import PR_SET_PDEATHSIG
+from prefixd.cli.tethered import PR_SET_PDEATHSIG
 
 _TIE = f"""\
 import ctypes, os, sys

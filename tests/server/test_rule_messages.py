@@ -14,7 +14,7 @@ from prefixd.cache import (
     VisionEmbeddingSpec,
 )
 from prefixd.client import ChunkedWindow, CrossAttention, PartSpec, RecurrentState, Rule, SlidingWindow, VisionEmbedding
-from prefixd.server.services.rule_messages import rule_message, rule_spec
+from prefixd.server.rule_messages import rule_message, rule_spec
 from prefixd.v1 import cache_pb2 as pb
 
 

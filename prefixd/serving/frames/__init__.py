@@ -1,1 +1,0 @@
-"""Frames of the GPU tier that requests need, have and share."""

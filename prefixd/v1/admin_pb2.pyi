@@ -1,4 +1,5 @@
 from prefixd.v1 import cache_pb2 as _cache_pb2
+from prefixd.v1 import metric_pb2 as _metric_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefixd.cli.output.tables import print_stats
-from prefixd.server.figures.snapshot import MetricsCollector
+from prefixd.server.figures.metrics import MetricsCollector
+from prefixd.server.figures.snapshot import total_worker
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 
@@ -26,7 +27,7 @@ def stats_of_two() -> pb.StatsResponse:
     queues[1].finished_requests = 6
     names = [cache_pb2.Namespace(name=name, block_tokens=16) for name in ("5f1e-a8", "77ab-a8", "engine's")]
     return pb.StatsResponse(
-        worker=workers[0],
+        worker=total_worker(workers),
         scheduler=pb.SchedulerStats(policy="fcfs", waiting_requests=2, finished_requests=11),
         namespaces=[
             pb.NamespaceStats(namespace_id=bytes([at]) * 8, namespace=name, worker=at < 2)
@@ -57,7 +58,7 @@ def test_stats_name_each_model_and_total_all(capsys: pytest.CaptureFixture[str])
 def test_metrics_total_all_models_and_name_each() -> None:
     figures = {
         (sample.name, sample.labels.get("model", "")): sample.value
-        for family in MetricsCollector(stats_of_two).collect()
+        for family in MetricsCollector(stats_of_two()).collect()
         for sample in family.samples
         if "tier" not in sample.labels
     }

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.server.figures.snapshot import MetricsCollector
+from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def test_the_same_answers_in_fewer_passes_from_every_tier(
         assert stats.worker.passes < 0.7 * passes_alone
         assert (stats.worker.draft.model, stats.worker.draft.draft_tokens) == (settings["worker.draft_model"], 3)
         assert not model_daemon.stats().worker.HasField("draft")
-        metrics = {family.name: family.samples for family in MetricsCollector(lambda: stats).collect()}
+        metrics = {family.name: family.samples for family in MetricsCollector(stats).collect()}
         assert metrics["prefixd_draft_accepted_tokens"][0].value == stats.worker.draft.accepted_tokens
         assert metrics["prefixd_worker_passes"][0].value == stats.worker.passes
         warm = ask(remote, prompts)

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prefixd.server.figures.snapshot import MetricsCollector
+from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def test_a_worker_that_was_given_up_is_seen_by_everyone_who_asks(
         (trouble,) = troubles
         assert trouble.part == "worker" and "it was given up: gpu.bytes = 4096 holds 0 frames" in trouble.what
         assert "raise gpu.bytes" in trouble.remedy and "start the daemon again" in trouble.remedy
-    figures = {family.name: family.samples for family in MetricsCollector(lambda: stats).collect()}
+    figures = {family.name: family.samples for family in MetricsCollector(stats).collect()}
     assert [sample.value for sample in figures["prefixd_worker_up"]] == [0]
     assert [sample.labels for sample in figures["prefixd_trouble_seconds"]] == [{"part": "worker"}]
     health = health_pb2_grpc.HealthStub(remote.channel)

@@ -17,7 +17,7 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from prefixd.server.figures.snapshot import MetricsCollector
+from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.v1 import admin_pb2 as pb
 from prefixd_swap import started_threads
 
@@ -128,7 +128,7 @@ class MetricsServer:
             stats = await self._take()
             encode, content_type = choose_encoder(accept)
             registry = CollectorRegistry()
-            registry.register(MetricsCollector(lambda: stats))
+            registry.register(MetricsCollector(stats))
             return await asyncio.get_running_loop().run_in_executor(self._threads, encode, registry), content_type
 
 

@@ -1,22 +1,22 @@
-"""The daemon's figures, for `Admin.Stats` and for Prometheus."""
+"""The daemon's figures, for `Admin.Stats`."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from google.protobuf.message import Message
 
 import prefixd
 from prefixd.base.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, TIERS
+from prefixd.server.figures.metrics import METRIC, METRICS
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.rule_messages import rule_message
@@ -209,10 +209,7 @@ class Snapshot:
     def _worker(self) -> pb.WorkerStats:
         if not self.models:
             return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
-        hosts = list(self.models.values())
-        stats = self._worker_of(hosts[0])
-        stats.running_requests = sum(len(host.dispatcher.running) for host in hosts)
-        return stats
+        return total_worker([self._worker_of(host) for host in self.models.values()])
 
     def _worker_of(self, host: ModelHost) -> pb.WorkerStats:
         worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.kv
@@ -247,12 +244,29 @@ class Snapshot:
         for host in self.models.values():
             one = _scheduler_of(host.dispatcher)
             total.policy = one.policy
-            for name in _SUMMED:
-                setattr(total, name, getattr(total, name) + getattr(one, name))
+            _add_counts(total, one)
         return total
 
 
-_SUMMED = [field.name for field in pb.SchedulerStats.DESCRIPTOR.fields if field.name != "policy"]
+def total_worker(workers: Sequence[pb.WorkerStats]) -> pb.WorkerStats:
+    """The first one, with what all of them have counted; ready if all are."""
+    total = pb.WorkerStats()
+    total.CopyFrom(workers[0])
+    for other in workers[1:]:
+        _add_counts(total, other)
+        if other.state != pb.WorkerStats.STATE_READY:
+            total.state = other.state
+    return total
+
+
+def _add_counts(total: Message, one: Message) -> None:
+    """Adds what is a figure of the metrics page and a number, in the messages inside, too."""
+    for field in total.DESCRIPTOR.fields:
+        options = field.GetOptions()
+        if options.HasExtension(METRICS) and one.HasField(field.name):
+            _add_counts(getattr(total, field.name), getattr(one, field.name))
+        elif options.HasExtension(METRIC) and field.enum_type is None:
+            setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
 
 
 def _states_of(host: ModelHost) -> pb.StateStats | None:
@@ -388,288 +402,6 @@ def _resident_bytes(trie: Trie, tier: MemoryTier) -> int:
     some = (trie.any_part[: trie.rows] & np.uint8(1 << tier.level)) != 0
     others = np.flatnonzero(some & (there != trie.all_groups))
     return complete * int(sizes.sum()) + int((trie.slots[others, tier.level] != NO_SLOT).sum(axis=0) @ sizes)
-
-
-def _name(tier: int) -> str:
-    return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
-
-
-def _of_tenants(tenants: Sequence[pb.TenantStats]) -> Iterator[Metric]:
-    per_tier = {
-        "used_bytes": "bytes of a tier that a tenant's blocks and reservations take",
-        "held_bytes": "of these, bytes that leases, reservations, requests and pins keep there",
-    }
-    for field, text in per_tier.items():
-        family = GaugeMetricFamily(f"prefixd_tenant_{field}", text, labels=["tenant", "tier"])
-        for tenant in tenants:
-            for tier in tenant.tiers:
-                family.add_metric([tenant.name, _name(tier.tier)], getattr(tier, field))
-        yield family
-    quotas = {
-        "guaranteed_bytes": "bytes of a tier that a tenant is guaranteed",
-        "most_bytes": "bytes of a tier that a tenant may have, where that has a limit",
-    }
-    for field, text in quotas.items():
-        family = GaugeMetricFamily(f"prefixd_tenant_{field}", text, labels=["tenant", "tier"])
-        for tenant in tenants:
-            for quota in tenant.quota.tiers:
-                if quota.HasField(field):
-                    family.add_metric([tenant.name, _name(quota.tier)], getattr(quota, field))
-        yield family
-    counts = {
-        "sessions": "a tenant's open sessions",
-        "grants": "its leases and reservations",
-        "namespaces": "its namespaces",
-        "waiting_requests": "its requests in the queue",
-        "running_requests": "its requests that run",
-        "calls": "its calls under way",
-        "retained_bytes": "bytes of its blocks with a raised priority",
-    }
-    for field, text in counts.items():
-        family = GaugeMetricFamily(f"prefixd_tenant_{field}", text, labels=["tenant"])
-        for tenant in tenants:
-            family.add_metric([tenant.name], getattr(tenant, field))
-        yield family
-    refused = CounterMetricFamily(
-        "prefixd_tenant_refused", "times that a limit was in a tenant's way", labels=["tenant", "limit"]
-    )
-    for tenant in tenants:
-        for limit, times in tenant.refused.items():
-            refused.add_metric([tenant.name, limit], times)
-    yield refused
-
-
-class MetricsCollector(Collector):
-    """The figures that `latest` gives, as Prometheus metrics. A thread may collect them: they change no more."""
-
-    def __init__(self, latest: Callable[[], pb.StatsResponse]) -> None:
-        self._latest = latest
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._latest()
-        per_tier = {
-            "capacity_bytes": ("capacity of a tier", False),
-            "used_bytes": ("bytes of a tier that are taken", False),
-            "blocks": ("blocks with a copy in a tier", False),
-            "held_blocks": ("blocks of a tier that may not move", False),
-            "in_flight_bytes": ("bytes taken, but not matchable yet", False),
-            "quarantined_bytes": ("bytes that a silent client may still write into", False),
-            "spare_bytes": ("cached bytes of the GPU tier that only shorter prefixes need, held by nobody", False),
-            "unneeded_bytes": ("bytes of the GPU tier, spare ones apart, that no layer of the model needs", False),
-            "stranded_bytes": ("free bytes of the GPU tier that only pages of one size can have", False),
-            "hit_tokens": ("prompt tokens found in a tier when their request came", True),
-            "evicted_blocks": ("copies dropped from a tier", True),
-            "demoted_blocks": ("blocks written a tier down to make room", True),
-            "promoted_blocks": ("blocks brought up to a tier", True),
-        }
-        for field, (text, counts) in per_tier.items():
-            family = (CounterMetricFamily if counts else GaugeMetricFamily)(
-                f"prefixd_tier_{field}", text, labels=["tier"]
-            )
-            for tier in stats.tiers:
-                family.add_metric([_name(tier.tier)], getattr(tier, field))
-            yield family
-        yield from _of_tenants(stats.tenants)
-        troubles = GaugeMetricFamily("prefixd_trouble_seconds", "how long a part has been in trouble", labels=["part"])
-        for each in stats.troubles:
-            troubles.add_metric([each.part], each.since_s)
-        yield troubles
-        trouble = GaugeMetricFamily("prefixd_tier_trouble", "1 while a tier is out or shrunk", labels=["tier"])
-        for tier in stats.tiers:
-            trouble.add_metric([_name(tier.tier)], bool(tier.trouble))
-        yield trouble
-        lost = CounterMetricFamily("prefixd_lost_blocks", "blocks not written or not served", labels=["reason"])
-        for reason, blocks in stats.lost_blocks.items():
-            lost.add_metric([reason], blocks)
-        yield lost
-        scrubbed = {
-            "checked_blocks": "blocks on disk whose checksums were verified, readers' own checks apart",
-            "checked_bytes": "bytes of them",
-            "damaged_blocks": "damaged blocks found so",
-            "passes": "times the whole disk tier was gone through",
-        }
-        for field, text in scrubbed.items():
-            yield CounterMetricFamily(f"prefixd_scrub_{field}", text, value=getattr(stats.scrub, field))
-        queue = stats.write_back
-        yield GaugeMetricFamily("prefixd_write_queue_blocks", "blocks to be written to disk", value=queue.queued_blocks)
-        yield GaugeMetricFamily("prefixd_write_queue_bytes", "bytes to be written to disk", value=queue.queued_bytes)
-        yield GaugeMetricFamily(
-            "prefixd_write_queue_limit_bytes", "the most before it pushes back", value=queue.limit_bytes
-        )
-        yield CounterMetricFamily("prefixd_written_blocks", "blocks written to disk", value=queue.written_blocks)
-        yield CounterMetricFamily("prefixd_written_bytes", "bytes of blocks written to disk", value=queue.written_bytes)
-        yield CounterMetricFamily(
-            "prefixd_pushed_back_calls", "calls that waited for the disk", value=queue.pushed_back_calls
-        )
-        room = stats.namespace_room
-        yield GaugeMetricFamily("prefixd_namespace_bytes", "memory that namespaces take", value=room.used_bytes)
-        yield GaugeMetricFamily("prefixd_namespace_limit_bytes", "memory that they may take", value=room.limit_bytes)
-        yield CounterMetricFamily(
-            "prefixd_forgotten_namespaces",
-            "namespaces forgotten with their blocks to make room",
-            value=room.forgotten_namespaces,
-        )
-        yield CounterMetricFamily(
-            "prefixd_refused_namespaces",
-            "registrations refused since all namespaces were in use",
-            value=room.refused_namespaces,
-        )
-        if stats.HasField("kv_events"):
-            said = stats.kv_events
-            yield CounterMetricFamily("prefixd_kv_events", "KV events published", value=said.events)
-            yield CounterMetricFamily("prefixd_kv_event_batches", "batches of them", value=said.batches)
-            yield CounterMetricFamily(
-                "prefixd_kv_event_overruns",
-                "times a subscriber was too slow and missed batches",
-                value=said.overruns,
-            )
-            yield GaugeMetricFamily(
-                "prefixd_kv_event_subscriptions", "subscriptions in force", value=said.subscriptions
-            )
-        yield CounterMetricFamily(
-            "prefixd_asked_tokens", "prompt tokens asked for, once a prompt", value=stats.asked_tokens
-        )
-        yield CounterMetricFamily("prefixd_hit_tokens", "those of them that were found", value=stats.hit_tokens)
-        yield GaugeMetricFamily("prefixd_sessions", "open sessions", value=len(stats.sessions))
-        yield GaugeMetricFamily("prefixd_leases", "leases", value=stats.leases)
-        yield GaugeMetricFamily("prefixd_reservations", "reservations", value=stats.reservations)
-        yield GaugeMetricFamily("prefixd_waiting_requests", "queue length", value=stats.scheduler.waiting_requests)
-        yield GaugeMetricFamily("prefixd_running_requests", "requests running", value=stats.worker.running_requests)
-        counted = {
-            "preempted_requests": "times a running request gave its GPU memory to others",
-            "swapped_requests": "of these, those whose KV went down the tiers",
-            "recomputed_requests": "of these, those whose KV was dropped",
-            "swapped_blocks": "blocks copied down for swapped requests",
-            "recomputed_tokens": "tokens that preempted requests had computed and compute again",
-            "resumed_requests": "times a request was put back: preempted, its worker died or had no memory for it",
-            "load_decisions": "requests with a first token of whose cached prefix a part was not in GPU memory",
-            "cut_loads": "of these, those that computed a part of it again",
-            "split_loads": "of these, those that loaded a part while they computed another",
-            "abandoned_loads": "loads that were given up because they had fallen behind",
-        }
-        for field, text in counted.items():
-            yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.scheduler, field))
-        yield CounterMetricFamily(
-            "prefixd_load_spent_seconds",
-            "from the turn of requests with such a prefix to their first token",
-            value=stats.scheduler.load_spent_s,
-        )
-        yield CounterMetricFamily(
-            "prefixd_load_regret_seconds",
-            "of these, what loading everything or computing everything would have saved, by estimates made afterwards",
-            value=stats.scheduler.load_regret_s,
-        )
-        if stats.HasField("remote"):
-            yield from _of_store(stats.remote)
-        workers = [model.worker for model in stats.models]
-        for part, (prefix, fields) in _OF_A_PART.items():
-            if having := [getattr(worker, part) for worker in workers if worker.HasField(part)]:
-                for field, text in fields.items():
-                    yield CounterMetricFamily(prefix + field, text, value=sum(getattr(each, field) for each in having))
-        if workers:
-            yield GaugeMetricFamily(
-                "prefixd_worker_up",
-                "1 while the worker takes requests, of several models every worker; 0 while one starts, and after one "
-                "was given up",
-                value=all(worker.state == pb.WorkerStats.STATE_READY for worker in workers),
-            )
-            yield CounterMetricFamily(
-                "prefixd_worker_passes", "forward passes of the models", value=sum(worker.passes for worker in workers)
-            )
-        yield CounterMetricFamily(
-            "prefixd_worker_restarts", "worker restarts", value=sum(worker.restarts for worker in workers)
-        )
-        if len(stats.models) > 1:
-            yield from _of_models(stats.models)
-
-
-_OF_STORE = {
-    "asked_prompts": "prompts that the shared store was asked about",
-    "asked_objects": "objects that it was asked for",
-    "found_blocks": "blocks that it had",
-    "remembered_prompts": "prompts that it was not asked about because it had said no a moment ago",
-    "unanswered_prompts": "prompts that went on without its answer",
-    "read_bytes": "bytes read from it",
-    "written_bytes": "bytes written to it",
-    "shared_blocks": "blocks that this host has brought to it, or found there",
-    "failures": "times that it was taken out of service",
-    "copied_bytes": "bytes of its objects that were copied in this host's memory",
-}
-
-
-def _of_store(remote: pb.RemoteStats) -> Iterator[Metric]:
-    for field, text in _OF_STORE.items():
-        yield CounterMetricFamily(f"prefixd_remote_{field}", text, value=getattr(remote, field))
-    yield GaugeMetricFamily("prefixd_remote_answer_seconds", "what its answers take now", value=remote.answer_s)
-    yield GaugeMetricFamily(
-        "prefixd_remote_known_blocks", "blocks that only it has, as far as is known", value=remote.known_blocks
-    )
-    bad = CounterMetricFamily(
-        "prefixd_remote_bad_objects", "objects of it that were read and not used", labels=["kind"]
-    )
-    for kind in ("foreign", "old", "altered"):
-        bad.add_metric([kind], remote.bad_objects.get(kind, 0))
-    yield bad
-
-
-_OF_A_PART = {
-    "states": (
-        "prefixd_state_",
-        {
-            "kept_states": "states of recurrent layers that were kept",
-            "kept_bytes": "bytes of these states",
-            "resumed_runs": "runs that began with a cached state",
-            "resumed_tokens": "tokens that these runs did not compute",
-            "runs_without_room": "runs of which no state is kept for want of GPU memory",
-        },
-    ),
-    "images": (
-        "prefixd_",
-        {
-            "asked_images": "images of prompts that were handed over",
-            "encoded_images": "embeddings of images that were computed",
-            "found_images": "images whose keys and values for cross-attention were in a tier",
-        },
-    ),
-    "draft": (
-        "prefixd_draft_",
-        {
-            "proposed_tokens": "tokens that the draft model proposed",
-            "accepted_tokens": "those of them that the model chose, too",
-        },
-    ),
-}
-"""Counters of what only some workers have: of a field of `WorkerStats`, the metrics' prefix and their texts."""
-
-
-def _of_models(models: Sequence[pb.ModelStats]) -> Iterator[Metric]:
-    """Of several models, each one's figures; the ones without a label are all models'."""
-    ready = pb.WorkerStats.STATE_READY
-    gauges: dict[str, tuple[str, Callable[[pb.ModelStats], float]]] = {
-        "worker_up": ("1 while a model's worker takes requests", lambda model: model.worker.state == ready),
-        "running_requests": ("requests running", lambda model: model.worker.running_requests),
-        "waiting_requests": ("queue length", lambda model: model.scheduler.waiting_requests),
-        "held_bytes": ("bytes of the GPU tier that a model's requests keep", lambda model: model.held_bytes),
-    }
-    counters: dict[str, tuple[str, Callable[[pb.ModelStats], float]]] = {
-        "finished_requests": ("requests that have ended", lambda model: model.scheduler.finished_requests),
-        "preempted_requests": ("times a request gave way", lambda model: model.scheduler.preempted_requests),
-        "worker_restarts": ("worker restarts", lambda model: model.worker.restarts),
-        "worker_passes": ("forward passes", lambda model: model.worker.passes),
-    }
-    for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-        for name, (text, value) in families.items():
-            family = kind(f"prefixd_model_{name}", text, labels=["model"])
-            for model in models:
-                family.add_metric([model.name], value(model))
-            yield family
-    for part, (prefix, fields) in _OF_A_PART.items():
-        having = [model for model in models if model.worker.HasField(part)]
-        for field, text in fields.items() if having else ():
-            each = CounterMetricFamily(prefix.replace("_", "_model_", 1) + field, text, labels=["model"])
-            for model in having:
-                each.add_metric([model.name], getattr(getattr(model.worker, part), field))
-            yield each
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prefixd.server.figures.snapshot import MetricsCollector
+from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -70,7 +70,5 @@ def test_the_metrics_have_every_count() -> None:
         "resumed_requests": 8,
     }
     stats = admin_pb2.StatsResponse(scheduler=admin_pb2.SchedulerStats(**counts))
-    metrics = {
-        metric.name: metric.samples[0].value for metric in MetricsCollector(lambda: stats).collect() if metric.samples
-    }
+    metrics = {metric.name: metric.samples[0].value for metric in MetricsCollector(stats).collect() if metric.samples}
     assert {name: metrics[f"prefixd_{name}"] for name in counts} == counts

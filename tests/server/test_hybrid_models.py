@@ -27,7 +27,7 @@ NEW = 24
 CROWDED = 128  # tokens each of those that run at once: more than fit when all have them
 STATES_ONLY = ("mamba", "mamba2")
 # What a block and a state take: KV with windows, and a state beside KV. PREFIXD_MODELS names others;
-# `dispatcher/test_models.py` runs all of them in one process.
+# `tests/serving/models/test_models.py` runs all of them in one process.
 MODELS = os.environ.get("PREFIXD_MODELS", "gemma3_text jamba").split()
 
 

@@ -10,7 +10,7 @@ when every group's rule allows its length.
 
 A row is *kept* while anything needs the block to exist (`keep`), and a group of it is *held* in a tier while somebody
 relies on its bytes there (`holds`); holding bytes that are still on their way is allowed and protects them from the
-moment they arrive. Every hold also keeps. `holds.py` counts who holds what.
+moment they arrive. Every hold also keeps. `placement/holds.py` counts who holds what.
 """
 
 from __future__ import annotations

@@ -672,7 +672,7 @@ class Mover:
         """Drops different blocks, children before parents, from every tier; skips what is held, kept, pinned or has
         other children.
 
-        It holds the event loop for some 10 us a block: see `forgetting.py` for many blocks.
+        It holds the event loop for some 10 us a block: see `background/forgetting.py` for many blocks.
 
         Returns how many went, when their going is durable.
 

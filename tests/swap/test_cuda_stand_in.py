@@ -25,17 +25,17 @@ SUITES = {
         [
             *HERE.glob("test_vmem_*.py"),
             *HERE.glob("test_vtensor_*.py"),
-            *(HERE / f"test_{name}.py" for name in ("frames", "pinning", "vattention", "copies", "page_copies")),
+            HERE / "test_frames.py",
+            HERE / "copies",
+            HERE / "vtensor/test_vattention.py",
             TESTS / "integrations/engine/test_transfers_on_cuda.py",
         ],
         265,
     ),
     "worker and server": (
         [
-            *(
-                TESTS / f"worker/test_{name}.py"
-                for name in ("attention_on_cuda", "engine_on_cuda", "windows_on_cuda", "shared_frames")
-            ),
+            *(TESTS / f"worker/test_{name}_on_cuda.py" for name in ("attention", "engine", "windows")),
+            TESTS / "worker/memory/test_shared_frames.py",
             TESTS / "cache/test_tiers_on_cuda.py",
             TESTS / "server/test_generate_on_cuda.py",
         ],

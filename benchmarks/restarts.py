@@ -212,7 +212,7 @@ class Lives:
                 daemon = Daemon(Settings.load(overrides={**settings, **places}, environ={}))
                 await daemon.start(stack)
                 yield lambda: None
-                await daemon.drain()
+                await daemon.drain.run()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -6,6 +6,7 @@ blocks are born in the GPU tier (`record`). Both stand in the same trie.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -226,6 +227,17 @@ class TieredCache:
         self.mover.use.recount(self.tries)
         heap.give_back()
         return restored.blocks
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Starts the background tasks, which end with `close` or by a defect; returns them to be watched."""
+        tasks = [self.write_back.start(), self.scrubber.start()]
+        if self.common is not None:
+            tasks.append(self.common.start())
+        if self.tiers.durable is not None:
+            tasks.append(self.mover.start_probing())
+        if self.mover.remote is not None:
+            tasks += self.mover.remote.start()
+        return [task for task in tasks if task is not None]
 
     async def close(self) -> None:
         """Ends all sessions and waits for the copies under way."""

@@ -14,8 +14,8 @@ import pytest
 
 from prefixd.cache.background.write_back import WriteBack
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
-from prefixd.server import set_aside
 from prefixd.server.daemon import Endpoints, serve
+from prefixd.server.startup import set_aside
 from prefixd.settings import Settings
 
 

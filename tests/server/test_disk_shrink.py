@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.server.daemon import _open_store
+from prefixd.server.startup.storage import open_store
 from prefixd.settings import Settings
 from prefixd_swap import NewBlock, SlabStore, Span
 
@@ -29,8 +29,8 @@ async def test_a_smaller_tier_over_blocks_is_refused_with_the_remedy(tmp_path: P
     store.close()
     async with AsyncExitStack() as stack:
         with pytest.raises(ConfigError, match=r"disk\.bytes = 2097152: .* deletes 6 slabs .*disk\.shrink = true"):
-            _open_store(settings(tmp_path, bytes="2MiB"), None, stack)
+            open_store(settings(tmp_path, bytes="2MiB"), None, stack)
     assert len(list((tmp_path / "blocks" / "slabs").iterdir())) == 8
     async with AsyncExitStack() as stack:
-        kept = _open_store(settings(tmp_path, bytes="2MiB", shrink=True), None, stack)
+        kept = open_store(settings(tmp_path, bytes="2MiB", shrink=True), None, stack)
         assert kept is not None and kept.recovery.kept == 2

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from prefixd.cache import Troubles
-from prefixd.server import set_aside
-from prefixd.server.set_aside import LOST, PART, SetAsideCheck
+from prefixd.server.startup import set_aside
+from prefixd.server.startup.set_aside import LOST, PART, SetAsideCheck
 from prefixd_swap import SetAside, SlabStore, StorageError
 
 

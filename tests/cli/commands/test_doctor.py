@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.cli import environment
 from prefixd.cli.commands import doctor
-from prefixd.server import set_aside
+from prefixd.server.startup import set_aside
 from prefixd.v1 import admin_pb2, cache_pb2
 
 Cli = Callable[..., Any]

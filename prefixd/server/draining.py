@@ -1,0 +1,80 @@
+"""The daemon's end in order: it takes no new work, finishes what runs and writes back what is not on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from prefixd.base.errors import UnavailableError
+from prefixd.cache import TieredCache
+from prefixd.serving.models.models import Models
+
+log = logging.getLogger(__name__)
+
+
+class Drain:
+    """Drains the daemon when asked to; it can be asked again while calls still store blocks.
+
+    Args:
+        cache: written back.
+        models: finish their requests; None in a sidecar.
+        draining: set from the first drain on.
+        timeout_s: how long requests and calls that run may take; asked when a drain waits for them.
+        on_begin: called when `draining` has been set.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        models: Models | None,
+        draining: asyncio.Event,
+        timeout_s: Callable[[], float],
+        on_begin: Callable[[], None],
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._cache = cache
+        self._models = models
+        self._draining = draining
+        self._on_begin = on_begin
+        self._drained: asyncio.Task[tuple[int, int]] | None = None
+        self._before = (0, 0)  # blocks written to disk and requests finished when the first drain began
+
+    async def run(self) -> tuple[int, int]:
+        """Drains; all who ask meanwhile wait for the same drain.
+
+        Returns how many blocks were written to disk, and how many requests finished, since the first drain began.
+        """
+        if self._drained is None or self._drained.done():
+            self._drained = asyncio.create_task(self._drain(), name="drain")
+        return await asyncio.shield(self._drained)
+
+    async def _drain(self) -> tuple[int, int]:
+        again = self._draining.is_set()
+        if not again:
+            self._before = self._done()
+        self._draining.set()
+        self._on_begin()
+        if self._models is not None:
+            await self._finish_requests(self._models)
+        timeout_s = self._timeout_s()
+        try:
+            await asyncio.wait_for(self._cache.mover.idle(), timeout_s)  # commits most of all
+        except TimeoutError:
+            log.warning("calls that store or lease blocks still run after %g s; they are ended", timeout_s)
+        await self._cache.write_back.flush(again=again)
+        written, finished = (now - before for now, before in zip(self._done(), self._before, strict=True))
+        log.info("drained: %d requests finished, %d blocks written to disk", finished, written)
+        return written, finished
+
+    async def _finish_requests(self, models: Models) -> None:
+        timeout_s = self._timeout_s()
+        try:
+            await asyncio.wait_for(models.idle(), timeout_s)
+        except TimeoutError:
+            log.warning("requests still run after %g s; they are ended", timeout_s)
+            error = UnavailableError(f"the daemon drained for {timeout_s:g} s and ended the request; send it again")
+            await asyncio.gather(*(host.dispatcher.end_all(error) for host in models.hosts.values()))
+
+    def _done(self) -> tuple[int, int]:
+        return self._cache.write_back.written, 0 if self._models is None else self._models.finished

@@ -1,0 +1,57 @@
+"""What the gRPC health service says of the daemon, its services, its tiers and its models."""
+
+from __future__ import annotations
+
+import asyncio
+
+from grpc_health.v1 import health_pb2
+
+from prefixd.cache import Tiers
+from prefixd.server.rpc.health import Health
+from prefixd.serving.models.models import Models
+from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
+
+TIER_HEALTH = "prefixd.tier."
+"""Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
+MODEL_HEALTH = "prefixd.model."
+"""Before a model's name, where there are several: whether its worker serves, or will when it has started."""
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+SERVICES = (
+    cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name,
+    _INFERENCE,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+)
+
+
+class HealthStatus:
+    """Sets the status of every health service from the state of tiers and models.
+
+    A tier that is out or shrunk does not serve, nor does Inference without a worker, while the rest does: a load
+    balancer that sends requests elsewhere then must not take the cache away from its other clients.
+
+    Args:
+        health: the service.
+        tiers: the cache's.
+        models: None in a sidecar.
+        draining: set when the daemon takes no new work.
+    """
+
+    def __init__(self, health: Health, tiers: Tiers, models: Models | None, draining: asyncio.Event) -> None:
+        self._health = health
+        self._tiers = tiers
+        self._models = models
+        self._draining = draining
+
+    def update(self) -> None:
+        """Sets every status as of now."""
+        draining, models = self._draining.is_set(), self._models
+        well = {service: not draining for service in ("", *SERVICES)}
+        well[_INFERENCE] &= models is None or models.serves
+        if models is not None and len(models.hosts) > 1:
+            for name, host in models.hosts.items():
+                well[f"{MODEL_HEALTH}{name}"] = not (draining or host.worker.failure)
+        for tier in self._tiers.existing:
+            well[f"{TIER_HEALTH}{tier.name}"] = not (draining or self._tiers.trouble(tier))
+        for service, serves in well.items():
+            status = health_pb2.HealthCheckResponse
+            self._health.set(service, status.SERVING if serves else status.NOT_SERVING)

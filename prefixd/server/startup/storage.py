@@ -1,0 +1,126 @@
+"""Opens the tiers and the cache over them, with what is on disk restored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from functools import partial
+
+from prefixd.base.clocks import elapsed_s
+from prefixd.base.errors import ConfigError
+from prefixd.base.tenants import Tenants
+from prefixd.cache import TieredCache, Tiers, Troubles
+from prefixd.process.limits import LOCK
+from prefixd.server.access.socket_access import make_private
+from prefixd.server.startup.remote_store import open_remote
+from prefixd.serving.dispatch.wiring import make_cache
+from prefixd.settings import Settings
+from prefixd_swap import CpuArena, FileOps, HostPin, ShrinkError, SlabStore, SwapError, create_copy_engine
+
+log = logging.getLogger(__name__)
+
+
+def open_cache(
+    settings: Settings,
+    device: str,
+    arena: CpuArena | None,
+    store: SlabStore | None,
+    tenants: Tenants,
+    troubles: Troubles,
+    stack: AsyncExitStack,
+) -> TieredCache:
+    """Opens the cache over the arena and the disk tier's store; blocks that are on disk can be matched.
+
+    Closing the cache is left to the caller, who closes it before the tiers that `stack` closes.
+
+    Raises:
+        ConfigError: a setting with which the tiers or the cache cannot be opened.
+    """
+    try:
+        tiers = Tiers.local(
+            arena,
+            store,
+            urgency=settings.transfers.urgency,
+            io_threads=settings.disk.io_threads,
+            remote=None if settings.remote.url is None else partial(open_remote, settings.remote, arena),
+            troubles=troubles,
+            clock=elapsed_s,
+        )
+    except SwapError as error:
+        raise ConfigError(f"disk.io_threads = {settings.disk.io_threads}: {error}") from error
+    stack.push_async_callback(tiers.close)
+    try:
+        engine = create_copy_engine(device)
+    except SwapError as error:
+        raise ConfigError(f"gpu.device = {settings.gpu.device}: {error}") from error
+    stack.callback(engine.close)
+    try:
+        cache = make_cache(settings, tiers, engine, elapsed_s, tenants)
+        restored = cache.restore()
+    except SwapError as error:
+        raise ConfigError(f"the cache cannot be opened: {error}") from error
+    if restored:
+        log.info("%d blocks are back from disk", restored)
+    return cache
+
+
+def open_arena(settings: Settings, device: str, troubles: Troubles, stack: AsyncExitStack) -> CpuArena | None:
+    """Opens the CPU tier's memory, locked and pinned where settings and device ask for it; None without a CPU tier.
+
+    Raises:
+        ConfigError: the memory is not there.
+    """
+    if not settings.cpu.bytes:
+        return None
+    try:
+        arena = CpuArena(settings.cpu.bytes, populate=settings.cpu.populate)
+    except SwapError as error:
+        raise ConfigError(f"cpu.bytes = {settings.cpu.bytes}: {error}") from error
+    stack.callback(arena.close)
+    if settings.cpu.lock:
+        try:
+            arena.lock()
+        except SwapError as error:
+            troubles.begin(LOCK, str(error))
+    if device != "cpu":
+        address = arena.span(0, arena.capacity_bytes).address
+        ordinal = int(device.partition(":")[2])
+        loop = asyncio.get_running_loop()
+
+        def failed(why: str) -> None:
+            line = f"of the CPU tier {why}; raise RLIMIT_MEMLOCK (`ulimit -l`, LimitMEMLOCK= of systemd)"
+            loop.call_soon_threadsafe(troubles.begin, "memory pinning", line)
+
+        stack.callback(HostPin(address, arena.capacity_bytes, ordinal, failed).close)
+    return arena
+
+
+def open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -> SlabStore | None:
+    """Opens the disk tier's store; None without a disk tier.
+
+    Raises:
+        ConfigError: the directory cannot be used, or has more blocks than `disk.bytes` allows.
+    """
+    if not settings.disk.bytes:
+        return None
+    path = settings.disk_path
+    make_private("disk.path", path)
+    try:
+        store = SlabStore.open(
+            path,
+            settings.disk.bytes,
+            io=settings.disk.io,
+            io_threads=settings.disk.io_threads,
+            ops=ops,
+            shrink=settings.disk.shrink,
+        )
+    except ShrinkError as error:
+        raise ConfigError(
+            f"disk.bytes = {settings.disk.bytes}: {error} in disk.path = {path}; raise disk.bytes, or set "
+            "disk.shrink = true to lose these blocks"
+        ) from error
+    except SwapError as error:
+        raise ConfigError(f"disk.path = {path}: {error}") from error
+    stack.callback(store.close)
+    return store

@@ -26,7 +26,7 @@ import pytest
 from prefixd.base.tenants import Role
 from prefixd.cache import TieredCache, Tiers, check_integrity
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.server.access.caller import Call, Caller, set_call
+from prefixd.server.access.caller import CURRENT_CALL, Call, Caller
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
@@ -355,7 +355,7 @@ class AnybodyCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ign
         self._caller = caller
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        set_call(Call(self._caller))
+        CURRENT_CALL.set(Call(self._caller))
         return await continuation(handler_call_details)
 
 

@@ -48,6 +48,8 @@ class AuditLog:
     """
 
     def __init__(self, path: Path | None) -> None:
+        self.enabled = path is not None
+        """Whether there is a file."""
         self._path = path
         self._known: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self._lost = 0

@@ -82,27 +82,18 @@ class Call:
         """Waits until the caller may be told that a limit is reached."""
 
 
-_current: ContextVar[Call] = ContextVar("call")
-
-
-def set_call(call: Call) -> None:
-    """From here on this is the call that is being handled."""
-    _current.set(call)
+CURRENT_CALL: ContextVar[Call] = ContextVar("call")
+"""The call that is being handled, from the door on."""
 
 
 def current_call() -> Call:
     """The call that is being handled. Raises LookupError outside of one."""
-    return _current.get()
-
-
-def call_if_any() -> Call | None:
-    """As `current_call`; None outside of one."""
-    return _current.get(None)
+    return CURRENT_CALL.get()
 
 
 def current_caller() -> Caller:
     """Who makes the call that is being handled. Raises LookupError outside of one."""
-    caller = _current.get().caller
+    caller = CURRENT_CALL.get().caller
     if caller is None:
         raise LookupError("the caller is anonymous")
     return caller

@@ -2,7 +2,7 @@
 
     1. who calls: a ticket, a token, a certificate, or nothing (`Identities`)
     2. whether the caller's role is enough, and whether its tenant may have one more call (`CallLimits`)
-    3. its message, when its turn has come (`Receiving`), in a size that can be parsed (`check_fields`)
+    3. its message, when its turn has come (`CallersCall`), in a size that can be parsed (`check_fields`)
     4. the method; a PrefixdError becomes the call's status (`abort`)
 
 Nothing of a call is read before 3. A message that cannot be read is its sender's mistake, INVALID_ARGUMENT: left to
@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,16 +23,15 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PrefixdError
-from prefixd.base.pacer import call_arrived
 from prefixd.base.tenants import Role
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.caller import Call, Caller, current_call, set_call
+from prefixd.server.access.caller import CURRENT_CALL, Call, Caller
 from prefixd.server.access.identities import Identities, UnknownCallerError
 from prefixd.server.rpc.anonymous import AnonymousCall
 from prefixd.server.rpc.limits import OPEN_SERVICES, CallLimits
-from prefixd.server.rpc.receiving import Line, first_message, later_message
+from prefixd.server.rpc.receiving import first_message, later_message
 from prefixd.server.rpc.status import Context, abort
-from prefixd.server.rpc.wire import check_fields
+from prefixd.server.rpc.wire import LARGE_BYTES, check_fields
 
 log = logging.getLogger(__name__)
 
@@ -92,21 +90,29 @@ class Door:
 
     def behind(self, method: str, handler: Handler) -> Handler:
         """The handler of a method, as calls come to it through the door."""
-        several = handler.request_streaming
-        kind = f"{'stream' if several else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+        several, streams = handler.request_streaming, handler.response_streaming
+        kind = f"{'stream' if several else 'unary'}_{'stream' if streams else 'unary'}"
         behaviour: Callable[[Any, Context], Any] = getattr(handler, kind)
-        requests = _all_messages if several else _only_message
+        parse = _parser(method, handler)
         served: Callable[[object, Context], Any]
         if inspect.isasyncgenfunction(behaviour):
 
             async def served(_: object, context: Context) -> AsyncGenerator[Any, None]:
                 try:
-                    async with (
-                        self._enter(method, context, several) as call,
-                        aclosing(behaviour(await requests(call, context), context)) as responses,
-                    ):
+                    call = await self.admit(method, context)
+                    async with aclosing(behaviour(await _only_message(call, context, parse), context)) as responses:
                         async for response in responses:
                             yield response
+                except PrefixdError as error:
+                    await abort(context, error)
+
+        elif several:
+
+            async def served(_: object, context: Context) -> Any:
+                try:
+                    call = await self.admit(method, context)
+                    async with call.stream():
+                        return await behaviour(_all_messages(call, context, parse), context)
                 except PrefixdError as error:
                     await abort(context, error)
 
@@ -114,42 +120,26 @@ class Door:
 
             async def served(_: object, context: Context) -> Any:
                 try:
-                    async with self._enter(method, context, several) as call:
-                        return await behaviour(await requests(call, context), context)
+                    call = await self.admit(method, context)
+                    return await behaviour(await _only_message(call, context, parse), context)
                 except PrefixdError as error:
                     await abort(context, error)
 
         # Also where there is one message we read it, and not gRPC, which would wait for ever. gRPC's own iterator
         # of requests is never begun: it keeps the last message until the garbage collector comes.
-        streams = handler.response_streaming
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
-        made: Handler = make(
-            served,
-            request_deserializer=_reader(method, handler),
-            response_serializer=handler.response_serializer,
-        )
+        made: Handler = make(served, response_serializer=handler.response_serializer)
         return made
 
-    @asynccontextmanager
-    async def _enter(self, method: str, context: Context, several: bool) -> AsyncGenerator[Call]:
-        await self.admit(method, context)
-        call = current_call()
-        if not several:
-            yield call
-            return
-        async with call.stream():
-            yield call
-
-    async def admit(self, method: str, context: Context) -> None:
-        """Makes the caller known (`current_call`); ends the call if it is refused."""
+    async def admit(self, method: str, context: Context) -> Call:
+        """Lets a call in, which is `current_call` from here on; ends it if it is refused."""
         open_to_all = method.startswith(OPEN_SERVICES)
         try:
             caller = self._who_calls(context)
         except UnknownCallerError as error:
             if not open_to_all:
                 await self._refuse_unknown(method, str(error), context)
-            self._admit_anonymous(context)
-            return
+            return self._admit_anonymous(context)
         needed = Role.ADMIN if method.startswith(_ADMIN_SERVICES) else Role.CLIENT
         if caller.role is not Role.ADMIN and caller.role is not needed and not open_to_all:
             await self._tell_refused(caller, method, f"the role {needed} is needed")
@@ -162,12 +152,14 @@ class Door:
         task = asyncio.current_task()
         assert task is not None
         try:
-            self._limits.begin(method, caller, task)
+            call = self._limits.begin(method, caller, task)
         except ExhaustedError as error:
             await self._tell_refused(caller, method, str(error))
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        set_call(_CallersCall(self._limits, caller, task))
-        self._audit.let_in(caller)
+        CURRENT_CALL.set(call)
+        if self._audit.enabled:
+            self._audit.let_in(caller)
+        return call
 
     def _who_calls(self, context: Context) -> Caller:
         """Raises UnknownCallerError."""
@@ -182,12 +174,14 @@ class Door:
         names = [_text(value) for field in _CERTIFICATE_NAMES for value in presented.get(field, ())]
         return self._identities.of_certificate(names, _host(context))
 
-    def _admit_anonymous(self, context: Context) -> None:
+    def _admit_anonymous(self, context: Context) -> Call:
         """Raises ExhaustedError."""
         anonymous, host, task = self._limits.anonymous, _host(context), asyncio.current_task()
         assert task is not None
-        set_call(AnonymousCall(anonymous, host, partial(self._limits.refusals.turn, None)))
+        call = AnonymousCall(anonymous, host, partial(self._limits.refusals.turn, None))
+        CURRENT_CALL.set(call)
         anonymous.begin(host, task)
+        return call
 
     async def _tell_refused(self, caller: Caller, method: str, why: str) -> None:
         """Waits until a caller may be told, and writes that down."""
@@ -228,97 +222,41 @@ class _UnknownMethods(grpc.GenericRpcHandler):
         return made
 
 
-class _CallersCall(Call):
-    """One call of a caller who is known."""
-
-    def __init__(self, limits: CallLimits, caller: Caller, task: asyncio.Task[Any]) -> None:
-        super().__init__(caller)
-        self._limits = limits
-        self._known = caller
-        self._task = task
-
-    @asynccontextmanager
-    async def first(self) -> AsyncGenerator[Line | None]:
-        """Waits until the message may be received, and the call begin. Raises ExhaustedError."""
-        async with self._limits.receiving.first(self._known, self) as line:
-            await self._limits.turn(self._known.tenant, self._task)
-            yield line
-
-    @asynccontextmanager
-    async def later(self) -> AsyncGenerator[Line | None]:
-        """Each message has a turn as a call has one, or who sends many would have the event loop."""
-        self._limits.pause(self._task)
-        async with self._limits.receiving.later(self._known, self) as line:
-            yield line
-        await self._limits.turn(self._known.tenant, self._task)
-
-    def stream(self) -> AbstractAsyncContextManager[None]:
-        """Waits for a place."""
-        return self._limits.receiving.stream(self._known)
-
-    async def refusal_turn(self) -> None:
-        await self._limits.refusals.turn(self._known.tenant)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unreadable:
-    reason: str
-
-    def error(self) -> InvalidArgumentError:
-        return InvalidArgumentError(f"the message cannot be read ({self.reason}); send what proto/prefixd/v1 describes")
-
-
-def _reader(method: str, handler: Handler) -> Callable[[bytes], Any]:
-    """Parses a message of the call that is being handled, or says why it is `_Unreadable`."""
+def _parser(method: str, handler: Handler) -> Callable[[bytes], Any]:
+    """Parses a message of a method. Raises InvalidArgumentError where it cannot be read."""
     parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
     descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)  # generated: `FromString` of a class
     most_bytes = _MOST_BYTES.get(method[1:], _MOST_BYTES.get(method[1:].partition("/")[0]))
 
     def read(message: bytes) -> Any:
-        call_arrived()
-        current_call().message_bytes = len(message)
-        if most_bytes is not None and len(message) > most_bytes:
-            return _Unreadable(f"it has {len(message)} bytes, of {most_bytes} at most")
         try:
-            if descriptor is not None:
+            if most_bytes is not None and len(message) > most_bytes:
+                raise InvalidArgumentError(f"it has {len(message)} bytes, of {most_bytes} at most")
+            if descriptor is not None and len(message) > LARGE_BYTES:
                 check_fields(message, descriptor)
             return parse(message)
         except (InvalidArgumentError, DecodeError) as error:
-            return _Unreadable(str(error))
+            raise InvalidArgumentError(
+                f"the message cannot be read ({error}); send what proto/prefixd/v1 describes"
+            ) from None
 
     return read
 
 
-async def _only_message(call: Call, context: Context) -> Any:
-    request = await first_message(call, partial(_read, context))
-    if request is None:
+async def _only_message(call: Call, context: Context, parse: Callable[[bytes], Any]) -> Any:
+    message = await first_message(call, context.read)
+    if message is None:
         raise InvalidArgumentError("the call has no message; send one")
-    return _readable(request)
+    return parse(message)
 
 
-async def _all_messages(call: Call, context: Context) -> AsyncIterator[Any]:
-    read = partial(_read, context)
-
-    async def messages() -> AsyncIterator[Any]:
-        message = await first_message(call, read)
-        while message is not None:
-            yield _readable(message)
-            del message
-            message = await later_message(call, read)
-
-    return messages()
-
-
-async def _read(context: Context) -> Any:
-    message = await context.read()
-    return None if message is grpc.aio.EOF else message
-
-
-def _readable(request: Any) -> Any:
-    """A message. Raises InvalidArgumentError where it cannot be read."""
-    if isinstance(request, _Unreadable):
-        raise request.error()
-    return request
+async def _all_messages(call: Call, context: Context, parse: Callable[[bytes], Any]) -> AsyncGenerator[Any]:
+    message: Any = await first_message(call, context.read)
+    while message is not None:
+        message = parse(message)  # the bytes are not kept beside it
+        yield message
+        del message
+        message = await later_message(call, context.read)
 
 
 def _host(context: Context) -> str:

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixd.base.tenants import Tenant
-from prefixd.server.access.caller import call_if_any
+from prefixd.server.access.caller import CURRENT_CALL
 from prefixd.server.rpc.status import Context
 
 _WATCHERS = 64  # of a tenant at once, and of all strangers
@@ -49,7 +49,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The status now and whenever it has changed."""
-        call = call_if_any()
+        call = CURRENT_CALL.get(None)
         tenant = None if call is None or call.caller is None else call.caller.tenant
         if self._watchers[tenant] >= _WATCHERS:
             await context.abort(

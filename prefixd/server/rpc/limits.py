@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.fairness import CallTurns
 from prefixd.base.tenants import Role, Tenant, Tenants
-from prefixd.server.access.caller import Caller
+from prefixd.server.access.caller import Call, Caller, Line
 from prefixd.server.rpc.anonymous import AnonymousCalls
 from prefixd.server.rpc.receiving import Receiving
 from prefixd_scheduler import SharedLimit
@@ -94,7 +96,7 @@ class CallLimits:
     """
 
     def __init__(self, tenants: Tenants, generations: int) -> None:
-        self._tenants = tenants
+        self.tenants = tenants
         self._generations = CallPool("generations", "calls of Generate", generations, tenants)
         self._health = CallPool("health_calls", "calls to the health service", HEALTH_CALLS, tenants)
         self._watches = CallPool("watches", "calls of WatchBlocks", WATCHES, tenants)
@@ -110,7 +112,7 @@ class CallLimits:
         """Calls of a tenant that are under way and counted."""
         return self._calls[tenant]
 
-    def begin(self, method: str, caller: Caller, call: asyncio.Task[Any]) -> None:
+    def begin(self, method: str, caller: Caller, call: asyncio.Task[Any]) -> CallersCall:
         """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may; operators
         may always call."""
         if method == _GENERATE:
@@ -123,9 +125,10 @@ class CallLimits:
             self._begin(caller, call)
             if method == _GET:
                 self._gets.begin(caller, call)
+        return CallersCall(self, caller, call)
 
     def _begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
-        tenant, tenants = caller.tenant, self._tenants.calling
+        tenant, tenants = caller.tenant, self.tenants.calling
         have = self._calls[tenant]
         if caller.role is not Role.ADMIN:
             self._check(tenant, have, max(1, CALLS // 2 // tenants), tenants)
@@ -148,12 +151,55 @@ class CallLimits:
 
     async def turn(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
         """Waits until a call of the tenant may begin, or go on after `pause`."""
-        if self._tenants.calling > 1:
+        if self.tenants.calling > 1:
             await self._turns.begin(tenant, call)
 
     def pause(self, call: asyncio.Task[Any]) -> None:
         """A call waits for its caller now."""
         self._turns.pause(call)
+
+
+class CallersCall(Call):
+    """One call of a caller who is known.
+
+    Args:
+        limits: of all calls.
+        caller: who makes it.
+        task: runs it.
+    """
+
+    def __init__(self, limits: CallLimits, caller: Caller, task: asyncio.Task[Any]) -> None:
+        super().__init__(caller)
+        self._limits = limits
+        self._known = caller
+        self._task = task
+
+    def first(self) -> AbstractAsyncContextManager[Line | None]:
+        """Waits until the message may be received, and the call begin. Raises ExhaustedError."""
+        if self._known.role is Role.ADMIN and self._limits.tenants.calling == 1:
+            return nullcontext()
+        return self._first()
+
+    @asynccontextmanager
+    async def _first(self) -> AsyncGenerator[Line | None]:
+        async with self._limits.receiving.first(self._known, self) as line:
+            await self._limits.turn(self._known.tenant, self._task)
+            yield line
+
+    @asynccontextmanager
+    async def later(self) -> AsyncGenerator[Line | None]:
+        """Each message has a turn as a call has one, or who sends many would have the event loop."""
+        self._limits.pause(self._task)
+        async with self._limits.receiving.later(self._known, self) as line:
+            yield line
+        await self._limits.turn(self._known.tenant, self._task)
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        """Waits for a place among the calls that send many messages."""
+        return self._limits.receiving.stream(self._known)
+
+    async def refusal_turn(self) -> None:
+        await self._limits.refusals.turn(self._known.tenant)
 
 
 class CallPool:

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
+from prefixd.base.pacer import call_arrived
 from prefixd.base.tenants import Role, Tenant, Tenants
 from prefixd.server.access.caller import Call, Caller
 from prefixd.server.access.caller import Line as Turns
@@ -41,11 +42,12 @@ _LATER_BYTES = (1 << 20) + (1 << 12)
 """More than any later message of a stream may have, with what is around its data."""
 
 
-Read = Callable[[], Coroutine[Any, Any, T | None]]
-"""Receives the next message; None: there is no more. Waits once, until it is here, and puts it together then."""
+Read = Callable[[], Coroutine[Any, Any, Any]]
+"""`grpc.aio.ServicerContext.read`: receives the next message, or EOF; None where the call has ended. Waits once, until
+it is here, and puts it together then."""
 
 
-async def first_message(call: Call, read: Read[T]) -> T | None:
+async def first_message(call: Call, read: Read) -> bytes | None:
     """The first message of a call, or its only one; None: it has none.
 
     The call's time is that until it has arrived; in line it may wait for longer.
@@ -57,18 +59,30 @@ async def first_message(call: Call, read: Read[T]) -> T | None:
     async with call.first() as line:
         try:
             async with asyncio.timeout(call.receive_s) as timeout:
-                return await (read() if line is None else _InTurn(read(), line, partial(timeout.reschedule, None)))
+                if line is None:
+                    return await _receive(call, read)
+                return await _InTurn(_receive(call, read), line, partial(timeout.reschedule, None))
         except TimeoutError:
             raise TooSlowError(
                 f"the call's message was not here within {call.receive_s:g} s; send it at once, or less at a time"
             ) from None
 
 
-async def later_message(call: Call, read: Read[T]) -> T | None:
+async def later_message(call: Call, read: Read) -> bytes | None:
     """Another message of a call; None: it has no more."""
     async with call.later() as line:
         call.message_bytes = 0
-        return await (read() if line is None else _InTurn(read(), line))
+        return await (_receive(call, read) if line is None else _InTurn(_receive(call, read), line))
+
+
+async def _receive(call: Call, read: Read) -> bytes | None:
+    """The next message; None for EOF, and where the call has ended. One counts as soon as it is put together."""
+    message = await read()
+    if not isinstance(message, bytes):
+        return None
+    call_arrived()
+    call.message_bytes = len(message)
+    return message
 
 
 class CallerPlaces:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import grpc
 
 from prefixd.base.errors import NamespaceClosedError, PrefixdError, SessionEndedError
-from prefixd.server.access.caller import call_if_any
+from prefixd.server.access.caller import CURRENT_CALL
 from prefixd_scheduler import QueueFullError, SchedulerError
 from prefixd_swap import OutOfMemoryError, SwapError
 
@@ -110,7 +110,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
             f"{type(error).__name__} in the daemon; its log says where. Please report it",
             (_ANSWERED,),
         )
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (call := call_if_any()) is not None:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (call := CURRENT_CALL.get(None)) is not None:
         await call.refusal_turn()
     # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
     metadata: tuple[tuple[str, str], ...] = (_ANSWERED,)

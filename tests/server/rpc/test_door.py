@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from prefixd.base.errors import ExhaustedError, NotFoundError
-from prefixd.server.access.caller import Call, set_call
+from prefixd.server.access.caller import CURRENT_CALL, Call
 from prefixd.server.rpc.door import Door, ServiceTable
 from prefixd.server.rpc.receiving import Line
 from prefixd.server.rpc.status import abort, streaming, unary
@@ -88,8 +88,10 @@ class _Door(Door):
         self.ended_with: list[int] = []
         """Bytes of the message, for each call that has received its first one or was ended before that."""
 
-    async def admit(self, method: str, context: Any) -> None:
-        set_call(_Call(self))
+    async def admit(self, method: str, context: Any) -> Call:
+        call = _Call(self)
+        CURRENT_CALL.set(call)
+        return call
 
 
 class _Call(Call):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import grpc
 import pytest
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
@@ -60,18 +61,18 @@ class Calls:
     async def _call(self, name: str, role: Role) -> None:
         tenant = self.tenants.get(name[0]) or self.tenants.default
 
-        async def read() -> str:
+        async def read() -> bytes:
             self.receiving.append(name)
             try:
                 nbytes = await self._arrive[name]
             finally:
                 self.receiving.remove(name)
             self.put_together.append((name, asyncio.get_running_loop().time()))
-            call.message_bytes = nbytes
-            return name
+            return bytes(nbytes)
 
         call = TenantsCall(self._receiving, Caller(tenant, role, name[:2], "tcp"))
-        assert await first_message(call, read) == name
+        message = await first_message(call, read)
+        assert message is not None and call.message_bytes == len(message)
 
 
 async def turns(count: int = 8) -> None:
@@ -311,15 +312,14 @@ class _Short(Call):
 
 @pytest.mark.parametrize("in_line", [False, True])
 async def test_a_call_has_a_message_in_time(in_line: bool) -> None:
-    async def one() -> str:
-        call.message_bytes = 100
-        return "one"
+    async def one() -> bytes:
+        return b"one"
 
-    async def none() -> None:
-        return None
+    async def none() -> object:
+        return grpc.aio.EOF
 
     call = _Short(Line() if in_line else None)
-    assert await first_message(call, one) == "one" and call.message_bytes == 100
+    assert await first_message(call, one) == b"one" and call.message_bytes == 3
     assert await later_message(call, none) is None and call.message_bytes == 0
     with pytest.raises(TooSlowError, match=r"not here within 0\.05 s"):
         await first_message(call, asyncio.Event().wait)

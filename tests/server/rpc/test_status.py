@@ -14,7 +14,7 @@ import pytest
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache import Process, TieredCache, check_integrity
-from prefixd.server.access.caller import Call, set_call
+from prefixd.server.access.caller import CURRENT_CALL, Call
 from prefixd.server.rpc import status
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -166,7 +166,7 @@ async def test_a_refusal_that_waits_keeps_no_request(kind: str) -> None:
             await told.wait()
 
     async def refuse(requests: list[_Request]) -> None:
-        set_call(Waiting(None))
+        CURRENT_CALL.set(Waiting(None))
         with pytest.raises(grpc.aio.AbortError):
             if kind == "unary":
                 await _Refusing().unary(requests.pop(), _Aborting())

@@ -51,15 +51,8 @@ class AsyncCache:
 
     async def prefetch(self, tokens: TokenIds) -> int:
         """Has the prefix brought up to CPU memory ahead of `acquire`; returns the blocks on their way."""
-        prompt = token_bytes(tokens)
-        answer = await self._namespace.ask(
-            self._namespace.client.connection.cache.Prefetch,
-            prompt,
-            lambda session: cache_pb2.PrefetchRequest(
-                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
-            ),
-            nothing=cache_pb2.PrefetchResponse,
-        )
+        request, nothing = cache_pb2.PrefetchRequest(), cache_pb2.PrefetchResponse
+        answer = await self._namespace.ask("Prefetch", request, token_bytes(tokens), nothing=nothing)
         return int(answer.response.blocks)
 
     async def persist(self, tokens: TokenIds) -> int:
@@ -235,19 +228,10 @@ class AsyncCache:
         return StoreResult(committed, duplicates, total - done, refused)
 
     async def _match(self, prompt: bytes, *, counted: bool, prefill: Prefill | None = None) -> MatchResult:
-        answer = await self._namespace.ask(
-            self._namespace.client.connection.cache.Match,
-            prompt,
-            lambda session: cache_pb2.MatchRequest(
-                session_id=session.session_id,
-                namespace_id=self.namespace_id,
-                token_ids=prompt,
-                counted=counted,
-                asked=counted,
-                prefill=None if prefill is None else prefill.to_proto(),
-            ),
-            nothing=cache_pb2.MatchResponse,
+        request = cache_pb2.MatchRequest(
+            counted=counted, asked=counted, prefill=None if prefill is None else prefill.to_proto()
         )
+        answer = await self._namespace.ask("Match", request, prompt, nothing=cache_pb2.MatchResponse)
         return MatchResult.from_proto(answer.response)
 
     async def _acquire(
@@ -261,23 +245,21 @@ class AsyncCache:
     ) -> AsyncLease:
         _check_range(wanted.first_block, wanted.max_blocks, wanted.prefix_blocks)
         part_bytes = self._namespace.part_bytes(parts)
+        request = cache_pb2.AcquireRequest(
+            first_block=wanted.first_block,
+            max_blocks=wanted.max_blocks,
+            prefix_blocks=wanted.prefix_blocks,
+            ttl_s=ttl_s or 0.0,
+            parts=parts or (),
+            uncounted=not counted or wanted.found is not None,
+            hits=wanted.found is not None,
+            found=None if wanted.found is None else wanted.found.to_found(),
+            prefill=None if prefill is None else prefill.to_proto(),
+        )
         answer = await self._namespace.ask(
-            self._namespace.client.connection.cache.Acquire,
+            "Acquire",
+            request,
             prompt,
-            lambda session: cache_pb2.AcquireRequest(
-                session_id=session.session_id,
-                namespace_id=self.namespace_id,
-                token_ids=prompt,
-                first_block=wanted.first_block,
-                max_blocks=wanted.max_blocks,
-                prefix_blocks=wanted.prefix_blocks,
-                ttl_s=ttl_s or 0.0,
-                parts=parts or (),
-                uncounted=not counted or wanted.found is not None,
-                hits=wanted.found is not None,
-                found=None if wanted.found is None else wanted.found.to_found(),
-                prefill=None if prefill is None else prefill.to_proto(),
-            ),
             nothing=cache_pb2.AcquireResponse,
             grant_id=lambda response: str(response.lease_id),
         )
@@ -288,17 +270,11 @@ class AsyncCache:
         self, prompt: bytes, first_block: int, ttl_s: float | None, parts: Sequence[int] | None
     ) -> AsyncReservation:
         part_bytes = self._namespace.part_bytes(parts)
+        request = cache_pb2.ReserveRequest(first_block=first_block, ttl_s=ttl_s or 0.0, parts=parts or ())
         answer = await self._namespace.ask(
-            self._namespace.client.connection.cache.Reserve,
+            "Reserve",
+            request,
             prompt,
-            lambda session: cache_pb2.ReserveRequest(
-                session_id=session.session_id,
-                namespace_id=self.namespace_id,
-                token_ids=prompt,
-                first_block=first_block,
-                ttl_s=ttl_s or 0.0,
-                parts=parts or (),
-            ),
             nothing=cache_pb2.ReserveResponse,
             grant_id=lambda response: str(response.reservation_id),
         )

@@ -97,7 +97,7 @@ class Connection:
         self._channel = credentials.channel(self.address, _OPTIONS)
         local = self.address.startswith("unix:")
         self._ticket = Ticket(self.address.removeprefix("unix:"), elapsed_s) if local else None
-        base = credentials.stubs_on(self._channel, self._ticket)
+        base: Any = _ChannelWithMetadata(self._channel, credentials if self._ticket is None else self._ticket)
         self.cache: Any = PrefixCacheStub(base)
         self.inference: Any = InferenceStub(base)
         self.admin: Any = AdminStub(base)
@@ -213,8 +213,8 @@ class Connection:
         """
         if self._default is not None:
             check_default_socket(self._default)
-        if self._ticket is not None and not self._ticket.fresh:
-            await self._ticket.fetch()
+        if (ticket := self._ticket) is not None and elapsed_s() >= ticket.fresh_until_s:
+            await ticket.fetch()
         waiting = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.CONNECTING)
         state = self._channel.get_state(try_to_connect=True)
         with suppress(TimeoutError, grpc.aio.UsageError):  # the latter of a channel that is closed
@@ -231,6 +231,23 @@ class Connection:
         for late in self._late:
             late.cancel()
         await self._channel.close(None)
+
+
+class _ChannelWithMetadata:
+    """The part of a channel that stubs use; each call carries the metadata that `shown` has by then."""
+
+    def __init__(self, channel: grpc.aio.Channel, shown: Ticket | Credentials) -> None:
+        self._channel = channel
+        self._shown = shown
+
+    def __getattr__(self, kind: str) -> Any:
+        make = getattr(self._channel, kind)  # unary_unary and the like
+
+        def method(*arguments: Any, **options: Any) -> Any:
+            call = make(*arguments, **options)
+            return lambda request, **how: call(request, metadata=self._shown.metadata, **how)
+
+        return method
 
 
 async def _finish(call: Any) -> Any:

@@ -21,6 +21,8 @@ _FRESH_S = 3600.0  # a ticket is good for a day
 _FETCH_S = 5.0
 _ANSWER_LIMIT = 4096
 
+Metadata = tuple[tuple[str, str], ...]
+
 
 class Ticket:
     """Fetched before the first call, again once an hour, and when a daemon refuses it.
@@ -36,23 +38,19 @@ class Ticket:
     def __init__(self, socket: str, clock: Callable[[], float]) -> None:
         self._door = socket + DOOR_SUFFIX
         self._clock = clock
-        self.metadata: _Metadata = ()
+        self.metadata: Metadata = ()
         """What a call carries."""
-        self._fetched_s: float | None = None
+        self.fresh_until_s = 0.0
+        """When it has to be fetched again, by the clock."""
         self._fetching = asyncio.Lock()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it need not be fetched now."""
-        return self._fetched_s is not None and self._clock() - self._fetched_s < _FRESH_S
 
     async def fetch(self) -> None:
         """Fetches it, unless it is fresh or there is nobody to ask."""
         async with self._fetching:
-            if not self.fresh:
+            if self._clock() >= self.fresh_until_s:
                 await self._fetch()
 
-    async def replace(self, refused: tuple[tuple[str, str], ...]) -> bool:
+    async def replace(self, refused: Metadata) -> bool:
         """The daemon refused a call that carried `refused`: it has another key than the one that signed it. Fetches
         another ticket, once for all calls that were refused together; False where there is none to be had.
         """
@@ -66,7 +64,7 @@ class Ticket:
             async with asyncio.timeout(_FETCH_S):
                 answer = await self._ask()
             self.metadata = (("authorization", f"Ticket {answer}"),) if answer else ()
-            self._fetched_s = self._clock()
+            self.fresh_until_s = self._clock() + _FRESH_S
 
     async def _ask(self) -> str:
         reader, writer = await asyncio.open_unix_connection(self._door)
@@ -80,9 +78,6 @@ class Ticket:
         except ValueError:  # a daemon that knows no tickets hangs up
             return ""
         return str(said.get("ticket", "")) if isinstance(said, dict) else ""
-
-
-_Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +114,10 @@ class Credentials:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._tls(), options=options)
 
-    def stubs_on(self, channel: grpc.aio.Channel, ticket: Ticket | None) -> Any:
-        """What stubs are made on: the channel, whose calls carry the ticket, or the token where there is one to
-        show."""
-        if ticket is not None:
-            return _Showing(channel, ticket)
-        if not self.token:
-            return channel
-        metadata = (("authorization", f"Bearer {self.token}"),)
-        return _Showing(channel, _Token(metadata))
+    @property
+    def metadata(self) -> Metadata:
+        """What each call carries: the token where there is one."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def _tls(self) -> grpc.ChannelCredentials:
         import ssl
@@ -152,28 +142,6 @@ class Credentials:
                 f"({getattr(error, 'reason', None) or error})"
             ) from error
         return grpc.ssl_channel_credentials(*content)
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    metadata: _Metadata
-
-
-class _Showing:
-    """The part of a channel that stubs use; each call carries the metadata of a ticket or a token."""
-
-    def __init__(self, channel: grpc.aio.Channel, shown: Ticket | _Token) -> None:
-        self._channel = channel
-        self._shown = shown
-
-    def __getattr__(self, kind: str) -> Any:
-        make = getattr(self._channel, kind)  # unary_unary and the like
-
-        def method(*arguments: Any, **options: Any) -> Any:
-            call = make(*arguments, **options)
-            return lambda request, **how: call(request, metadata=self._shown.metadata, **how)
-
-        return method
 
 
 def _read(name: str, path: Path) -> bytes:

@@ -102,14 +102,14 @@ class RegisteredNamespace:
 
     async def ask(
         self,
-        method: Any,
+        method: str,
+        request: Any,
         prompt: bytes,
-        build: Callable[[Session], Any],
         *,
         nothing: Callable[[], Any],
         grant_id: Callable[[Any], str] | None = None,
     ) -> Answer:
-        """The answer of `method` to the request that `build` makes of the prompt for the session, as `in_session`.
+        """The answer of the RPC `method`, with the prompt, the session and the namespace set in `request`.
 
         A prompt without a token has no blocks: the daemon is not asked, `nothing` makes the answer.
 
@@ -117,44 +117,32 @@ class RegisteredNamespace:
         lost with a caller that is cancelled, but given back. Raises `MemoryUnavailable` when the bytes of such a
         grant would have to be streamed.
         """
-        return await self.in_session(lambda session: self._ask_in(session, method, prompt, build, nothing, grant_id))
 
-    async def _ask_in(
-        self,
-        session: Session,
-        method: Any,
-        prompt: bytes,
-        build: Callable[[Session], Any],
-        nothing: Callable[[], Any],
-        grant_id: Callable[[Any], str] | None,
-    ) -> Answer:
-        connection = session.connection
-        asked_at_s = self.client.clock()
-        if grant_id is not None and session.arena is None:
-            raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
-        if not prompt:
-            return Answer(session, nothing(), asked_at_s)
-        if grant_id is None:
-            return Answer(session, await connection.call(method, build(session)), asked_at_s)
-        find_id = grant_id
+        async def attempt(session: Session) -> Answer:
+            connection = session.connection
+            asked_at_s = self.client.clock()
+            if grant_id is not None and session.arena is None:
+                raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
+            if not prompt:
+                return Answer(session, nothing(), asked_at_s)
+            request.session_id, request.namespace_id = session.session_id, self.namespace_id
+            stub = getattr(connection.cache, method)
+            if grant_id is None:
+                return Answer(session, await connection.call(stub, request), asked_at_s)
 
-        async def give_back(response: Any) -> None:
-            if found := find_id(response):
-                request = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_id=found)
-                await connection.call(connection.cache.Release, request)
+            async def give_back(response: Any) -> None:
+                if found := grant_id(response):
+                    release = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_id=found)
+                    await connection.call(connection.cache.Release, release)
 
-        return Answer(session, await connection.call_for_grant(method, build(session), give_back), asked_at_s)
+            return Answer(session, await connection.call_for_grant(stub, request, give_back), asked_at_s)
+
+        request.token_ids = prompt
+        return await self.in_session(attempt)
 
     async def persist(self, prompt: bytes) -> int:
         """Returns when the cached prefix of `prompt` is on disk: its length in blocks."""
-        answer = await self.ask(
-            self.client.connection.cache.Persist,
-            prompt,
-            lambda session: cache_pb2.PersistRequest(
-                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
-            ),
-            nothing=cache_pb2.PersistResponse,
-        )
+        answer = await self.ask("Persist", cache_pb2.PersistRequest(), prompt, nothing=cache_pb2.PersistResponse)
         return int(answer.response.blocks)
 
     async def try_to_retain(self, prompt: bytes, retention: Sequence[Retention]) -> str:
@@ -168,15 +156,8 @@ class RegisteredNamespace:
 
     async def retain(self, prompt: bytes, retention: Sequence[Retention]) -> int:
         """Gives the cached blocks of `prompt` priorities; how many have one other than 0 then."""
-        wishes = retention_to_proto(retention)
-        answer = await self.ask(
-            self.client.connection.cache.Retain,
-            prompt,
-            lambda session: cache_pb2.RetainRequest(
-                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt, retention=wishes
-            ),
-            nothing=cache_pb2.RetainResponse,
-        )
+        request = cache_pb2.RetainRequest(retention=retention_to_proto(retention))
+        answer = await self.ask("Retain", request, prompt, nothing=cache_pb2.RetainResponse)
         return int(answer.response.blocks)
 
     def full_blocks(self, prompt: bytes) -> int:

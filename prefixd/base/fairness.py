@@ -1,8 +1,13 @@
-"""One piece of work of each tenant at a time, in front of something that takes work first come, first served."""
+"""Turns and limits of tenants, in front of what takes work first come, first served.
+
+`TenantTurns`: one piece of work of each tenant at a time. `CallTurns`: one call at a time, round robin over tenants.
+`PacedLine`: one after the other, with pauses. `SharedBytes`: bytes of requests, within a `SharedLimit`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Hashable
 from contextlib import asynccontextmanager, contextmanager
@@ -50,6 +55,48 @@ class TenantTurns:
                 waits.set_result(None)
                 return
         del self._waiting[tenant]
+
+
+class PacedLine:
+    """Turns one after the other; after one that cost something the next waits until that time has passed.
+
+    Args:
+        burst_s: seconds of costs that need not be waited for, after as long a time without a turn.
+    """
+
+    def __init__(self, burst_s: float = 0.0) -> None:
+        self._burst_s = burst_s
+        self._lock = asyncio.Lock()
+        self._next_s = -math.inf
+
+    @property
+    def idle(self) -> bool:
+        """Whether a turn would come at once."""
+        return not self._lock.locked() and self._next_s <= asyncio.get_running_loop().time()
+
+    async def turn(self, cost_s: float = 0.0) -> None:
+        """Waits for a turn, which costs `cost_s` seconds. Who waited goes on before anything else happens."""
+        async with self:
+            if cost_s:
+                self.pay(cost_s)
+
+    async def __aenter__(self) -> None:
+        """Waits for a turn, and has it until the block ends."""
+        await self._lock.acquire()
+        try:
+            pause_s = self._next_s - asyncio.get_running_loop().time()
+            if pause_s > 0:
+                await asyncio.sleep(pause_s)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def pay(self, cost_s: float) -> None:
+        """A turn has cost this many seconds."""
+        self._next_s = max(self._next_s, asyncio.get_running_loop().time() - self._burst_s) + cost_s
 
 
 LONGEST_TURNS = 40

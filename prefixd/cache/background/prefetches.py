@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
 
+from prefixd.base.fairness import PacedLine
 from prefixd.base.tenants import Tenant
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.beginnings import Beginning, Reader
@@ -46,7 +45,7 @@ class Prefetches:
         self._limit_bytes = limit_bytes
         self._under_way: dict[str, set[asyncio.Task[None]]] = {}  # by session
         self._tasks_of: dict[Tenant, set[asyncio.Task[None]]] = {}
-        self._turns: dict[Tenant, _Turns] = {}
+        self._turns: dict[Tenant, PacedLine] = {}
         self._bytes_of: Counter[Tenant] = Counter()  # on their way
 
     def begin(self, session: Session, trie: Trie, path: Rows) -> int:
@@ -79,13 +78,17 @@ class Prefetches:
         mover = self._mover
         if mover.use.tenants.calling == 1:
             return await mover.bring(trie, rows, tier, wanted, urgency=Urgency.PREFETCH)
-        turns = self._turns.setdefault(tenant, _Turns())
+        turns, time = self._turns.setdefault(tenant, PacedLine()), asyncio.get_running_loop().time
         there = 0
         for start in range(0, len(rows), BLOCKS_AT_ONCE):
             some = slice(start, start + BLOCKS_AT_ONCE)
-            async with turns.turn():
-                groups = None if wanted is None else wanted[some]
-                came = await mover.bring(trie, rows[some], tier, groups, urgency=Urgency.PREFETCH)
+            async with turns:
+                begun_s = time()
+                try:
+                    groups = None if wanted is None else wanted[some]
+                    came = await mover.bring(trie, rows[some], tier, groups, urgency=Urgency.PREFETCH)
+                finally:  # a pause as long as that took
+                    turns.pay(min(time() - begun_s, _LONGEST_PAUSE_S))
             there += came
             if came < len(rows[some]):
                 break  # no later one takes room that these lack
@@ -115,23 +118,3 @@ class Prefetches:
             del self._under_way[session.id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a prefix could not be brought up ahead of need: %s", error)
-
-
-class _Turns:
-    """Of one tenant's prefetches: after each there is a pause, as long as it took."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._next_s = 0.0
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncGenerator[None]:
-        """Waits for a turn, and has it."""
-        time = asyncio.get_running_loop().time
-        async with self._turn:
-            await asyncio.sleep(self._next_s - time())
-            begun_s = time()
-            try:
-                yield
-            finally:
-                self._next_s = time() + min(time() - begun_s, _LONGEST_PAUSE_S)

@@ -52,13 +52,13 @@ class AnonymousCalls:
             try:
                 yield line
             finally:
-                line.pay(call.message_bytes)
+                line.received(call.message_bytes)
         finally:
             _count(self._sending, host, -1)
 
     def _line(self, host: str) -> Line:
         if len(self._lines) >= _HOSTS:
-            self._lines = {each: line for each, line in self._lines.items() if each in self._sending or not line.paid}
+            self._lines = {each: line for each, line in self._lines.items() if each in self._sending or not line.idle}
         return self._lines.setdefault(host, Line())
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Any
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.fairness import CallTurns
+from prefixd.base.fairness import CallTurns, PacedLine
 from prefixd.base.tenants import Role, Tenant, Tenants
 from prefixd.server.access.caller import Call, Caller, Line
 from prefixd.server.rpc.anonymous import AnonymousCalls
@@ -52,7 +52,7 @@ class Refusals:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._paces: dict[Tenant | None, _Pace] = {}
+        self._paces: dict[Tenant | None, PacedLine] = {}
         self._waiting = SharedLimit(WAITING, lambda: tenants.calling + 1)
 
     async def turn(self, tenant: Tenant | None) -> bool:
@@ -62,29 +62,13 @@ class Refusals:
             return True
         if not self._waiting.left(tenant):
             return False
-        pace = self._paces.setdefault(tenant, _Pace())
+        pace = self._paces.setdefault(tenant, PacedLine(_AT_ONCE / PER_S))
         self._waiting.add(tenant, 1)
         try:
-            await pace.turn()
+            await pace.turn(1 / PER_S)
         finally:
             self._waiting.add(tenant, -1)
         return True
-
-
-class _Pace:
-    """`_AT_ONCE`, and then `PER_S`, one after the other; who goes away takes nobody's turn."""
-
-    def __init__(self) -> None:
-        self._line = asyncio.Lock()
-        self._next_s = 0.0
-
-    async def turn(self) -> None:
-        loop = asyncio.get_running_loop()
-        async with self._line:
-            next_s = max(self._next_s, loop.time() - _AT_ONCE / PER_S) + 1 / PER_S
-            if next_s > loop.time():
-                await asyncio.sleep(next_s - loop.time())
-            self._next_s = next_s
 
 
 class CallLimits:

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
+from prefixd.base.fairness import PacedLine
 from prefixd.base.pacer import call_arrived
 from prefixd.base.tenants import Role, Tenant, Tenants
 from prefixd.server.access.caller import Call, Caller
@@ -137,7 +138,7 @@ class Receiving:
                     yield line
                 finally:
                     if line is not None:
-                        line.pay(call.message_bytes)
+                        line.received(call.message_bytes)
 
     @asynccontextmanager
     async def later(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
@@ -147,7 +148,7 @@ class Receiving:
             yield line
         finally:
             if line is not None and (nbytes := call.message_bytes) > _LATER_BYTES:
-                line.pay(nbytes)
+                line.received(nbytes)
 
     def stream(self, caller: Caller) -> AbstractAsyncContextManager[None]:
         """Around a call that sends many messages: waits for a place."""
@@ -174,29 +175,13 @@ class Receiving:
             opening.add(tenant, -1)
 
 
-class Line:
-    """Messages that are here and are put together one after the other."""
+class Line(PacedLine):
+    """Messages of one tenant that are here and are put together one after the other."""
 
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._next_s = 0.0
-
-    @property
-    def paid(self) -> bool:
-        """Whether nothing that was large is waited for any more."""
-        return not self._turn.locked() and self._next_s <= asyncio.get_running_loop().time()
-
-    async def turn(self) -> None:
-        """Waits until the next message may be put together. Whoever waited does it before anything else happens."""
-        async with self._turn:
-            pause_s = self._next_s - asyncio.get_running_loop().time()
-            if pause_s > 0:
-                await asyncio.sleep(pause_s)
-
-    def pay(self, nbytes: int) -> None:
+    def received(self, nbytes: int) -> None:
         """One of so many bytes is put together; 0: none is."""
         if nbytes > _SMALL_BYTES:
-            self._next_s = max(self._next_s, asyncio.get_running_loop().time()) + nbytes / BYTES_PER_S
+            self.pay(nbytes / BYTES_PER_S)
 
 
 class _InTurn(Generic[T]):

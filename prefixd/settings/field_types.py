@@ -1,0 +1,74 @@
+"""The types of settings: how a value is written, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from prefixd.base.sizes import parse_room
+
+# The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
+MEMORY_SOCKET_SUFFIX = "-memory"
+# sun_path of sockaddr_un has 108 bytes, the last of which is a NUL.
+LONGEST_SOCKET_PATH = 107 - len(MEMORY_SOCKET_SUFFIX)
+
+
+def listed_numbers(value: object) -> object:
+    """A list as it stands in a variable or behind --set: 1001,1002."""
+    if isinstance(value, int):
+        raise ValueError(f"write a list such as [{value}]")
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def listed_texts(value: object) -> object:
+    """A list as it stands in a variable or behind --set: /models/a,/models/b."""
+    return [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value
+
+
+def _absolute(value: Path) -> Path:
+    return Path(os.path.abspath(value.expanduser()))
+
+
+def _socket(value: Path) -> Path:
+    value = _absolute(value)
+    length = len(os.fsencode(value))
+    if length > LONGEST_SOCKET_PATH:
+        raise ValueError(f"the socket's path may have at most {LONGEST_SOCKET_PATH} bytes and has {length}; shorten it")
+    return value
+
+
+def _size_or_auto(value: object) -> int | str:
+    return value if value == "auto" else parse_room(value)
+
+
+Bytes = Annotated[int, BeforeValidator(parse_room)]
+BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+SocketPath = Annotated[Path, AfterValidator(_socket)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+UserId = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
+
+
+def default_data_dir() -> Path:
+    """`$XDG_DATA_HOME/prefixd`, else `~/.local/share/prefixd`."""
+    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(home).expanduser() / "prefixd"
+
+
+def default_socket() -> Path:
+    """`$XDG_RUNTIME_DIR/prefixd/prefixd.sock`, else `/tmp/prefixd-<uid>/prefixd.sock`."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
+    return directory / "prefixd.sock"
+
+
+class Section(BaseModel):
+    """A table of the settings file: no unknown names, nothing changes after it is checked."""
+
+    # The docstring below a field is its description: `config show --describe` prints it.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)

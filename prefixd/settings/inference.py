@@ -1,0 +1,167 @@
+"""The queue and the worker of a daemon that serves models itself: `scheduler` and `worker`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field
+from pydantic import model_validator as check_together
+
+from prefixd.settings.field_types import AbsolutePath, Bytes, Count, Seconds, Section, listed_texts
+from prefixd_scheduler import POLICIES
+
+_MOST_REQUESTS = 1_000_000
+
+
+def _count_or_auto(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_REQUESTS:
+        raise ValueError(f"give a whole number from 0 to {_MOST_REQUESTS:,}, or auto")
+    return value
+
+
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+
+
+class SchedulerSettings(Section):
+    """The order of the queue."""
+
+    policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
+    """Which of the waiting requests with the lowest priority number runs next. fcfs: the one that arrived first. fpf:
+    the one whose cached prefix is in the nearest tier. relaxed-fpf: as fpf, but a request's age counts too, so that no
+    wait is without bound. lpm: the one with most cached tokens. shortest-ready: the one with the least time left to
+    load and compute its prompt. deadline: the one whose deadline comes first. All but fcfs and relaxed-fpf may starve a
+    request."""
+    starvation_bound_s: Seconds | None = None
+    """For the policies that may starve a request: a request that has waited this long runs before all that have not.
+    If at most L requests wait at a time and one starts at least every s seconds, no request waits longer than
+    starvation_bound_s + L * s."""
+    look_ahead: CountOrAuto = "auto"
+    """How many waiting requests get their prefixes loaded before their turn. auto: as many as start while one prefix is
+    loaded, by recent measurements. 0: none. A number is for comparison."""
+    queue_limit: Count = 4096
+    """Requests that may wait; one more is refused."""
+    load: Literal["auto", "always", "never"] = "auto"
+    """What happens to a cached prefix that is not in GPU memory. auto: what brings the first token soonest, by measured
+    times: load it, compute it again, or load its end while its beginning is computed; a load that is slower than
+    expected is abandoned. always: load it, however long that takes. never: compute it again. The last two are for
+    comparison."""
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    """What happens to the KV of a running request that is preempted because GPU memory is short. swap: it moves down a
+    tier and is loaded again later. recompute: it is dropped and computed again. auto: whichever takes less time, for
+    each request. Without a tier below the GPU tier, and with cache.enabled = false, it is always computed again."""
+
+    @check_together(mode="after")
+    def _bound_for_who_starves(self) -> Self:
+        if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
+            raise ValueError(
+                f"scheduler.starvation_bound_s = {self.starvation_bound_s:g}, but scheduler.policy = {self.policy} "
+                "starves nobody; leave the bound out"
+            )
+        return self
+
+
+class WorkerSettings(Section):
+    """The inference worker beside the daemon; there is one when `model` or `embedded` is set."""
+
+    model: AbsolutePath | None = None
+    """Directory of a Hugging Face model."""
+    more_models: Annotated[tuple[AbsolutePath, ...], BeforeValidator(listed_texts)] = ()
+    """Directories of further models, each with a worker of its own; all settings of this section apply to each. They
+    share the GPU tier, frame by frame: whoever is busy has the memory. A request names a model by its directory's name;
+    without a name it goes to `model`."""
+    embedded: bool = False
+    """Run the small random model that comes with prefixd: for trying out and for tests."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV; auto: what the model was saved in, float32 on a CPU."""
+    block_tokens: Count = 16
+    """Tokens of one cached block; more where a block must fill whole chunks of memory, see `prefixd stats`."""
+    layout: Literal["token", "layer"] = "token"
+    """How KV lies in memory: all layers of a token together, or each layer apart."""
+    kv: Literal["virtual", "paged"] = "virtual"
+    """How the worker finds a request's KV: in contiguous addresses on which its blocks are mapped (virtual; vTensor,
+    vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
+    groups: Literal["by_rule", "one"] = "by_rule"
+    """What is kept of models whose layers need different things: of each layer what its rule needs (by_rule; Jenga), or
+    everything of all, in pages of one size (one), as a baseline to measure against: layers with windows keep
+    all tokens, blocks are as long as the largest state, and a state is kept after each of them."""
+    feature_bytes: Bytes = 256 << 20
+    """For models that read images: size of the embeddings of images seen before that the worker keeps on its device.
+    What the layers with cross-attention of Llama 3.2 Vision keep of an image is in the tiers: 202 MiB of its 11B."""
+    draft_model: AbsolutePath | None = None
+    """Directory of a small Hugging Face model with the same tokens that proposes output, which the model checks several
+    tokens at a time: the same answers in fewer passes of the model (speculative decoding). It runs on the same device,
+    and its KV lies in the same blocks. For models of attention layers, with kv = "virtual" and layout = "token"."""
+    draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
+    """How many tokens the draft proposes at a time."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs: on CUDA, with 16-bit KV in virtual tensors and a model that a graph can hold;
+    `prefixd stats` says where they are not in use and why."""
+    max_running: Count = 8
+    """Requests computed at once; on CUDA 64, unless it is set."""
+    max_step_tokens: Count = 512
+    """Tokens computed in one step over all requests; on CUDA 4096, unless it is set. Those that run wait for their next
+    token while a step of a long prompt is computed: 40 ms for 1000 tokens of an 8B on an H100."""
+    states_per_prompt: Annotated[int, Field(ge=0, le=64)] = 4
+    """For models with recurrent layers: most states that are kept of one prompt: at its end, where it leaves what
+    others have sent, and as state_every_tokens says. One more is kept at the end of the output. A state has the memory
+    of hundreds of tokens' KV and serves prefixes of one length. 0: none; nothing of such a model is found again."""
+    state_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Among these, one each so many tokens of a prompt, in whole blocks, the last ones first; 0: none."""
+    images_per_prompt: Count = 16
+    """For models that read images: images of one prompt. A call to Generate has at most 16 MiB with all of them."""
+    image_bytes: Bytes = 8 << 20
+    """Size of an image's file (PNG, JPEG, WebP)."""
+    image_pixels: Count = 16 << 20
+    """Width times height of an image; an image that is decoded takes 4 bytes for each."""
+    image_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
+    """Processor time to decode an image and to resize it for the model, which is done in a process of its own; one that
+    takes more is refused. A photograph of 16 million pixels takes one."""
+    images_bytes: Bytes = 1 << 30
+    """Size of the images of all requests that wait or run, of their files and of their pixels as the model takes them;
+    one more is refused."""
+    threads: Count = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """CPU threads of the worker."""
+    step_seconds: Annotated[int, Field(ge=1)] = 600
+    """The longest that a step of the worker may take. A worker that answers nothing for that long hangs: it is killed,
+    and another one is started."""
+    restart_limit: Annotated[int, Field(ge=0)] = 3
+    """How often a worker that died is started again before the daemon gives it up."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a worker."""
+        return self.embedded or self.model is not None
+
+    @check_together(mode="after")
+    def _one_model(self) -> Self:
+        if self.embedded and self.model is not None:
+            raise ValueError(f"worker.embedded and worker.model = {self.model} are both set; keep one of them")
+        if self.draft_model is not None:
+            if not self.enabled:
+                raise ValueError(
+                    f"worker.draft_model = {self.draft_model} has no model to propose tokens to; set worker.model too"
+                )
+            for name, needed in (("kv", "virtual"), ("layout", "token")):
+                if (value := getattr(self, name)) != needed:
+                    raise ValueError(
+                        f'worker.draft_model = {self.draft_model} needs worker.{name} = "{needed}", not "{value}"'
+                    )
+        if self.more_models and not self.enabled:
+            raise ValueError("worker.more_models needs worker.model too; name the first model there")
+        if self.more_models and self.draft_model is not None:
+            raise ValueError(
+                f"worker.draft_model = {self.draft_model} is for a single model; leave it or worker.more_models out"
+            )
+        if self.more_models and self.layout != "token":
+            raise ValueError(f"worker.layout = {self.layout} is for a single model; with worker.more_models use token")
+        if self.max_step_tokens < self.block_tokens:
+            raise ValueError(
+                f"worker.max_step_tokens = {self.max_step_tokens} is below worker.block_tokens = "
+                f"{self.block_tokens}; a step must hold at least one block"
+            )
+        return self

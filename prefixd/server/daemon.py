@@ -183,7 +183,7 @@ class Daemon:
             self._watch_set_aside(store)
         self._tasks.watch(cache.start())
         stack.push_async_callback(cache.close)
-        stack.push_async_callback(status.settle)
+        stack.push_async_callback(status.finish_work)
         self._events = None
         if settings.events.endpoint is not None:
             self._events = KVEvents(cache, settings.events)

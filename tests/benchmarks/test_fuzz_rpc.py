@@ -178,7 +178,7 @@ async def test_a_lost_status_is_not_taken_for_the_daemons(tmp_path: Path) -> Non
 def test_what_a_log_complains_about() -> None:
     log = (
         "2026-11-21 10:34:53,214 WARNING prefixd.server: all is well\n"
-        "2026-11-21 10:34:53,215 ERROR   prefixd.server.rpc.status: a call failed in a way nobody foresaw\n"
+        "2026-11-21 10:34:53,215 ERROR   prefixd.server.rpc.status: a call failed with an unexpected error\n"
         "Traceback (most recent call last):\n  File x\nKeyError: 'y'\n"
         "E1121 10:34:53.223564    2837 hpack_encoder.cc:618] Ignoring key value pair due to size limit.\n"
         "2026-11-21 10:34:54,214 WARNING prefixd.server: a warning\nTraceback (most recent call last):\nValueError\n"

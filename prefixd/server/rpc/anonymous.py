@@ -1,5 +1,4 @@
-"""Calls of anonymous callers, who may ask for the daemon's health: a few at a time of each host, one after the other,
-and some more whose answers are not read."""
+"""Limits the calls of anonymous callers, who may only ask for the daemon's health: a few at a time from each host."""
 
 from __future__ import annotations
 
@@ -14,36 +13,36 @@ from prefixd.server.access.caller import Call
 from prefixd.server.rpc.receiving import Line
 
 AT_ONCE = 16
-"""Calls whose message is not here."""
+"""Calls whose message has not arrived."""
 AT_ONCE_OF_HOST = 4
 CALLS = 512
-"""Calls under way, those included that have been answered and whose answers are not read."""
+"""Calls under way; an answered call counts until its caller has read the answer."""
 CALLS_OF_HOST = 128
 _RECEIVE_S = 5.0
-"""A call whose message is not here by then fails."""
-_HOSTS = 256  # whose large messages are remembered without a look at which are paid
+"""A call fails whose message has not arrived by then."""
+_HOSTS = 256  # lines kept before the idle ones are dropped
 
 
 class AnonymousCalls:
-    """How many calls they may make, and when their messages may be received. Hosts are told apart."""
+    """Counts anonymous calls by host, and decides when their messages may be received."""
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
-        self._sending: Counter[str] = Counter()  # of these, those whose message is not here
+        self._sending: Counter[str] = Counter()  # those of them whose message has not arrived
         self._lines: dict[str, Line] = {}
 
     def begin(self, host: str, call: asyncio.Task[Any]) -> None:
-        """Counts a call from a host until its task is done: until its answer is sent. Raises ExhaustedError."""
+        """Counts a call from a host until its task is done, when its answer is sent. Raises ExhaustedError."""
         _check(self._calls, host, CALLS, CALLS_OF_HOST, "are under way", "read the answers of those before, try again")
         _count(self._calls, host, 1)
         call.add_done_callback(lambda _: _count(self._calls, host, -1))
 
     @asynccontextmanager
     async def receiving(self, host: str, call: Call) -> AsyncGenerator[Line]:
-        """Around the receiving of a message from a host; gives where it waits when it is here.
+        """Encloses the receiving of a message from a host; gives the line in which it waits once it has arrived.
 
         Raises:
-            ExhaustedError: so many are on their way.
+            ExhaustedError: too many messages are in transit.
         """
         _check(self._sending, host, AT_ONCE, AT_ONCE_OF_HOST, "send their messages", "try again")
         _count(self._sending, host, 1)
@@ -77,11 +76,11 @@ def _count(calls: Counter[str], host: str, more: int) -> None:
 
 
 class AnonymousCall(Call):
-    """One call from a host. The health service has no streams of messages.
+    """One anonymous call. The health service takes no streams of messages.
 
     Args:
-        calls: all of them.
-        host: from where it comes.
+        calls: all anonymous calls.
+        host: where the call comes from.
         refusal_turn: waits until anonymous callers may be told of a limit.
     """
 

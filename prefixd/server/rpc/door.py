@@ -1,12 +1,12 @@
-"""The door: every call passes it before its method, and all that is checked of a call is called from here.
+"""The door: every call passes it before its method, and this file calls every check.
 
     1. who calls: a ticket, a token, a certificate, or nothing (`Identities`)
     2. whether the caller's role is enough, and whether its tenant may have one more call (`CallLimits`)
     3. its message, when its turn has come (`CallersCall`), in a size that can be parsed (`check_fields`)
     4. the method; a PrefixdError becomes the call's status (`abort`)
 
-Nothing of a call is read before 3. A message that cannot be read is its sender's mistake, INVALID_ARGUMENT: left to
-itself gRPC answers UNKNOWN and puts a traceback into the daemon's log for every one.
+Nothing of a call is read before step 3. A message that cannot be parsed is its sender's mistake and gets
+INVALID_ARGUMENT; gRPC itself would answer UNKNOWN and log a traceback for each.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _MOST_BYTES = {
     "prefixd.v1.PrefixCache/OpenSession": 1 << 16,
     "prefixd.v1.PrefixCache/WatchBlocks": 1 << 10,
 }
-"""Of a message, by service or method: those that anybody may call, and those whose calls last. Others: 16 MiB."""
+"""Most bytes of a message, by service or method: of those open to every caller, and of calls that last. Others: 16 MiB."""
 
 
-_METHOD = 100  # characters of a method's name that are written down
+_METHOD = 100  # characters of a method's name in the audit log
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic to the type checker alone
 
 
 class ServiceTable:
-    """Takes services as a gRPC server does, and adds them to several servers, behind the door of each."""
+    """Adds services to several gRPC servers, behind the door of each; generated code takes it for a server."""
 
     def __init__(self, servers: Sequence[tuple[grpc.aio.Server, Door]]) -> None:
         self._servers = servers
@@ -60,10 +60,10 @@ class ServiceTable:
             server.add_generic_rpc_handlers((_UnknownMethods(door),))
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Passed over: what generated code adds here it also adds as registered methods, which take precedence."""
+        """Ignored: generated code also adds these methods as registered ones, which take precedence."""
 
     def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Handler]) -> None:
-        """Adds the methods of a service, by name."""
+        """Adds the methods of a service to every server."""
         for server, door in self._servers:
             behind = {name: door.behind(f"/{service_name}/{name}", handler) for name, handler in handlers.items()}
             server.add_registered_method_handlers(service_name, behind)
@@ -76,9 +76,9 @@ class Door:
     else the role client or admin.
 
     Args:
-        identities: who is who.
-        limits: of all doors together.
-        audit: is told who is let in and refused.
+        identities: tells callers' tenants and roles.
+        limits: the limits of all doors together.
+        audit: logs who is let in and refused.
         name: `unix` or `tcp`.
     """
 
@@ -89,7 +89,7 @@ class Door:
         self._name = name
 
     def behind(self, method: str, handler: Handler) -> Handler:
-        """The handler of a method, as calls come to it through the door."""
+        """Returns the handler of a method with the door in front of it."""
         several, streams = handler.request_streaming, handler.response_streaming
         kind = f"{'stream' if several else 'unary'}_{'stream' if streams else 'unary'}"
         behaviour: Callable[[Any, Context], Any] = getattr(handler, kind)
@@ -125,14 +125,14 @@ class Door:
                 except PrefixdError as error:
                     await abort(context, error)
 
-        # Also where there is one message we read it, and not gRPC, which would wait for ever. gRPC's own iterator
-        # of requests is never begun: it keeps the last message until the garbage collector comes.
+        # We read the message of a unary call, too: gRPC would wait for it without a time limit. gRPC's own iterator of
+        # requests is never started: it keeps the last message until the garbage collector runs.
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         made: Handler = make(served, response_serializer=handler.response_serializer)
         return made
 
     async def admit(self, method: str, context: Context) -> Call:
-        """Lets a call in, which is `current_call` from here on; ends it if it is refused."""
+        """Lets a call in, which `CURRENT_CALL` then names, or ends it with a refusal."""
         open_to_all = method.startswith(OPEN_SERVICES)
         try:
             caller = self._who_calls(context)
@@ -162,7 +162,7 @@ class Door:
         return call
 
     def _who_calls(self, context: Context) -> Caller:
-        """Raises UnknownCallerError."""
+        """Returns the caller. Raises UnknownCallerError."""
         given = [_text(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
         if len(given) > 1:
             raise UnknownCallerError("the token is not known here: several were sent")
@@ -184,12 +184,12 @@ class Door:
         return call
 
     async def _tell_refused(self, caller: Caller, method: str, why: str) -> None:
-        """Waits until a caller may be told, and writes that down."""
+        """Waits until a caller may be told of a refusal, and logs it."""
         if await self._limits.refusals.turn(caller.tenant):
             self._audit.refused(caller, method[:_METHOD], why)
 
     async def _refuse_unknown(self, method: str, why: str, context: Context) -> NoReturn:
-        """Ends the call of somebody who is not known, and writes down from where it came."""
+        """Ends the call of an unknown caller, and logs where it came from."""
         if await self._limits.refusals.turn(None):
             peer = context.peer() if self._name == "tcp" else ""
             self._audit.refused(None, method[:_METHOD], why, door=self._name, peer=peer)
@@ -203,7 +203,7 @@ class Door:
 
 
 class _UnknownMethods(grpc.GenericRpcHandler):
-    """Refuses what no service has, after the same checks as any other call."""
+    """Refuses methods that no service has, after the same checks as any other call."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -223,7 +223,7 @@ class _UnknownMethods(grpc.GenericRpcHandler):
 
 
 def _parser(method: str, handler: Handler) -> Callable[[bytes], Any]:
-    """Parses a message of a method. Raises InvalidArgumentError where it cannot be read."""
+    """Returns the parser of a method's messages, which raises InvalidArgumentError for one that it cannot read."""
     parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
     descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)  # generated: `FromString` of a class
     most_bytes = _MOST_BYTES.get(method[1:], _MOST_BYTES.get(method[1:].partition("/")[0]))
@@ -260,7 +260,7 @@ async def _all_messages(call: Call, context: Context, parse: Callable[[bytes], A
 
 
 def _host(context: Context) -> str:
-    """From where a call comes: `ipv4:127.0.0.1`, or `unix:` and a path."""
+    """Returns where a call comes from: `ipv4:127.0.0.1`, or `unix:` and a path."""
     peer: str = context.peer()
     return peer if peer.startswith("unix:") else peer.rpartition(":")[0]
 

@@ -1,7 +1,8 @@
-"""How many calls each tenant may have under way, and at which rate those are told that are refused.
+"""Limits the calls that each tenant has under way, and the rate at which callers are told of a refusal.
 
-Who is refused and asks again at once would have a large part of the event loop: refusing a call costs half as much as
-serving one. So refusals of one tenant, beyond a few, wait. So do those of all anonymous callers together.
+Refusing a call costs half as much as serving one, so a client that repeats a refused call at once would take a large
+part of the event loop. Refusals of one tenant, beyond a few, therefore wait; those of all anonymous callers count as
+one tenant's.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from prefixd_scheduler import SharedLimit
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _SESSION = "/prefixd.v1.PrefixCache/OpenSession"
-"""It lasts, and has a limit of its own: sessions."""
+"""Lasts as long as its session, and counts against the limit on sessions instead."""
 _GENERATE = "/prefixd.v1.Inference/Generate"
 _GET = "/prefixd.v1.PrefixCache/Get"
 CALLS = 1024
-"""Calls that are under way at once at the TCP door, beside those that last. From half of it on, no tenant gets more
-than its part of that half: nobody takes the last ones from others."""
+"""Calls under way at once at the TCP door, besides those that last. Once half of them are taken, no tenant gets more
+than its share of that half, so one tenant cannot take the last ones from others."""
 HEALTH_CALLS = 512
 """Calls that ask for the daemon's health, of all tenants (`SharedLimit`)."""
 _WATCH = "/prefixd.v1.PrefixCache/WatchBlocks"
 WATCHES = 64
-"""Calls of WatchBlocks, of all tenants (`SharedLimit`). They last, and each looks at every change in the cache."""
+"""Calls of WatchBlocks, of all tenants (`SharedLimit`). Each lasts, and examines every change in the cache."""
 GETS = 256
-"""Calls of Get, of all tenants (`SharedLimit`). A piece of each waits in memory, some 4 MiB with its copies, also of
-one that is given up since nobody reads it."""
+"""Calls of Get, of all tenants (`SharedLimit`). Each keeps a piece in memory, about 4 MiB with its copies, also after
+its caller has stopped reading."""
 
 PER_S = 20
 WAITING = 1024
-"""Calls whose refusals wait, of all tenants (`SharedLimit`); more are told at once, and kept nowhere."""
+"""Refusals that wait, of all tenants (`SharedLimit`); beyond that a caller is told at once, and nothing is kept."""
 _AT_ONCE = 50
 
 
 class Refusals:
-    """When tenants are told that they are refused.
+    """Paces the refusals of each tenant.
 
     Args:
         tenants: all of them.
@@ -56,8 +57,8 @@ class Refusals:
         self._waiting = SharedLimit(WAITING, lambda: tenants.calling + 1)
 
     async def turn(self, tenant: Tenant | None) -> bool:
-        """Waits until a tenant may be told; None: somebody who is not known. False where so many wait that it is told
-        out of turn: then nothing is kept of it, and nothing written."""
+        """Waits until a tenant may be told (None: an anonymous caller). Returns False when too many refusals wait: the
+        caller is then told out of turn, and the audit log does not mention it."""
         if tenant is not None and self._tenants.calling == 1:
             return True
         if not self._waiting.left(tenant):
@@ -72,7 +73,7 @@ class Refusals:
 
 
 class CallLimits:
-    """Calls of each tenant that are under way, at all doors.
+    """Counts the calls of each tenant that are under way, at all doors.
 
     Args:
         tenants: all of them.
@@ -97,8 +98,11 @@ class CallLimits:
         return self._calls[tenant]
 
     def begin(self, method: str, caller: Caller, call: asyncio.Task[Any]) -> CallersCall:
-        """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may; operators
-        may always call."""
+        """Counts a call until its task is done. Operators may always call.
+
+        Raises:
+            ExhaustedError: the tenant has as many calls under way as it may.
+        """
         if method == _GENERATE:
             self._generations.begin(caller, call)
         elif method.startswith(OPEN_SERVICES):
@@ -139,12 +143,12 @@ class CallLimits:
             await self._turns.begin(tenant, call)
 
     def pause(self, call: asyncio.Task[Any]) -> None:
-        """A call waits for its caller now."""
+        """Lets the next call begin: this one waits for its caller."""
         self._turns.pause(call)
 
 
 class CallersCall(Call):
-    """One call of a caller who is known.
+    """One call of a known caller.
 
     Args:
         limits: of all calls.
@@ -159,7 +163,7 @@ class CallersCall(Call):
         self._task = task
 
     def first(self) -> AbstractAsyncContextManager[Line | None]:
-        """Waits until the message may be received, and the call begin. Raises ExhaustedError."""
+        """Waits until the message may be received and the call may begin. Raises ExhaustedError."""
         if self._known.role is Role.ADMIN and self._limits.tenants.calling == 1:
             return nullcontext()
         return self._first()
@@ -172,14 +176,14 @@ class CallersCall(Call):
 
     @asynccontextmanager
     async def later(self) -> AsyncGenerator[Line | None]:
-        """Each message has a turn as a call has one, or who sends many would have the event loop."""
+        """Waits for a turn for each message, as for a call: a long stream would otherwise keep the event loop."""
         self._limits.pause(self._task)
         async with self._limits.receiving.later(self._known, self) as line:
             yield line
         await self._limits.turn(self._known.tenant, self._task)
 
     def stream(self) -> AbstractAsyncContextManager[None]:
-        """Waits for a place among the calls that send many messages."""
+        """Waits for a slot among the calls that send many messages."""
         return self._limits.receiving.stream(self._known)
 
     async def refusal_turn(self) -> None:
@@ -187,15 +191,15 @@ class CallersCall(Call):
 
 
 class CallPool:
-    """Counts the calls; tenants share how many there may be (`SharedLimit`).
+    """Counts calls of one kind against a limit that tenants share (`SharedLimit`).
 
-    An answer waits in gRPC for as long as its caller has no room for it, also when the work is done and its limits know
-    nothing of it any more. So calls count until their tasks end.
+    An answer waits in gRPC until its caller reads it, even when the work is done and the work's own limits have
+    released it. So a call counts until its task ends.
 
     Args:
-        name: of the limit, where refusals are counted.
-        what: the calls, in a refusal.
-        limit: of all tenants together.
+        name: the limit's name, under which refusals are counted.
+        what: how a refusal names the calls.
+        limit: calls of all tenants together.
         tenants: all of them.
     """
 
@@ -205,8 +209,11 @@ class CallPool:
         self._calls = SharedLimit(limit, lambda: tenants.calling)
 
     def begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
-        """Counts a call until its task is done; those of operators do not count. Raises ExhaustedError if the tenant
-        has as many as it may."""
+        """Counts a call until its task is done. Calls of operators do not count.
+
+        Raises:
+            ExhaustedError: the tenant has as many as it may.
+        """
         tenant, calls = caller.tenant, self._calls
         if caller.role is Role.ADMIN:
             return

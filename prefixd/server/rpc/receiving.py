@@ -1,13 +1,12 @@
-"""Messages are received a few at a time for each tenant, and where there are several tenants large ones slowly.
+"""Receives the messages of each tenant a few at a time, and large ones slowly when there are several tenants.
 
-gRPC puts a message together on the event loop in one go, from 5 to 30 ms for 16 MiB, in which nobody else is served. So
-between tenants those of one tenant are put together one after the other, and after one of many bytes the next waits
-until as much time has passed as they take at `BYTES_PER_S`. How large a message is shows only then, so it is this that
-waits, and not the receiving: a message that is slow to come keeps no other waiting, and those that are all here at once
-do not have the loop at once. The pieces of a stream are not many bytes in this sense; a stream of larger ones is
-refused.
+gRPC assembles a message on the event loop in one step, 5 to 30 ms for 16 MiB, during which no other call is served. So
+with several tenants the messages of one tenant are assembled one after the other, and after a large one the next waits
+for the time that its bytes take at `BYTES_PER_S`. A message's size is known only when it is assembled, so the
+assembling waits, not the receiving: a slow sender delays no other call, and messages that arrive together do not take
+the loop together. The pieces of a stream are too small to count as large; a stream of larger pieces is refused.
 
-Operators do not wait: whatever others do, they have to see it.
+Operators never wait: they must be able to see what other callers do.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ from prefixd_scheduler import SharedLimit
 T = TypeVar("T")
 
 AT_ONCE = 16
-"""Messages of one tenant that may be on their way, 16 MiB each at most."""
+"""Messages of one tenant that may be in transit, 16 MiB each at most."""
 AT_ONCE_OF_CALLER = 4
 STREAMS = 32
-"""Calls of one tenant at a time that send many messages; more wait. Any of them may be in the middle of one."""
+"""Streams of one tenant at a time; more wait. Each may be in the middle of a message."""
 STREAMS_OF_CALLER = 8
 OPENING = 1024
-"""Calls whose message is not here, of all tenants (`SharedLimit`)."""
+"""Calls whose message has not arrived, of all tenants (`SharedLimit`)."""
 BYTES_PER_S = 32 << 20
 _SMALL_BYTES = 1 << 16
 _LATER_BYTES = (1 << 20) + (1 << 12)
-"""More than any later message of a stream may have, with what is around its data."""
+"""The most bytes that a later message of a stream may have, with the fields around its data."""
 
 
 Read = Callable[[], Coroutine[Any, Any, Any]]
-"""`grpc.aio.ServicerContext.read`: receives the next message, or EOF; None where the call has ended. Waits once, until
-it is here, and puts it together then."""
+"""`grpc.aio.ServicerContext.read`: returns the next message, EOF, or None when the call has ended. It waits once, until
+the message has arrived, and then assembles it."""
 
 
 async def first_message(call: Call, read: Read) -> bytes | None:
-    """The first message of a call, or its only one; None: it has none.
+    """Returns the first or only message of a call; None if it has none.
 
-    The call's time is that until it has arrived; in line it may wait for longer.
+    The call's time limit covers the time until the message has arrived; in line it may wait longer.
 
     Raises:
-        TooSlowError: it does not come.
-        ExhaustedError: too many calls wait for theirs.
+        TooSlowError: the message does not arrive in time.
+        ExhaustedError: too many calls wait for their messages.
     """
     async with call.first() as line:
         try:
@@ -70,14 +69,14 @@ async def first_message(call: Call, read: Read) -> bytes | None:
 
 
 async def later_message(call: Call, read: Read) -> bytes | None:
-    """Another message of a call; None: it has no more."""
+    """Returns the next message of a call; None if it has no more."""
     async with call.later() as line:
         call.message_bytes = 0
         return await (_receive(call, read) if line is None else _InTurn(_receive(call, read), line))
 
 
 async def _receive(call: Call, read: Read) -> bytes | None:
-    """The next message; None for EOF, and where the call has ended. One counts as soon as it is put together."""
+    """Returns the next message; None for EOF and when the call has ended. It counts as soon as it is assembled."""
     message = await read()
     if not isinstance(message, bytes):
         return None
@@ -87,11 +86,11 @@ async def _receive(call: Call, read: Read) -> bytes | None:
 
 
 class CallerPlaces:
-    """Gives places in the order in which they are asked for.
+    """Grants slots in the order of the requests for them.
 
     Args:
-        of_tenant: how many all callers of a tenant have together.
-        of_caller: how many one caller has.
+        of_tenant: slots of all callers of a tenant together.
+        of_caller: slots of one caller.
     """
 
     def __init__(self, of_tenant: int, of_caller: int) -> None:
@@ -101,7 +100,7 @@ class CallerPlaces:
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncGenerator[None]:
-        """Waits for a place, and has it. All processes of a user, and all calls from a host, are one caller."""
+        """Waits for a slot and holds it. All processes of a user, and all calls from a host, are one caller."""
         of_caller = self._callers.get(caller.origin)
         if of_caller is None:
             of_caller = self._callers[caller.origin] = asyncio.Semaphore(self._of_caller)
@@ -111,7 +110,7 @@ class CallerPlaces:
 
 
 class Receiving:
-    """When the messages of calls may be received.
+    """Decides when the message of a call may be received.
 
     Args:
         tenants: all of them.
@@ -126,8 +125,8 @@ class Receiving:
 
     @asynccontextmanager
     async def first(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
-        """Around the receiving of a caller's message: waits until that may begin, and gives where it waits once it has
-        arrived. Raises ExhaustedError."""
+        """Encloses the receiving of a first message: waits until that may begin, and gives the line in which the message
+        waits once it has arrived. Raises ExhaustedError."""
         if caller.role is Role.ADMIN:
             yield None
             return
@@ -142,7 +141,7 @@ class Receiving:
 
     @asynccontextmanager
     async def later(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
-        """Around the receiving of a later message of a stream; gives where it waits once it has arrived."""
+        """Encloses the receiving of a later message; gives the line in which the message waits once it has arrived."""
         line = None if caller.role is Role.ADMIN else self._line(caller)
         try:
             yield line
@@ -151,7 +150,7 @@ class Receiving:
                 line.received(nbytes)
 
     def stream(self, caller: Caller) -> AbstractAsyncContextManager[None]:
-        """Around a call that sends many messages: waits for a place."""
+        """Encloses a call that sends many messages: waits for a slot."""
         return self._streams.place(caller)
 
     def _line(self, caller: Caller) -> Line | None:
@@ -176,22 +175,22 @@ class Receiving:
 
 
 class Line(PacedLine):
-    """Messages of one tenant that are here and are put together one after the other."""
+    """The line of one tenant's messages that have arrived and are assembled one after the other."""
 
     def received(self, nbytes: int) -> None:
-        """One of so many bytes is put together; 0: none is."""
+        """Has the next message wait for what this one of `nbytes` bytes costs. 0: no message was assembled."""
         if nbytes > _SMALL_BYTES:
             self.pay(nbytes / BYTES_PER_S)
 
 
 class _InTurn(Generic[T]):
-    """Awaits what a `Read` gives; between the message being here and being put together it waits in line.
+    """Awaits a `Read`, and waits in line between the message's arrival and its assembly.
 
-    gRPC has it as its own memory until then, and frees it by nothing else: who is cancelled meanwhile goes to the end
-    of the line, and is cancelled afterwards.
+    Until it is assembled a message occupies gRPC's memory, which nothing else frees. So a call that is cancelled in
+    line still waits for its turn, and is cancelled afterwards.
 
     Args:
-        on_here: is called before it waits.
+        on_here: called when the message has arrived.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class _InTurn(Generic[T]):
 
     @staticmethod
     def _end(step: Callable[[], object]) -> T:
-        """What the read gives; this step ends it."""
+        """Returns the result of the read, which this step completes."""
         try:
             step()
         except StopIteration as ended:

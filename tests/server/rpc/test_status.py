@@ -47,7 +47,7 @@ async def test_what_a_caller_that_has_gone_is_granted_is_taken_back() -> None:
             await task
     service.may.set()
     assert await there == "granted there"
-    await status.settle()
+    await status.finish_work()
     await asyncio.sleep(0)
     assert service.taken_back == [("gone", "granted gone")]
 
@@ -103,7 +103,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         await stub.Match(pb.MatchRequest(**named))
         await asyncio.sleep(0)
         may.set()
-        await status.settle()
+        await status.finish_work()
         await asyncio.sleep(0)
         (opened,) = cache.leases.sessions.values()
         assert not opened.grants

@@ -42,7 +42,7 @@ _MOST_BYTES = {
     "prefixd.v1.PrefixCache/OpenSession": 1 << 16,
     "prefixd.v1.PrefixCache/WatchBlocks": 1 << 10,
 }
-"""Most bytes of a message, by service or method: of those open to every caller, and of calls that last. Others: 16 MiB."""
+"""Most bytes of a message, by service or method: those open to every caller, and calls that last. Others: 16 MiB."""
 
 
 _METHOD = 100  # characters of a method's name in the audit log

@@ -125,7 +125,7 @@ class Receiving:
 
     @asynccontextmanager
     async def first(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
-        """Encloses the receiving of a first message: waits until that may begin, and gives the line in which the message
+        """Encloses the receiving of a first message: waits until it may begin, and gives the line in which the message
         waits once it has arrived. Raises ExhaustedError."""
         if caller.role is Role.ADMIN:
             yield None

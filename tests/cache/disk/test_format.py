@@ -1,0 +1,58 @@
+"""What lies on disk under one format version has the same bytes in every version of prefixd that reads it.
+
+A change here makes caches of users unreadable or unfindable: raise `VERSION` in `slab/data_directory.py`
+(docs/upgrades.md).
+"""
+
+from __future__ import annotations
+
+from prefixd.cache import BlockChain, NamespaceSpec, PartSpec, SlidingWindowSpec
+from prefixd.cache.namespaces import namespace_digest
+from prefixd_swap.slab.data_directory import VERSION
+from prefixd_swap.slab.index.block_record import (
+    BlockRecord,
+    DiskPart,
+    NewBlock,
+    decode_record,
+    encode_record,
+    index_key,
+)
+
+RECORD = bytes.fromhex(
+    "03000000"
+    "0200"
+    "0100"
+    "101112131415161718191a1b1c1d1e1f"  # depth, parts, has a parent, parent
+    "0500000000000000"
+    "0010000000000000"
+    "8877665544332211"  # slot, bytes, checksum
+    "0000000000000000"
+    "0000000000000000"
+    "0000000000000000"  # a part that is not on disk
+    "07000000"
+    "09000000"  # token ids
+)
+
+
+def test_the_version_that_these_bytes_belong_to() -> None:
+    assert VERSION == 2
+
+
+def test_a_record() -> None:
+    namespace, key, parent = b"namespac", bytes(range(16)), bytes(range(16, 32))
+    tokens = (7).to_bytes(4, "little") + (9).to_bytes(4, "little")
+    parts = (DiskPart(5, 4096, 0x1122334455667788), None)
+    assert encode_record(NewBlock(namespace, key, parent, tokens, 3, [None, None]), parts) == RECORD
+    assert decode_record(index_key(namespace, key), RECORD) == BlockRecord(namespace, key, parent, tokens, parts, 3)
+
+
+def test_block_keys() -> None:
+    chain = BlockChain(bytes(range(32)), 4, 7)
+    assert chain.key(0).hex() == "dcc59ef29d2ad371d5a8d2000d3cbb72"
+    assert chain.key(1).hex() == "8e69e7abacc3df5f2a5a2fdf48727c7e"
+
+
+def test_a_namespaces_id() -> None:
+    parts = (PartSpec("full", 0, 64), PartSpec("window", 1, 32, SlidingWindowSpec(9)))
+    spec = NamespaceSpec("model", 4, parts, b"salt", "bfloat16", "token")
+    assert namespace_digest(spec).hex() == "ed289abfc73ddfdb"

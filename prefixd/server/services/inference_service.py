@@ -1,4 +1,5 @@
-"""`Inference` over gRPC; the contract is in `proto/prefixd/v1/inference.proto`, the work in `prefixd/generation/`."""
+"""`Inference` over gRPC; the contract is in `proto/prefixd/v1/inference.proto`, the work in
+`prefixd/serving/generation/`."""
 
 from __future__ import annotations
 

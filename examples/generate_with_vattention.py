@@ -1,6 +1,6 @@
 """Generates with transformers' own model code on vAttention's KV cache, without prefixd's daemon."""
 # Prompts are prefilled one by one, then all decode together. Each request is a row of contiguous addresses; the memory
-# for the next iteration is mapped in the background while the model computes this one. See docs/design/virtual_memory.md.
+# for the next iteration is mapped in the background while the model computes this one (docs/design/virtual_memory.md).
 
 import argparse
 

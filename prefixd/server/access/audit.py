@@ -1,4 +1,4 @@
-"""The audit log: lines of JSON about who is let in or refused, and about what operators do (docs/operations/security.md).
+"""The audit log: lines of JSON about who is let in or refused, and what operators do (docs/operations/security.md).
 
     {"time": "2026-03-01T09:12:44.120Z", "event": "refused", "tenant": "acme", "role": "client", "caller": "engine-3",
      "door": "tcp", "pid": 0, "what": "/prefixd.v1.Admin/Evict", "why": "the role admin is needed"}

@@ -1,0 +1,52 @@
+"""The documentation names files that exist, and names every room."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"])
+FOLDERS = ("benchmarks", "deploy", "docs", "examples", "prefixd", "proto", "scheduler", "swap", "tests")
+MADE_BY_A_READER = ("NAME", "<", "DIR", "TENANT")
+
+
+def named(text: str) -> Iterator[str]:
+    """The paths in backticks, such as `tests/server/test_images.py::test_x` and `prefixd/cache/{disk,moving}/`."""
+    for quoted in re.findall(r"`([^`\s]+)`", text):
+        path = quoted.partition("::")[0]
+        if path.startswith(tuple(f"{folder}/" for folder in FOLDERS)) and not any(
+            word in path for word in MADE_BY_A_READER
+        ):
+            yield from _without_braces(path)
+
+
+def _without_braces(path: str) -> Iterator[str]:
+    pieces = [piece[1:-1].split(",") if piece.startswith("{") else [piece] for piece in re.split(r"(\{[^}]*\})", path)]
+    yield from ("".join(chosen) for chosen in product(*pieces))
+
+
+def test_paths_are_found() -> None:
+    text = "`prefixd/cache/{disk,moving}/`, `tests/a.py::test_b`, `docs/NAME.md` and `prefixd serve`"
+    assert list(named(text)) == ["prefixd/cache/disk/", "prefixd/cache/moving/", "tests/a.py"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_path_that_a_page_names_exists(page: Path) -> None:
+    missing = [
+        path
+        for path in named(page.read_text())
+        if not any(ROOT.glob(path)) and not any(ROOT.glob(f"{path}.py"))  # `prefixd_swap/slab/reader`
+    ]
+    assert missing == []
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rooms = [folder.name for folder in (ROOT / "prefixd").iterdir() if (folder / "__init__.py").exists()]
+    assert len(rooms) > 10
+    assert [room for room in rooms if f"| `{room}/` |" not in text] == []

@@ -45,6 +45,27 @@ def test_a_path_that_a_page_names_exists(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_benchmark_that_a_page_names_exists(page: Path) -> None:
+    names = re.findall(r"\bbenchmarks\.([a-z_]+(?:\.[a-z_]+)*)", page.read_text())
+    if page.name == "CONTRIBUTING.md":  # the table of harnesses; those above it and below are whole commands
+        names += re.findall(r"`([a-z_]+)[^`]*`", "".join(re.findall(r"(?m)^\| (`.*?) \|", _harnesses(page))))
+    assert [name for name in names if not any(ROOT.glob(f"benchmarks/{name.replace('.', '/')}*"))] == []
+
+
+def _harnesses(page: Path) -> str:
+    return page.read_text().partition("## Harnesses")[2].partition("## Rules")[0]
+
+
+def test_the_files_of_the_drawn_flows_exist() -> None:
+    drawn = "".join(re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL | re.M))
+    files = set(re.findall(r"\b[\w/]+/\w+\.py\b", drawn))
+    assert len(files) > 20
+    assert [
+        file for file in sorted(files) if not any(ROOT.glob(f"{top}/{file}") for top in ("prefixd", "swap/*"))
+    ] == []
+
+
 def test_the_architecture_names_every_room() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     rooms = [folder.name for folder in (ROOT / "prefixd").iterdir() if (folder / "__init__.py").exists()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.results_parts.wording import Figures, Sentence, mib, times
+from benchmarks.results_parts.wording import Figures, Sentence, mib, span
 
 
 def _crash(r: Figures) -> str:
@@ -74,14 +74,14 @@ def _fuzz_rpc(r: Figures) -> str:
 def _hostile(r: Figures) -> str:
     breached = sum(scenario["breached"] for scenario in r["scenarios"])
     return (
-        f"{len(r['scenarios'])} attacks of one tenant on the others: {breached} succeeded, {r['honest_failures']} "
+        f"Attacks of one tenant on the others: {breached} of {len(r['scenarios'])} succeeded, {r['honest_failures']} "
         f"calls of others failed; their p99 is at most {r['worst_bystander_p99_ratio']:.1f} times as long "
         f"({r['worst_scenario']})"
     )
 
 
 def _hostile_before(r: Figures) -> str:
-    return f"On a tree before the defences: {_hostile(r)}"
+    return f"{_hostile(r)}, on a tree before the defences"
 
 
 def _tenants(r: Figures) -> str:
@@ -89,15 +89,16 @@ def _tenants(r: Figures) -> str:
     return (
         f"Three tenants of which one floods the daemon: {r['below_guarantee']} samples below a guarantee, "
         f"{r['above_most']} above a most; another tenant keeps {r['isolation_calls']:.2f} of its calls a second "
-        f"(floods: {times(by_flood['calls'])}) and {r['isolation_requests']:.2f} of its requests "
-        f"({times(by_flood['requests'])})"
+        f"(floods: {span(by_flood['calls'])}) and {r['isolation_requests']:.2f} of its requests "
+        f"({span(by_flood['requests'])})"
     )
 
 
 def _timing_leak(r: Figures) -> str:
+    chance = "no more than" if r["with"]["within"] else "MORE than"
     return (
         f"Guessing which of {r['with']['probes']:,} prompts another tenant has cached: {r['with']['right']} right with "
-        f"`cache.share_after = 3`, which is chance, {r['without']['right']:,} with 1"
+        f"`cache.share_after = 3`, {chance} chance, {r['without']['right']:,} with 1"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.results_parts.wording import Figures, Sentence, row, times, tokens
+from benchmarks.results_parts.wording import Figures, Sentence, row, span, tokens
 
 
 def _vllm(r: Figures) -> str:
@@ -14,7 +14,7 @@ def _vllm(r: Figures) -> str:
         f"before the last turn: {r['computed_saving']:.1f} times fewer prompt tokens computed than by vLLM alone, "
         f"first token p50 {with_prefixd['ttft']['p50']:.2f} s instead of {alone['ttft']['p50']:.2f} s, p95 "
         f"{with_prefixd['ttft']['p95']:.2f} s instead of {alone['ttft']['p95']:.2f} s, {tokens(r['same_tokens'])}; "
-        f"where there is nothing to hit, {idle['share']:.0%} of vLLM's requests/s (rounds: {times(idle['shares'])})"
+        f"where there is nothing to hit, {idle['share']:.0%} of vLLM's requests/s (rounds: {span(idle['shares'])})"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.results_parts.wording import Figures, Sentence, row, tib, times, tokens
+from benchmarks.results_parts.wording import Figures, Sentence, row, span, tier_size, tokens
 
 
 def _text_analysis(r: Figures) -> str:
@@ -28,7 +28,7 @@ def _header(r: Figures) -> str:
     def sooner(policy: str) -> str:
         (goal,) = (goal for goal in r["goals"] if goal["name"].startswith(f"{policy} over"))
         waits, base = _of(r, policy), _of(r, "fcfs")
-        return f"{goal['value']:.1f} times (repeats: {times(b / w for w, b in zip(waits, base, strict=True))})"
+        return f"{goal['value']:.1f} times (repeats: {span(b / w for w, b in zip(waits, base, strict=True))})"
 
     return (
         f"All prompts begin with the same {r['header']} of {r['prefix_tokens']} tokens and half of them are new: the "
@@ -95,11 +95,12 @@ def _plan(r: Figures) -> str:
     without, with_disk = point(cpu_bytes=enough["cpu_bytes"], disk_bytes=0), point(**_sizes(enough))
     curve = r["curve"]["hit_rates"]
     return (
-        f"`prefixd plan` for an hour of Mooncake's conversation trace on {r['model']}: {tib(enough['cpu_bytes'])} of "
-        f"CPU memory and {tib(enough['disk_bytes'])} of disk are enough and find {with_disk['hit_rate']:.1%} of the "
-        f"prompt tokens, {without['hit_rate']:.1%} without the disk, where {with_disk['achievable_hit_rate']:.1%} are "
-        f"possible; in one tier of {r['curve']['capacity_blocks'][0]:,} blocks LRU finds {curve['lru'][0]:.1%}, "
-        f"weighing {curve['weighing'][0]:.1%}, the optimum {curve['optimum'][0]:.1%}"
+        f"`prefixd plan` for an hour of Mooncake's conversation trace on {r['model']}: "
+        f"{tier_size(enough['cpu_bytes'])} of CPU memory and {tier_size(enough['disk_bytes'])} of disk are enough and "
+        f"find {with_disk['hit_rate']:.1%} of the prompt tokens, {without['hit_rate']:.1%} without the disk, where "
+        f"{with_disk['achievable_hit_rate']:.1%} are possible; in one tier of {r['curve']['capacity_blocks'][0]:,} "
+        f"blocks LRU finds {curve['lru'][0]:.1%}, weighing {curve['weighing'][0]:.1%}, the optimum "
+        f"{curve['optimum'][0]:.1%}"
     )
 
 

@@ -20,7 +20,7 @@ def row(rows: Iterable[Figures], **wanted: object) -> Figures:
     raise LookupError("no row with " + ", ".join(f"{name} = {value!r}" for name, value in wanted.items()))
 
 
-def times(values: Iterable[float], digits: int = 2) -> str:
+def span(values: Iterable[float], digits: int = 2) -> str:
     """The least and the most of `values`: "0.77 to 1.13"."""
     known = list(values)
     return f"{min(known):.{digits}f} to {max(known):.{digits}f}"
@@ -36,6 +36,6 @@ def mib(nbytes: float) -> str:
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
-def tib(nbytes: float) -> str:
+def tier_size(nbytes: float) -> str:
     """Bytes in the unit that a tier is bought in: "64 GiB", "4 TiB"."""
     return f"{nbytes / (1 << 40):g} TiB" if nbytes >= 1 << 40 else f"{nbytes / (1 << 30):g} GiB"

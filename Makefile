@@ -43,6 +43,10 @@ ROUTERS_VENV := .venv-routers
 ROUTERS_INSTALLED := $(ROUTERS_VENV)/.installed
 PEERS_OPTIONS ?= --json benchmarks/results/peers.json --plot docs/peers.png
 
+# The site of the documentation.
+DOCS_VENV := .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
+
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 # The engines' own variables begin like these: one that prefixd does not know would be part of the names of namespaces.
@@ -50,7 +54,7 @@ unexport VLLM_TESTS SGLANG_TESTS
 
 .PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-stores test-remote-vllm \
 	test-vllm test-vllm-matrix $(VLLM_MATRIX) test-vllm-0.32.0 test-vllm-0.33.0 test-sglang test-sglang-engine \
-	test-sglang-matrix test-routers bench-peers check format proto gpu-check clean
+	test-sglang-matrix test-routers bench-peers check results docs format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -66,12 +70,14 @@ help:
 	@echo "make test-sglang-matrix   run a few of both with SGLang 0.5.22 and 0.5.23, and write docs/compatibility.md"
 	@echo "make test-routers  run Dynamo's and vLLM's routers against daemons, in $(ROUTERS_VENV) (400 MB; Linux)"
 	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, a quarter of an hour)"
-	@echo "make check         style, types, import rules, generated code"
+	@echo "make check         style, types, import rules, generated code, docs/results.md"
+	@echo "make results       write docs/results.md and the README's figures from benchmarks/results"
+	@echo "make docs          build the documentation's site in build/docs; links and pages are checked"
 	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang: the engines')"
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
-	@echo "make clean         remove .venv, $(VLLM_VENV), $(VLLM_OTHERS), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV) and caches"
+	@echo "make clean         remove .venv, $(VLLM_VENV), $(VLLM_OTHERS), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV), $(DOCS_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
@@ -220,6 +226,19 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python -m benchmarks.results_page --check
+
+results: $(INSTALLED)
+	$(BIN)/python -m benchmarks.results_page
+
+$(DOCS_INSTALLED): deploy/docs/requirements.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(call environment,$(DOCS_VENV))
+	$(call pip,$(DOCS_VENV),-r deploy/docs/requirements.txt)
+	@touch $@
+
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -258,5 +277,5 @@ gpu-check:
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(DOCS_VENV) build/docs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

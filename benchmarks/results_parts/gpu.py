@@ -1,0 +1,37 @@
+"""What results say of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.results_parts.wording import Figures, Sentence, row
+
+
+def _first_token(r: Figures) -> str:
+    point = max(r["parts"]["first_token"]["points"], key=lambda each: each["tokens"])
+    return (
+        f"{r['device']}, an 8B-sized model, a prompt of {point['tokens']:,} tokens: the first token after "
+        f"{point['gpu_ms']:.0f} ms with its prefix on the GPU, {point['cpu_ms']:.0f} ms from CPU memory, "
+        f"{point['recomputed_ms'] / 1e3:.2f} s computed, and {point['disk_ms'] / 1e3:.2f} s from this machine's disk"
+    )
+
+
+def _gpu(r: Figures) -> str:
+    parts = r["parts"]
+    attach = row(parts["attach"]["points"], layout="token", tokens=16384)
+
+    def decoded(mode: str) -> float:
+        speed: float = row(parts["decode"]["points"], mode=mode, batch=64)["tokens_per_s"]
+        return speed
+
+    return (
+        f"{_first_token(r)}; a prefix of {attach['tokens']:,} tokens is mapped in {attach['map_us'] / 1e3:.0f} ms, "
+        f"where a copy takes {attach['copy_us'] / 1e3:.1f} ms, and found still mapped in "
+        f"{attach['reuse_us'] / 1e3:.1f} ms; copies in chunks reach {parts['swap']['h2d_engine_scattered_ratio']:.0%} "
+        f"of the fastest; decoding at batch 64 makes {decoded('graphs'):,.0f} tokens/s with graphs and "
+        f"{decoded('eager'):,.0f} without"
+    )
+
+
+GPU: Mapping[str, Sentence] = {"nvidia_*.json": _gpu}
+"""By name of the file."""

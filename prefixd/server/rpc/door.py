@@ -15,7 +15,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -100,9 +100,15 @@ class Door:
             async def served(_: object, context: Context) -> AsyncGenerator[Any, None]:
                 try:
                     call = await self.admit(method, context)
-                    async with aclosing(behaviour(await _only_message(call, context, parse), context)) as responses:
-                        async for response in responses:
-                            yield response
+                    async with call.stream() if several else nullcontext():
+                        read = (
+                            _all_messages(call, context, parse)
+                            if several
+                            else await _only_message(call, context, parse)
+                        )
+                        async with aclosing(behaviour(read, context)) as responses:
+                            async for response in responses:
+                                yield response
                 except PrefixdError as error:
                     await abort(context, error)
 

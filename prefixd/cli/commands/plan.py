@@ -297,8 +297,8 @@ def _varied(
 
 
 def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
+    from prefixd.base.setting_sources import gather_layers
     from prefixd.settings import Settings, dotted_names
-    from prefixd.settings.sources import gather_layers
 
     _, sources = gather_layers(dotted_names(), config, overrides, os.environ)
     return Settings.load(config, {name: _DEFAULTS[name] for name in _DEFAULTS.keys() - sources.keys()} | overrides)

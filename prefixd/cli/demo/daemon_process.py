@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from prefixd.base.errors import PrefixdError
+from prefixd.base.setting_sources import ENV_PREFIX
 from prefixd.process import signals
-from prefixd.settings.sources import ENV_PREFIX
 
 _LAST_LINES = 20
 _LAST_BYTES = 32 << 10

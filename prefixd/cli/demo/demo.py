@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixd.base.extras import require
 from prefixd.cli.failures import CommandFailed, examples
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def demo_command(
     time to a fresh daemon. The GPU tier holds an eighth of the prefixes, the CPU tier a quarter, the disk all.
     Then the last daemon is restarted and asked again.
     """
+    require("worker", "prefixd demo")
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 _LONGEST_CHARACTER = 4  # bytes in UTF-8, and a token has at least one
 _PENDING = 2 * _LONGEST_CHARACTER

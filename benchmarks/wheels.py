@@ -17,7 +17,7 @@ constraints.txt), and counts the bytes of their files, without compiled modules 
 [worker] gets is up to the package index; torch says which it was."""
 
 ROOT = Path(__file__).resolve().parents[1]
-_PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--retries", "2")
+_PIP: tuple[str | Path, ...] = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--retries", "2")
 _EXTRAS = {"client": "", "daemon": "daemon", "worker": "worker"}
 
 

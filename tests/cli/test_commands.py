@@ -467,7 +467,7 @@ def test_a_file_that_cannot_be_opened_is_one_line(cli: Cli, monkeypatch: pytest.
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "secret"))
 
-    monkeypatch.setattr("prefixd.settings.settings.Settings.load", refuse)
+    monkeypatch.setattr("prefixd.cli.connect.find_socket", refuse)
     result = cli("stats")
     assert (result.exit_code, result.stderr) == (1, f"prefixd: Permission denied: {tmp_path}/secret\n")
 

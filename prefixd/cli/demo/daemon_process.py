@@ -64,7 +64,8 @@ class DaemonProcess:
         self._settings = dict(settings or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._program = [str(python), *program]
+        self._python = str(python)
+        self._program = program
         self._config = config
         self._log_level = log_level
         self._process: subprocess.Popen[bytes] | None = None
@@ -181,7 +182,7 @@ class DaemonProcess:
     def _command(self) -> list[str]:
         settings = {"data_dir": self.directory / "data", "server.socket": self.socket, **self._settings}
         return [
-            *(*self._program, str(os.getpid())),
+            *(self._python, *self._program, str(os.getpid())),
             *("serve", "--json", f"--log-level={self._log_level}", f"--config={self._config}"),
             *(f"--set={name}={_text(value)}" for name, value in settings.items()),
         ]

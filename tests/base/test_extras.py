@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from prefixd.base.extras import EXTRAS, MissingExtraError, extra_of, require
 from prefixd.cli.failures import CleanGroup
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {
     "cuda-bindings": "cuda",
     "grpcio-health-checking": "grpc_health",
@@ -79,3 +80,21 @@ def test_a_connector_says_what_its_engines_environment_lacks(monkeypatch: pytest
     room = pytest.importorskip(f"prefixd.integrations.{engine}")
     with pytest.raises(MissingExtraError, match=r"cuda is missing; pip install 'prefixd\[vllm\]'"):
         getattr(room, room.__all__[-1])
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [
+        ("tests/vllm/requirements.txt", ("vllm", "daemon")),
+        ("tests/sglang/requirements.txt", ("sglang", "daemon")),
+        ("benchmarks/peers_parts/requirements.txt", ("vllm", "daemon")),
+    ],
+)
+def test_an_engines_environment_has_what_is_installed_without_dependencies(file: str, extras: tuple[str, ...]) -> None:
+    """`make` installs prefixd there with --no-deps; the tests' daemons run there, too."""
+    text = (ROOT / file).read_text()
+    if (more := "-r ../../tests/vllm/requirements.txt") in text:
+        text = text.replace(more, (ROOT / "tests/vllm/requirements.txt").read_text())
+    there = {line.partition("=")[0].lower().replace("_", "-") for line in text.splitlines()}
+    needed = [*PROJECT["dependencies"], *(each for extra in extras for each in PROJECT["optional-dependencies"][extra])]
+    assert {requirement.partition(">")[0] for requirement in needed} <= there

@@ -12,6 +12,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from prefixd.base.sampling import Sampling
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
 from prefixd.client.connecting.arena import Arena
@@ -19,7 +20,7 @@ from prefixd.client.connecting.portal import Portal
 from prefixd.client.connecting.session import MemoryMode
 from prefixd.client.errors import ClientClosed, ClientError
 from prefixd.client.estimates import LoadEstimate, Prefill
-from prefixd.client.inference import BeamSearch, GenerateEvent
+from prefixd.client.inference import GenerateEvent
 from prefixd.client.memory.buffers import Buffer
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult, Tier
@@ -276,24 +277,10 @@ class Client:
         self,
         prompt: str | TokenIds,
         *,
+        sampling: Sampling = Sampling(),
         images: Sequence[bytes] = (),
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        logprobs: int | None = None,
-        forced_tokens: TokenIds | None = None,
         n: int = 1,
         best_of: int | None = None,
-        beam_search: BeamSearch | None = None,
         request_id: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
@@ -306,24 +293,10 @@ class Client:
         """See `AsyncClient.generate`."""
         events = self._client.generate(
             prompt,
+            sampling=sampling,
             images=images,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-            forced_tokens=forced_tokens,
             n=n,
             best_of=best_of,
-            beam_search=beam_search,
             request_id=request_id,
             priority=priority,
             deadline_s=deadline_s,

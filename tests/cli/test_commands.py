@@ -10,10 +10,10 @@ import grpc
 import pytest
 from typer.main import get_command
 
+from prefixd.base.sampling import MOST_BEAMS, MOST_LOGPROBS
 from prefixd.cli.app import app
 from prefixd.serving.generation.params import MOST_SEQUENCES
 from prefixd.v1 import cache_pb2
-from prefixd.worker_protocol.protocol import MOST_BEAMS, MOST_LOGPROBS
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
 NAMESPACE = bytes(range(8))

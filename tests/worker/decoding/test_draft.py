@@ -181,7 +181,7 @@ def test_forced_tokens_are_the_output_and_the_draft_does_not_know_them(rig_of: C
     for answer in (chosen, [*chosen[:9], (chosen[9] + 1) % EOS, *chosen[10:]], [5] * NEW):
         both.steps.clear()
         forced = np.asarray(answer, "<u4").tobytes()
-        assert both.generate(prompt_of(3), max_tokens=NEW, forced=forced) == answer
+        assert both.generate(prompt_of(3), max_tokens=NEW, forced_tokens=forced) == answer
         proposed = sum(step.proposed_tokens for step in both.steps)
         accepted = sum(step.accepted_tokens for step in both.steps)
         assert proposed > 0 and (accepted == proposed) == (answer == chosen)

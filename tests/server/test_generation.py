@@ -362,7 +362,7 @@ async def test_forced_tokens_must_fit_behind_the_prompt_and_decide_the_length(de
     await desk.refused(InvalidArgumentError, "2045 tokens and forced_tokens 4", **params, forced_tokens=ids(1, 2, 3, 4))
     await desk.events(Ended("stop"), **params, max_tokens=99, forced_tokens=ids(4, 5, 6))
     sampling = desk.dispatcher.submitted[-1].sampling
-    assert (sampling.forced, sampling.max_tokens, sampling.logprobs) == (ids(4, 5, 6), 3, 1)
+    assert (sampling.forced_tokens, sampling.max_tokens, sampling.logprobs) == (ids(4, 5, 6), 3, 1)
     assert (sampling.temperature, sampling.stop_token_ids) == (0.0, (6,))
 
 
@@ -677,7 +677,7 @@ async def test_a_search_is_one_request_whose_sequences_come_at_its_end(desk: Des
         Ended("stop", [BeamResult([104, 105], -0.5, "stop"), BeamResult([104], -1.5, "length")]), width=3, n=2
     )
     (request,) = desk.dispatcher.submitted
-    assert (request.sampling.beams, request.sampling.beam_answers, request.places) == (3, 2, 3)
+    assert (request.sampling.beams, request.places) == (3, 3)
     told = [event for event in found if isinstance(event, Tokens)]
     assert [(event.index, event.token_ids) for event in told if event.token_ids] == [(0, [104, 105]), (1, [104])]
     assert all("".join(event.text for event in told if event.index == index) for index in (0, 1))

@@ -211,7 +211,7 @@ async def test_what_was_held_back_is_told_of_the_best(desk: Desk) -> None:
 
 async def test_what_was_held_back_is_told_of_each_beam(desk: Desk) -> None:
     beams = [BeamResult([*spelled("a"), *HALF], -1.0, "length"), BeamResult([*spelled("b"), *HALF], -2.0, "stop")]
-    events = await desk.events(Ended("length", beams), beam_width=2, n=2)
+    events = await desk.events(Ended("length", beams), width=2, n=2)
     assert [shown(events, index)[1] for index in range(2)] == ["a\ufffd", "b\ufffd"]
     texts = [event.token_ids for event in events if isinstance(event, Tokens) and event.index == 0]
     assert texts[-1] == [], "the last one has text alone"

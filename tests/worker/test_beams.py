@@ -41,7 +41,7 @@ def generate(llama_directory: Path) -> Callable[..., list[tuple[list[int], float
             output = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                num_beam_search=BeamSearch(width=width),
+                num_beams=width,
                 num_return_sequences=count,
                 max_new_tokens=most,
                 length_penalty=length_penalty,

@@ -11,6 +11,7 @@ that the daemon shares with clients on its host, and through gRPC for all others
 
 from prefixd.client.connecting.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
 from prefixd.base.sampling import BeamSearch, Sampling
+from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
 from prefixd.client.connecting.arena import Arena
@@ -58,7 +59,6 @@ from prefixd.client.spec import (
     Rule,
     SlidingWindow,
     StoreResult,
-    Tier,
     TierRun,
     VisionEmbedding,
 )

@@ -13,6 +13,7 @@ from typing import Self, cast
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.base.sampling import Sampling
+from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
 from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import Connection, parse_address
@@ -26,7 +27,7 @@ from prefixd.client.memory.holds import renew
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.memory.namespace import RegisteredNamespace
 from prefixd.client.messages import message
-from prefixd.client.spec import NamespaceSpec, Retention, Tier
+from prefixd.client.spec import NamespaceSpec, Retention
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
@@ -392,7 +393,7 @@ class AsyncClient:
         """
         if not isinstance(tier, Tier):
             raise InvalidArgumentError(f"tier is {tier!r}; it must be Tier.GPU, the only one that can be resized")
-        request = message(admin_pb2.ResizeTierRequest, tier=f"TIER_{tier.name}", nbytes=nbytes, wait_s=wait_s)
+        request = message(admin_pb2.ResizeTierRequest, tier=tier.wire, nbytes=nbytes, wait_s=wait_s)
         connection = self.connection
         async with aclosing(connection.stream(connection.admin.ResizeTier, request)) as answers:
             async for answer in answers:

@@ -15,6 +15,7 @@ from typing import Self
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.base.sampling import Sampling
+from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
 from prefixd.client.connecting.arena import Arena
@@ -25,7 +26,7 @@ from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import GenerateEvent
 from prefixd.client.memory.buffers import Buffer
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
-from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult, Tier
+from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, cache_pb2
 

@@ -138,8 +138,8 @@ class Engine:
                 return [Done(message.id, "error", str(error))]
             return [_failed(message.id, message.frames, error)]
         run: Run | BeamRun
-        if message.sampling.beams:
-            run = BeamRun(message, self._kv, memory, self._block_tokens, self._model.spec, images)
+        if (search := message.sampling.beam_search) is not None:
+            run = BeamRun(message, search, self._kv, memory, self._block_tokens, self._model.spec, images)
         else:
             run = Run(message, memory, self._block_tokens, self._model.spec, images)
         self._runs[run.id] = run

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache, Tiers, check_integrity
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.images.prompt_images import PromptLayout
@@ -33,7 +34,6 @@ from prefixd.worker_protocol.protocol import (
     GroupShape,
     KeptState,
     RecurrentState,
-    Sampling,
     SlidingWindow,
     Start,
     Step,

@@ -30,7 +30,7 @@ from prefixd.cache.placement.retention import Retention, Wish
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
-from prefixd.serving.generation.params import GenerateParams, check_sampling, image_bytes
+from prefixd.serving.generation.params import GenerateParams, check_params, image_bytes
 from prefixd.serving.generation.sequence import SequenceOutput
 from prefixd.serving.generation.stop_strings import StopStrings
 from prefixd.serving.images.image_kv import ImageKv
@@ -160,7 +160,7 @@ class Generation:
         ):
             model = await chosen.model()
             self._check_name(tenant, params.request_id)
-            check_sampling(params, model)
+            check_params(params, model)
             self._check_waiting(tenant, params.sequences)
             ids = await self._prompt(params.prompt, model, tenant)
             params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
@@ -187,20 +187,21 @@ class Generation:
         self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await chosen.model()
         self._check_name(tenant, params.request_id)
-        values = 1 if params.logprobs is None else 2 + params.logprobs
+        sampling = params.sampling
+        values = 1 if sampling.logprobs is None else 2 + sampling.logprobs
         requests: list[Request] = []
         keeps = params.sequences > params.answers
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests), tenant, self._unread, keeps=keeps)
         requests += self._requests(params, tenant, arrival_s, ids, images, model, inbox)
-        stops = StopStrings(params.stop) if params.stop else None
-        searched = params.beam_width is not None
+        stops = StopStrings(sampling.stop_strings) if sampling.stop else None
+        searched = sampling.beam_search is not None
         sequences = [
             SequenceOutput(
                 index,
                 request,
                 model.codec.stream() if model.codec is not None else None,
                 stops,
-                tell_logprobs=params.logprobs is not None,
+                tell_logprobs=sampling.logprobs is not None,
             )
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]
@@ -280,14 +281,15 @@ class Generation:
         """One for each sequence; they put their events into the inbox, with their numbers."""
         prompt_tokens = len(ids) if images is None else images.tokens
         # Chosen here, so that a run that is taken up again samples the same tokens.
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        asked = params.sampling
+        seed = asked.seed if asked.seed is not None else secrets.randbits(63)
         room = model.hello.max_model_tokens - prompt_tokens
-        if params.forced_tokens is not None and len(params.forced_tokens) > 4 * room:
+        if (forced := len(asked.forced_ids)) > room:
             raise InvalidArgumentError(
-                f"the prompt has {prompt_tokens} tokens and forced_tokens {len(params.forced_tokens) // 4}, but the "
-                f"model takes {model.hello.max_model_tokens} together; shorten one of them"
+                f"the prompt has {prompt_tokens} tokens and forced_tokens {forced}, but the model "
+                f"takes {model.hello.max_model_tokens} together; shorten one of them"
             )
-        samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
+        samplings = [params.sequence_sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
         longest = prompt_tokens + samplings[0].max_tokens
         of_images = 0

@@ -43,6 +43,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NONE, BlockChain, Namespace, Trie
 from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
@@ -56,7 +57,7 @@ from prefixd.serving.loading.load_choice import LoadChoice
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
 from prefixd.serving.request.footprint import Footprint
 from prefixd.serving.request.run import Run, Suspect
-from prefixd.worker_protocol.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
+from prefixd.worker_protocol.protocol import BeamResult, TokenLogprobs, blocks_needed
 from prefixd_scheduler import Distance, QueuedRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]

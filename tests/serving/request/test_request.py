@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NONE
 from prefixd.serving.request.request import Ended, IllegalTransitionError, Request, RequestState
 from prefixd.serving.request.run import Run
-from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 
 ROWS = np.array([4, 7, 9])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from prefixd.base.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MOST_LOGPROBS = 20
 """Most alternatives to a token that a request is told the logprobs of."""
@@ -94,6 +96,8 @@ class Sampling:
     def forced_ids(self) -> npt.NDArray[np.uint32]:
         """`forced_tokens` as an array; none: empty."""
         tokens = b"" if self.forced_tokens is None else self.forced_tokens
+        import numpy as np  # the command line's help does without
+
         return np.frombuffer(tokens, "<u4") if isinstance(tokens, bytes) else np.asarray(tokens, "<u4")
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import harness
+from benchmarks.common.options import result_file
 from benchmarks.gpu_parts import (
     attach,
     attention,
@@ -141,7 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=harness.writable, metavar="FILE", help="write the result here")
+    parser.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
     parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="draw the parts here (needs matplotlib)")
     parser.add_argument("--only", action="append", choices=names, metavar="PART", help="this part; may be repeated")
     parser.add_argument("--device", choices=("cuda", "stand-in", "cpu"), default="cuda", help="see above (cuda)")
@@ -160,7 +161,8 @@ def main() -> None:
         torch.cuda.set_device(options.ordinal)
     if options.plot_dir is not None:
         options.plot_dir.mkdir(parents=True, exist_ok=True)
-    file = options.json or _RESULTS / f"{re.sub(r'[^a-z0-9]+', '_', device.name.lower()).strip('_')}.json"
+    name = re.sub(r"[^a-z0-9]+", "_", device.name.lower()).strip("_")
+    file = options.json or harness.committed(_RESULTS / f"{name}.json")
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
     content = run(device, parts, file, options.plot_dir)
     failed = [name for name, result in content["parts"].items() if result["status"] == "failed"]

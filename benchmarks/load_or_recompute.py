@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, positive
 from benchmarks.common.throttled import DiskRate, ThrottledDaemon
 from prefixd.client import AsyncClient, Finished, Tier, Tokens
 
@@ -313,37 +314,36 @@ def _disks(text: str) -> list[DiskRate]:
 
 
 def _lengths(text: str) -> list[int]:
-    lengths = [harness.positive(each) for each in text.split(",")]
+    lengths = [positive(each) for each in text.split(",")]
     if wrong := [each for each in lengths if each % BLOCK_TOKENS]:
         raise argparse.ArgumentTypeError(f"{wrong[0]} tokens are not whole blocks of {BLOCK_TOKENS}")
     return lengths
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = harness.parser("load_or_recompute", DESCRIPTION)
-    parser.add_argument("--disks", type=_disks, default=_disks(_FAST_TO_SLOW), help=f"MB/s:ms,... ({_FAST_TO_SLOW})")
-    parser.add_argument("--tokens", type=_lengths, default=[64, 256, 1024, 4096], help="(64,256,1024,4096)")
-    parser.add_argument("--abandoned-disk", type=_disk, default=_disk("200:0"), help="before it turns slow (200:0)")
-    parser.add_argument(
-        "--repeats", type=harness.positive, default=5, help="of each measurement (5), more of short ones"
-    )
-    parser.add_argument("--warm-up", type=harness.positive, default=3, help="rounds that are not measured (3)")
-    return parser
-
-
-def main() -> None:
-    """The command. Raises BenchmarkError when something is missed, after the result is written."""
-    options = make_parser().parse_args()
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """What was measured, and what must hold of it."""
     with (
         tempfile.TemporaryDirectory(prefix="prefixd-") as folder,
         harness.progress("points", len(options.disks) * len(options.tokens) + 1) as step,
     ):
         result = measure(options, Path(folder), step)
-    harness.finish("load_or_recompute", {"repeats": options.repeats, **result}, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, result))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
+
+
+BENCHMARK = harness.Benchmark(
+    "load_or_recompute",
+    DESCRIPTION,
+    (
+        option("--disks", _disks(_FAST_TO_SLOW), f"MB/s:ms,... ({_FAST_TO_SLOW})", _disks, shown=False),
+        option("--tokens", [64, 256, 1024, 4096], "(64,256,1024,4096)", _lengths, shown=False),
+        option("--abandoned-disk", _disk("200:0"), "before it turns slow (200:0)", _disk, shown=False),
+        option("--repeats", 5, "of each measurement; more of short ones"),
+        option("--warm-up", 3, "rounds that are not measured"),
+    ),
+    outcome,
+    unrecorded=("disks", "tokens", "abandoned_disk", "warm_up"),
+)
+make_parser, main = BENCHMARK.parser, BENCHMARK.main
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import random
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.options import flag, option, seed
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
 from prefixd.client.connecting.session import MemoryMode
@@ -292,17 +294,23 @@ def broken(result: dict[str, Any]) -> list[str]:
     return [f"{name} is {result[name]}, not {value}" for name, value in wanted.items() if result[name] != value]
 
 
-def main() -> None:
-    """The command. Raises BenchmarkError when something that fits was not loaded, after the result is written."""
-    parser = harness.parser("long_prefix", DESCRIPTION)
-    parser.add_argument("--tier", type=harness.positive, default=64, help="blocks of the CPU tier, of 16 KiB (64)")
-    parser.add_argument("--seed", type=int, default=1, help="of prompts and bytes (1)")
-    parser.add_argument("--vllm", action="store_true", help="and a real vLLM; run it with .venv-vllm/bin/python")
-    options = parser.parse_args()
-    result = {"tier_blocks": options.tier, "seed": options.seed, **run(options.tier, options.seed, vllm=options.vllm)}
-    harness.finish("long_prefix", result, options.json)
-    if found := broken(result):
-        raise harness.BenchmarkError("; ".join(found))
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """What was loaded, and what must hold of it."""
+    result = {"tier_blocks": options.tier, **run(options.tier, options.seed, vllm=options.vllm)}
+    return harness.Outcome(result, broken(result))
+
+
+main = harness.Benchmark(
+    "long_prefix",
+    DESCRIPTION,
+    (
+        option("--tier", 64, "blocks of the CPU tier, of 16 KiB"),
+        seed("of prompts and bytes", 1),
+        flag("--vllm", "and a real vLLM; run it with .venv-vllm/bin/python"),
+    ),
+    outcome,
+    unrecorded=("tier", "vllm"),
+).main
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
+from benchmarks.common.options import chosen, option, seed, size
 from benchmarks.storage.mixed_tier import Figures, Mixture, TierName, mixed_tier
 
 DESCRIPTION = """\
@@ -114,21 +114,24 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend(fontsize="x-small")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is violated, after the result is written."""
-    parser = harness.parser("mixed_sizes", DESCRIPTION)
-    parser.add_argument("--operations", type=harness.positive, default=100_000, help="of each run (100000)")
-    parser.add_argument("--mixtures", nargs="+", choices=MIXTURES, default=list(MIXTURES), help="which sizes (all)")
-    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), help="which tiers (both)")
-    parser.add_argument("--capacity", type=harness.size, help="of the tier, such as 64MiB (by mixture)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (0)")
-    options = parser.parse_args(arguments)
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """What was measured, and what must hold of it."""
     result = measure(options)
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    harness.finish("mixed_sizes", {**parameters, **result}, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, result))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
+
+
+main = harness.Benchmark(
+    "mixed_sizes",
+    DESCRIPTION,
+    (
+        option("--operations", 100_000, "of each run"),
+        chosen("--mixtures", MIXTURES, "which sizes"),
+        chosen("--tiers", TIERS, "which tiers"),
+        option("--capacity", None, "of the tier, such as 64MiB (by mixture)", size),
+        seed("of everything that is drawn"),
+    ),
+    outcome,
+).main
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import harness
+from benchmarks.common.options import only
 from benchmarks.engines.vllm_chat import ChatPlan, Chats, play_turn
 from benchmarks.engines.vllm_engine import EngineProcess
 from benchmarks.engines.vllm_figures import Run, Stage
+from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.peers_parts import figures
 from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
 from benchmarks.peers_parts.plot import draw
@@ -216,48 +218,33 @@ def _text(values: dict[str, Any], figure: str, unit: str) -> str:
     return f"{values[figure]:.2f}{unit} ({min(rounds):.2f} to {max(rounds):.2f})"
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("peers", DESCRIPTION)
-    for name, text in _HELP.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
-    parser.add_argument("--threads", type=harness.positive, default=1, help="cores that the model computes on (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, users and order (0)")
-    parser.add_argument("--short", action="store_true", help="a small run of about two minutes, for a first look")
-    parser.add_argument(
-        "--only", choices=tuple(LABELS), action="append", metavar="NAME", help="one of them alone; again for another"
-    )
-    parser.add_argument(
-        "--option",
-        type=harness.json_option,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of prefixd's connector, its value in JSON (block_tokens=128); again for another",
-    )
-    options = parser.parse_args(arguments)
-    for name, value in (_SHORT if options.short else _FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when a promise does not hold, after the result is written."""
-    options = _options(arguments)
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """What was measured, and what must hold of it. Raises BenchmarkError outside the peers' environment."""
     if missing := [name for name in ("vllm", "lmcache") if find_spec(name) is None]:
         raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `make bench-peers`")
-    parameters = {
-        name: value for name, value in vars(options).items() if name not in ("json", "plot", "option", "only")
-    }
-    result = {**parameters, "connector_options": dict(options.option), **measure(options)}
-    show(result)
-    if options.json is not None:
-        harness.write("peers", result, options.json)
-    if options.plot is not None:
-        draw(result, options.plot)
-    if result["broken"]:
-        raise harness.BenchmarkError("; ".join(result["broken"]))
+    fill_in(options, _FULL, _SHORT)
+    measured = measure(options)
+    shown = {**vars(options), **measured}
+    return harness.Outcome(
+        {"connector_options": dict(options.option), **measured},
+        measured["broken"],
+        show=lambda: show(shown),
+        figures=False,
+        draw=lambda panels: draw(panels, measured["caches"]),
+        columns=len(figures.HIGHER_IS_BETTER),
+    )
+
+
+main = harness.Benchmark(
+    "peers",
+    DESCRIPTION,
+    (
+        *engine_options(_HELP, _FULL, "a small run of about two minutes, for a first look"),
+        only(LABELS, "one of them alone; again for another"),
+    ),
+    outcome,
+    unrecorded=("option", "only"),
+).main
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, seed
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Tokens
 from prefixd.workloads.figures import digest
@@ -222,34 +223,28 @@ def _print_runs(runs: Sequence[Run]) -> None:
         )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = harness.parser("pressure", DESCRIPTION)
-    numbers = [
-        ("--requests", 12, "requests of the batch"),
-        ("--prompt-tokens", 96, "length of a prompt"),
-        ("--output-tokens", 64, "tokens generated for a request"),
-        ("--share", 3, "under pressure there is one of so many parts of the memory that the batch wants"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is violated, after the result is written."""
-    options = make_parser().parse_args(arguments)
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """The runs, and what must hold of them."""
     batch = Batch(options.requests, options.prompt_tokens, options.output_tokens, options.share, options.seed)
     with harness.progress("requests", (1 + len(MODES)) * batch.requests) as step:
         runs = measure(batch, step)
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    result = {**parameters, "wanted_blocks": batch.wanted_blocks, **summary(runs)}
-    harness.finish("pressure", result, options.json)
-    _print_runs(runs)
-    harness.plot(options.plot, lambda axes: draw(axes, runs))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    result = {"wanted_blocks": batch.wanted_blocks, **summary(runs)}
+    return harness.Outcome(result, violations(result), lambda: _print_runs(runs), draw=lambda axes: draw(axes, runs))
+
+
+BENCHMARK = harness.Benchmark(
+    "pressure",
+    DESCRIPTION,
+    (
+        option("--requests", 12, "requests of the batch"),
+        option("--prompt-tokens", 96, "length of a prompt"),
+        option("--output-tokens", 64, "tokens generated for a request"),
+        option("--share", 3, "under pressure there is one of so many parts of the memory that the batch wants"),
+        seed("of the prompts"),
+    ),
+    outcome,
+)
+make_parser, main = BENCHMARK.parser, BENCHMARK.main
 
 
 if __name__ == "__main__":

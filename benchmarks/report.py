@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.common import harness
+from benchmarks.common.options import writable
 from benchmarks.report_parts import decisions, other, plan, served, text_analysis
 from benchmarks.report_parts.page import Section, render, svg
 from benchmarks.report_parts.results import Result, read_results
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = read_results(options.folder)
     content = page(results)
     try:
-        output = harness.writable(str(options.output or options.folder / "report.html"))
+        output = writable(str(options.output or options.folder / "report.html"))
     except argparse.ArgumentTypeError as error:
         raise harness.BenchmarkError(str(error)) from error
     output.write_text(content, encoding="utf-8")

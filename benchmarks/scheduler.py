@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, seed
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder
 from prefixd.integrations.engine.waiting.seen import SeenPrefix
 from prefixd_scheduler import POLICIES, WEIGHT_CLASSES, Distance, QueuedRequest, RequestQueue, create_policy
@@ -207,22 +208,25 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is missed, after the result is written."""
-    parser = harness.parser("scheduler", DESCRIPTION)
-    parser.add_argument("--waiting", type=harness.positive, default=10_000, help="requests in the queue (10000)")
-    parser.add_argument("--decisions", type=harness.positive, default=15_000, help="timed for each policy (15000)")
-    parser.add_argument("--limit", type=harness.positive, default=64, help="queue limit of the simulation (64)")
-    parser.add_argument("--services", type=harness.positive, default=20_000, help="seconds that it simulates (20000)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is cached where (0)")
-    options = parser.parse_args(arguments)
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """What was measured, and what must hold of it."""
     with harness.progress("policies", 2 * len(POLICIES)) as step:
         result = measure(options, step)
-    parameters = {name: getattr(options, name) for name in ("waiting", "decisions", "limit", "services", "seed")}
-    harness.finish("scheduler", parameters | result, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, result))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
+
+
+main = harness.Benchmark(
+    "scheduler",
+    DESCRIPTION,
+    (
+        option("--waiting", 10_000, "requests in the queue"),
+        option("--decisions", 15_000, "timed for each policy"),
+        option("--limit", 64, "queue limit of the simulation"),
+        option("--services", 20_000, "seconds that it simulates"),
+        seed("of what is cached where"),
+    ),
+    outcome,
+).main
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, seed
 from benchmarks.storage.bit_flips import StoredBlocks
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
@@ -284,23 +286,13 @@ def _folder() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory(prefix="prefixd-sglang-")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when a promise does not hold, after the result is written."""
-    parser = harness.parser("sglang", DESCRIPTION)
-    parser.add_argument("--pages", type=harness.positive, default=128, help="pages of a prompt (128)")
-    parser.add_argument("--layers", type=harness.positive, default=16, help="layers: 128 KiB of a page each (16)")
-    parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
-    parser.add_argument("--flips", type=harness.positive, default=200, help="pages to damage, of each backend (200)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is flipped where (0)")
-    options = parser.parse_args(arguments)
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """What was measured, and what must hold of it. Raises BenchmarkError without SGLang."""
     if find_spec("sglang") is None:
         raise harness.BenchmarkError(
             f"SGLang is not installed in {sys.executable}; run `make test-sglang` once, then .venv-sglang/bin/python"
         )
-    begin = time.perf_counter()
     result = measure(options.pages, options.layers, options.rounds, options.flips, options.seed)
-    result["seconds"] = round(time.perf_counter() - begin, 1)
-    harness.finish("sglang", result, options.json)
 
     def draw(axes: Any) -> None:
         names = [f"{layout}\n{way}" for layout in LAYOUTS for way in ("save", "load")]
@@ -311,9 +303,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         axes.set_ylabel("GB/s")
         axes.legend()
 
-    harness.plot(options.plot, draw)
-    if result["broken"]:
-        raise harness.BenchmarkError("; ".join(result["broken"]))
+    return harness.Outcome(result, result["broken"], draw=draw)
+
+
+main = harness.Benchmark(
+    "sglang",
+    DESCRIPTION,
+    (
+        option("--pages", 128, "pages of a prompt"),
+        option("--layers", 16, "layers: 128 KiB of a page each"),
+        option("--rounds", 15, "rounds to time"),
+        option("--flips", 200, "pages to damage, of each backend"),
+        seed("of what is flipped where"),
+    ),
+    outcome,
+).main
 
 
 if __name__ == "__main__":

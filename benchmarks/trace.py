@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, size
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -133,23 +135,10 @@ def _differing_bytes(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint6
     return int(np.count_nonzero(got.view(np.uint8) != np.ascontiguousarray(expected).view(np.uint8)))
 
 
-def main() -> None:
-    """The command."""
-    parser = harness.parser("trace", DESCRIPTION)
-    parser.add_argument("--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help=_TRACE_HELP)
-    parser.add_argument("--requests", type=harness.positive, default=2000, help="its first N requests (2000)")
-    parser.add_argument(
-        "--bytes-per-token",
-        type=harness.positive,
-        default=64,
-        help="KV bytes of a token, a multiple of 8 (64)",
-    )
-    parser.add_argument("--cpu-bytes", type=harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)")
-    parser.add_argument("--disk-bytes", type=harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)")
-    harness.add_address(parser)
-    options = parser.parse_args()
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """The counts of a replay. Raises BenchmarkError for a trace or a size that cannot be replayed."""
     if options.bytes_per_token % 8:
-        parser.error(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
+        raise harness.BenchmarkError(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
     requests = list(read_trace(options.trace, options.requests))
     if not requests:
         raise harness.BenchmarkError(f"{options.trace} is empty")
@@ -161,8 +150,6 @@ def main() -> None:
         result = asyncio.run(replay(address, requests, options.bytes_per_token, salt))
     if not options.address:
         result |= {"cpu_bytes": options.cpu_bytes, "disk_bytes": options.disk_bytes}
-    result = {"trace": options.trace.name, "bytes_per_token": options.bytes_per_token, **result}
-    harness.finish("trace", result, options.json)
 
     def draw(axes: Any) -> None:
         bottom = 0.0
@@ -173,9 +160,24 @@ def main() -> None:
         axes.set_ylabel("hit rate, blocks")
         axes.legend(loc="lower right")
 
-    harness.plot(options.plot, draw)
-    if result["wrong_bytes"]:
-        raise harness.BenchmarkError(f"{result['wrong_bytes']} bytes came back wrong")
+    result = {"trace": options.trace.name, **result}
+    return harness.Outcome(result, harness.not_zero(result, ["wrong_bytes"]), draw=draw)
+
+
+main = harness.Benchmark(
+    "trace",
+    DESCRIPTION,
+    (
+        option("--trace", _DEFAULT_TRACE, _TRACE_HELP, Path, metavar="FILE", shown=False),
+        option("--requests", 2000, "its first N requests"),
+        option("--bytes-per-token", 64, "KV bytes of a token, a multiple of 8"),
+        option("--cpu-bytes", 1 << 29, "CPU tier of the own daemon", size),
+        option("--disk-bytes", 4 << 30, "disk tier of the own daemon", size),
+        harness.ADDRESS,
+    ),
+    outcome,
+    unrecorded=("address", "cpu_bytes", "disk_bytes"),
+).main
 
 
 if __name__ == "__main__":

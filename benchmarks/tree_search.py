@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.common import harness
+from benchmarks.common.options import number, option, seed
 from benchmarks.serving import figures as serving
 from benchmarks.serving.daemon import daemon_of
 from benchmarks.serving.figures import Figures
-from benchmarks.serving.ways import Room, Way, add_options, chosen_ways
+from benchmarks.serving.ways import SHARES, WAYS, Room, Way, chosen_ways
 from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
 from benchmarks.tree_parts.language_server import LanguageServer, pylsp
 from benchmarks.tree_parts.programs import PROGRAMS
@@ -76,38 +77,10 @@ def shortcomings(
     return wrong
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("tree_search", DESCRIPTION)
-    numbers = [
-        ("--programs", 3, f"programs to be written, of the {len(PROGRAMS)} that there are"),
-        ("--width", 2, "nodes of a program that are completed a level"),
-        ("--candidates", 3, "completions of a node"),
-        ("--attempts", 2, "completions that may get the same line wrong, one after the other"),
-        ("--sites", 4, "faulty lines of a program"),
-        ("--running", 4, "requests computed at once"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--seed", type=int, default=0, help="of the faulty lines and their mistakes (0)")
-    shares = [
-        ("--gpu-share", 0.0, 1e3, "of everything cached that fits into the GPU tier beside what runs"),
-        ("--cpu-share", 0.3, 1e3, "of everything cached that fits into the CPU tier; the disk holds all"),
-        ("--least-hit-rate", 0.8, 1.0, "of all prompt tokens, with all tiers; less is a failure"),
-    ]
-    for name, value, most, text in shares:
-        parser.add_argument(
-            name, type=harness.number(0.0, most), default=value, metavar="X", help=f"{text} ({value:g})"
-        )
-    add_options(parser)
-    options = parser.parse_args(arguments)
+def outcome(options: argparse.Namespace) -> harness.Outcome:
+    """Every way of serving, and what is not as it should be. Raises BenchmarkError for too many programs."""
     if options.programs > len(PROGRAMS):
-        parser.error(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is not as it should be, after the result is written."""
-    options = _options(arguments)
+        raise harness.BenchmarkError(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
     programs = PROGRAMS[: options.programs]
     plan = Plan(
         programs=programs,
@@ -132,23 +105,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ways = chosen_ways(options)
     measured, searched, checked = asyncio.run(measure(ways, plan, room))
     wrong = shortcomings(ways, measured, searched, plan, options.least_hit_rate)
-    no_parameters = ("json", "plot", "policies", "tiers")
     result = {
-        **{name: value for name, value in vars(options).items() if name not in no_parameters},
         "repaired": min(len(grown.repaired) for grown in searched),
         "depth": searched[0].depth,
         "became": dict(searched[0].became),
         "checked_texts": checked,
         "distinct_tokens": searched[0].distinct_tokens,
-        "same_answers": serving.same_answers(measured),
-        "shortcomings": wrong,
-        "ways": [run.to_plain() for run in measured],
     }
-    harness.finish("tree_search", result, options.json)
-    serving.print_table("tree search", measured)
-    harness.plot(options.plot, lambda axes: serving.draw(axes, measured), columns=3)
-    if wrong:
-        raise harness.BenchmarkError("; ".join(wrong))
+    return serving.outcome_of("tree search", result, measured, wrong)
+
+
+main = harness.Benchmark(
+    "tree_search",
+    DESCRIPTION,
+    (
+        option("--programs", 3, f"programs to be written, of the {len(PROGRAMS)} that there are"),
+        option("--width", 2, "nodes of a program that are completed a level"),
+        option("--candidates", 3, "completions of a node"),
+        option("--attempts", 2, "completions that may get the same line wrong, one after the other"),
+        option("--sites", 4, "faulty lines of a program"),
+        option("--running", 4, "requests computed at once"),
+        seed("of the faulty lines and their mistakes"),
+        *SHARES,
+        option("--least-hit-rate", 0.8, "of all prompt tokens, with all tiers; less is a failure", number(0.0, 1.0)),
+        *WAYS,
+    ),
+    outcome,
+    unrecorded=("policies", "tiers"),
+).main
 
 
 if __name__ == "__main__":

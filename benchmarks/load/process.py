@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.load.companion import Companion
-from benchmarks.load.load import LoadPlan, MixedLoad, Tally
+from benchmarks.load.mixed_load import LoadPlan, MixedLoad, Tally
 from benchmarks.load.world import Prompt
 
 
@@ -41,6 +42,13 @@ class LoadProcess(Companion):
     def count(self) -> Tally:
         """What it has counted so far."""
         return Tally.from_plain(self.ask("count")["tally"])
+
+
+def tell_all(clients: Sequence[LoadProcess], do: str) -> list[dict[str, Any]]:
+    """The same order to all of them at once; their answers."""
+    for client in clients:
+        client.order(do)
+    return [client.answer() for client in clients]
 
 
 async def _serve(address: str, plan: LoadPlan) -> None:

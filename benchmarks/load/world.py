@@ -102,7 +102,7 @@ def wrong_bytes(got: Bytes, expected: Bytes) -> int:
 
 def block_key(prompt: Prompt, block: int) -> str:
     """The key of one of its blocks, as an administrator names it; for clients of the default tenant."""
-    from benchmarks.common.daemon_specs import as_the_daemon_has_it
+    from benchmarks.common.daemons import as_the_daemon_has_it
     from prefixd.cache.namespaces import namespace_digest
 
     return key_in_namespace(namespace_digest(as_the_daemon_has_it(prompt.spec)), prompt, block)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers_parts.caches import LABELS
@@ -17,17 +16,10 @@ _TITLES = {
 }
 
 
-def draw(result: dict[str, Any], file: Path) -> None:
-    """A panel for each figure: medians of the rounds, and a point for each round. Says so without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("matplotlib is not installed, so there is no plot: pip install matplotlib", file=sys.stderr)
-        return
-    picture = Figure(figsize=(13, 4.2), layout="constrained", facecolor="white")
-    for axes, figure in zip(picture.subplots(1, len(HIGHER_IS_BETTER)), HIGHER_IS_BETTER, strict=True):
-        _draw_figure(axes, result["caches"], figure)
-    picture.savefig(file, dpi=120)
+def draw(panels: Sequence[Any], caches: dict[str, Any]) -> None:
+    """A panel for each figure: medians of the rounds, and a point for each round."""
+    for axes, figure in zip(panels, HIGHER_IS_BETTER, strict=True):
+        _draw_figure(axes, caches, figure)
 
 
 def _draw_figure(axes: Any, caches: dict[str, Any], figure: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.harness import Outcome
 from benchmarks.serving.asking import Asked
 from benchmarks.serving.ways import NO_CACHE, Way
 from prefixd.workloads.figures import HitTokens, Quantiles, digest, quantile
@@ -76,6 +77,22 @@ def summarise(way: Way, asked: Sequence[Asked], elapsed_s: float) -> Figures:
 def same_answers(figures: Sequence[Figures]) -> bool:
     """Whether the model said the same in all ways."""
     return len({run.output_digest for run in figures}) == 1
+
+
+def outcome_of(title: str, result: Mapping[str, Any], measured: Sequence[Figures], wrong: Sequence[str]) -> Outcome:
+    """A benchmark's outcome, of `result` and the figures of its ways; `wrong`: what is not as it should be."""
+    compared = {
+        "same_answers": same_answers(measured),
+        "shortcomings": list(wrong),
+        "ways": [run.to_plain() for run in measured],
+    }
+    return Outcome(
+        {**result, **compared},
+        wrong,
+        show=lambda: print_table(title, measured),
+        draw=lambda axes: draw(axes, measured),
+        columns=3,
+    )
 
 
 def print_table(title: str, figures: Sequence[Figures]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common.options import chosen, number, option
 from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS
 from prefixd_scheduler import POLICIES
@@ -67,22 +68,18 @@ class Room:
         }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that choose what is compared; `chosen_ways` reads them."""
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        choices=list(POLICIES),
-        default=list(COMPARED),
-        help=f"policies of the queue, each with the last of --tiers ({', '.join(COMPARED)})",
-    )
-    parser.add_argument(
-        "--tiers",
-        nargs="+",
-        choices=TIERS,
-        default=list(TIERS),
-        help="tiers; all but the last with the daemon's default policy, or else the first of --policies (all)",
-    )
+WAYS = (
+    chosen("--policies", POLICIES, "policies of the queue, each with the last of --tiers", COMPARED),
+    chosen("--tiers", TIERS, "all but the last with the daemon's default policy, or else the first of --policies"),
+)
+"""The options that choose what is compared; `chosen_ways` reads them."""
+SHARES = (
+    option("--gpu-share", 0.0, "of everything cached that fits into the GPU tier beside what runs", number(0.0, 1e3)),
+    option(
+        "--cpu-share", 0.3, "of everything cached that fits into the CPU tier; the disk holds all", number(0.0, 1e3)
+    ),
+)
+"""The options of `Room`."""
 
 
 def chosen_ways(options: argparse.Namespace) -> list[Way]:

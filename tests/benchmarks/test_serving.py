@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import chat, tree_search
-from benchmarks.common.harness import number
+from benchmarks.common.options import number
 from benchmarks.serving.asking import Asked
 from benchmarks.serving.figures import same_answers, summarise
 from benchmarks.serving.seen_blocks import SeenBlocks
-from benchmarks.serving.ways import COMPARED, TIERS, Room, Way, add_options, chosen_ways
+from benchmarks.serving.ways import COMPARED, TIERS, WAYS, Room, Way, chosen_ways
 from benchmarks.tree_parts.grow import Grown, Plan
 from benchmarks.tree_parts.programs import PROGRAMS
 from prefixd.settings import Settings
@@ -38,7 +38,8 @@ def test_what_is_possible_is_what_a_set_of_block_prefixes_has(requests: list[tup
 
 def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    for option in WAYS:
+        option.add_to(parser)
     return parser.parse_args(words)
 
 

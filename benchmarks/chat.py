@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chat_parts.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
-from benchmarks.chat_parts.share_gpt import read_share_gpt
-from benchmarks.chat_parts.talk import talk
-from benchmarks.chat_parts.traced import read_conversations
 from benchmarks.common import harness
 from benchmarks.common.options import number, option, seed
-from benchmarks.serving import figures as serving
-from benchmarks.serving.daemon import daemon_of
-from benchmarks.serving.figures import Figures
-from benchmarks.serving.ways import SHARES, WAYS, Room, Way, chosen_ways
+from benchmarks.workloads import figures as serving
+from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
+from benchmarks.workloads.figures import Figures
+from benchmarks.workloads.progress import daemon_of
+from benchmarks.workloads.share_gpt import read_share_gpt
+from benchmarks.workloads.talk import talk
+from benchmarks.workloads.traced import read_conversations
+from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 DESCRIPTION = """\
 The chat benchmark of "Long-Term Memory" (section VII.B), with conversations that grow turn by turn:
@@ -27,7 +27,7 @@ The chat benchmark of "Long-Term Memory" (section VII.B), with conversations tha
 --users users at a time hold --conversations conversations with the small model that comes with prefixd, in a daemon of
 its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with each of
 --policies and all tiers. The conversations are generated with the statistics of ShareGPT and of Mooncake's conversation
-trace (see benchmarks/chat_parts/conversations.py), read from ShareGPT's JSON (--sharegpt FILE), or from a trace in
+trace (see benchmarks/workloads/conversations.py), read from ShareGPT's JSON (--sharegpt FILE), or from a trace in
 Mooncake's format (--trace FILE). Texts that are read are replayed: the model is made to give the answers in them.
 
 possible_tokens are the prompt tokens that a cache without a limit would have had: a plain set of all block prefixes.

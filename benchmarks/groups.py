@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.common.options import number, option, seed
 from benchmarks.engines.vllm_chat import ChatPlan, Chats
-from benchmarks.load.chats import ChatEngine, Counts
+from benchmarks.workloads.chat_engine import ChatEngine, Counts
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
 

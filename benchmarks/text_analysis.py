@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -17,8 +16,7 @@ from benchmarks.text_analysis_parts.goals import Goal, goals
 from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
 from benchmarks.text_analysis_parts.plots import draw, panels
 from benchmarks.text_analysis_parts.suites import SUITES, groups
-from prefixd.cli.demo.runner import Progress, Silence
-from prefixd.cli.output.progress import RichProgress
+from benchmarks.workloads.progress import shown_progress
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 DESCRIPTION = """\
@@ -66,21 +64,11 @@ def measure(
 ) -> list[Measured]:
     """All suites. Raises DaemonFailed."""
     measured: list[Measured] = []
-    with _progress() as progress:
+    with shown_progress() as progress:
         for suite in suites:
             for cells in groups(suite, lengths, slow_disk, header_tokens):
                 measured += measure_group(suite, cells, workload, sizes, threads, progress)
     return measured
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar where somebody looks, silence in pipes and logs."""
-    if not sys.stderr.isatty():
-        yield Silence()
-        return
-    with RichProgress(Console(stderr=True)) as progress:
-        yield progress
 
 
 def same_answers(measured: Sequence[Measured]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.common import harness
 from benchmarks.common.options import option, size
+from benchmarks.workloads.trace_requests import RightBytes, wrong_words
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -48,8 +47,7 @@ class Replay:
     def __init__(self, cache: AsyncCache, block_bytes: int) -> None:
         self._cache = cache
         self._block_bytes = block_bytes
-        words = block_bytes // 8
-        self._pattern = np.random.default_rng(0).integers(0, 1 << 63, words, dtype=np.uint64)
+        self._right = RightBytes(block_bytes)
         self._achievable = PrefixCount()
         self.blocks = 0
         self.hit_blocks = 0
@@ -64,7 +62,7 @@ class Replay:
         if not ids:
             return
         tokens = tokens_of(ids)
-        expected = self._bytes_of(ids)
+        expected = self._right.of(ids)
         self.blocks += len(ids)
         self.achievable_blocks += self._achievable.hits_of(ids)
         matched = await self._cache.match(tokens)
@@ -73,7 +71,7 @@ class Replay:
         if matched.blocks:
             got = np.zeros((matched.blocks, self._block_bytes // 8), np.uint64)
             hit = await self._cache.load(tokens, got, max_blocks=matched.blocks)
-            self.wrong_bytes += _differing_bytes(got[:hit], expected[:hit])
+            self.wrong_bytes += wrong_words(got[:hit], expected[:hit])
         self.hit_blocks += hit
         if hit < len(ids):
             try:
@@ -100,18 +98,6 @@ class Replay:
         for tier, name in _TIER_NAMES.items():
             self.hits[name] += matched.blocks_in(tier)
 
-    def _bytes_of(self, ids: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """[blocks, words]: what the blocks of a prompt hold, derived from each block's whole prefix.
-
-        Every word differs between any two blocks, so bytes of another block are seen wherever they turn up.
-        """
-        seeds = np.empty(len(ids), np.uint64)
-        key = b""
-        for index, hash_id in enumerate(ids):
-            key = hashlib.blake2b(key + hash_id.to_bytes(8, "little"), digest_size=16).digest()
-            seeds[index] = int.from_bytes(key[:8], "little")
-        return self._pattern + seeds[:, None]
-
 
 async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token: int, salt: bytes) -> dict[str, Any]:
     """Replays `requests` against the daemon at `address` in a namespace of its own."""
@@ -127,12 +113,6 @@ async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token
                 step()
         elapsed = time.perf_counter() - begin
     return {**run.result(), "requests": len(requests), "seconds": round(elapsed, 2)}
-
-
-def _differing_bytes(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64]) -> int:
-    if np.array_equal(got, expected):
-        return 0
-    return int(np.count_nonzero(got.view(np.uint8) != np.ascontiguousarray(expected).view(np.uint8)))
 
 
 def outcome(options: argparse.Namespace) -> harness.Outcome:

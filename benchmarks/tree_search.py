@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from benchmarks.common import harness
 from benchmarks.common.options import number, option, seed
-from benchmarks.serving import figures as serving
-from benchmarks.serving.daemon import daemon_of
-from benchmarks.serving.figures import Figures
-from benchmarks.serving.ways import SHARES, WAYS, Room, Way, chosen_ways
 from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
 from benchmarks.tree_parts.language_server import LanguageServer, pylsp
 from benchmarks.tree_parts.programs import PROGRAMS
 from benchmarks.tree_parts.search import INSTRUCTIONS
+from benchmarks.workloads import figures as serving
+from benchmarks.workloads.figures import Figures
+from benchmarks.workloads.progress import daemon_of
+from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 DESCRIPTION = """\
 LSPDojo's tree search ("Long-Term Memory", section VI) with a real language server (python-lsp-server with pyflakes):

@@ -17,22 +17,24 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.chat_parts.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
-from benchmarks.chat_parts.talk import talk
 from benchmarks.common import harness
 from benchmarks.common.options import chosen, number, option, seed
-from benchmarks.serving import figures as serving
-from benchmarks.serving.ways import NO_CACHE, TIERS, Room, Way
 from benchmarks.text_analysis_parts.measuring import worker_threads
+from benchmarks.workloads import figures as serving
+from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
+from benchmarks.workloads.planned import of_text_analysis
+from benchmarks.workloads.progress import Silence
+from benchmarks.workloads.talk import talk
+from benchmarks.workloads.ways import NO_CACHE, TIERS, Room, Way
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.cli.demo.runner import Silence, ask_each_once, measure, settings_for
+from prefixd.cli.demo.runner import ask_each_once, measure, settings_for
 from prefixd.client import AsyncClient
 from prefixd.planner.calibrate import measure_machine, measure_passes
 from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import Calibration, MeasuredCosts
 from prefixd.planner.models import MODELS
 from prefixd.planner.virtual_daemon import Plan, simulate
-from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis, own_tokens
+from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.settings import Settings
 from prefixd.workloads.figures import Figures
 from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes, serving_of

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from benchmarks.common import harness
 from benchmarks.common.options import only, option
-from benchmarks.load.bystander import Bystander, Sample
 from benchmarks.load.loop_watch import LoopHold, WatchedDaemon
+from benchmarks.load.matching_client import Bystander, Sample
 from benchmarks.storage import slabs
 from prefixd.cache import BlockChain
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec

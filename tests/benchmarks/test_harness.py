@@ -47,7 +47,7 @@ def test_a_result_has_the_options_the_time_and_the_circumstances(tmp_path: Path)
 
 def test_a_broken_promise_fails_once_the_result_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    with pytest.raises(BenchmarkError, match="^lost_blocks is 3$"):
+    with pytest.raises(BenchmarkError, match=r"^lost_blocks is 3$"):
         BENCHMARK.main(["--lost", "3", "--json", str(file)])
     assert json.loads(file.read_text())["lost_blocks"] == 3 and "\nlost: 17\n" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:

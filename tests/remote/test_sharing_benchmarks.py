@@ -17,7 +17,7 @@ from benchmarks.checks.damaged_store.forgery import KINDS
 from benchmarks.checks.damaged_store.object_damage import Flip
 from benchmarks.sharing import first_token, second_host, store_down
 from benchmarks.sharing.first_token import Plan, Point
-from benchmarks.sharing.requests import RightBytes, made_up, requests_of
+from benchmarks.workloads.trace_requests import RightBytes, made_up, requests_of
 from tests.remote.valkey_server import valkey_binary
 
 

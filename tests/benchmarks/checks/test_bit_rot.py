@@ -29,7 +29,7 @@ def test_every_flip_is_found_and_nothing_wrong_is_served() -> None:
 def test_what_is_not_found_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bit_rot, "_apply", lambda flips: None)
     findings = bit_rot.run(3, 0, seed=1, numbers=2)
-    assert (findings.flips.total(), findings.detected.total(), findings.broken) == (3, 0, ["undetected is 3"])
+    assert (findings.flips.total(), findings.detected.total()) == (3, 0) and "undetected is 3" in findings.broken
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks import chat, tree_search
 from benchmarks.common.options import number
-from benchmarks.serving.asking import Asked
-from benchmarks.serving.figures import same_answers, summarise
-from benchmarks.serving.seen_blocks import SeenBlocks
-from benchmarks.serving.ways import COMPARED, TIERS, WAYS, Room, Way, chosen_ways
 from benchmarks.tree_parts.grow import Grown, Plan
 from benchmarks.tree_parts.programs import PROGRAMS
+from benchmarks.workloads.asking import Asked
+from benchmarks.workloads.figures import same_answers, summarise
+from benchmarks.workloads.seen_blocks import SeenBlocks
+from benchmarks.workloads.ways import COMPARED, TIERS, WAYS, Room, Way, chosen_ways
 from prefixd.settings import Settings
 from prefixd_scheduler import POLICIES
 

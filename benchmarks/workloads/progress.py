@@ -1,4 +1,4 @@
-"""The daemon of a way of serving, with a bar where somebody looks."""
+"""Who is told how far a run is: a bar on a terminal; and the daemon of a way of serving."""
 
 from __future__ import annotations
 
@@ -8,11 +8,31 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from benchmarks.serving.ways import Room, Way
+from benchmarks.workloads.ways import Room, Way
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
-from prefixd.cli.demo.runner import Progress, Silence
+from prefixd.cli.demo.runner import Progress
 from prefixd.cli.output.progress import RichProgress
 from prefixd.client import ClientError
+
+
+class Silence:
+    """Progress that is not shown."""
+
+    def begin(self, text: str, total: int) -> None:
+        """Says nothing."""
+
+    def advance(self) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """A bar on a terminal, silence in pipes and logs."""
+    if not sys.stderr.isatty():
+        yield Silence()
+        return
+    with RichProgress(Console(stderr=True)) as progress:
+        yield progress
 
 
 @contextmanager
@@ -21,20 +41,10 @@ def daemon_of(way: Way, room: Room, waiting: int) -> Iterator[tuple[str, Progres
 
     Raises DaemonFailed, with the end of its log, when it does not start or a call to it fails.
     """
-    with _progress() as progress:
+    with shown_progress() as progress:
         progress.begin(f"{way.name}: starting a daemon", 0)
         with DaemonProcess(room.settings(way, waiting)) as daemon:
             try:
                 yield daemon.address, progress
             except ClientError as error:
                 raise DaemonFailed(f"{way.name}: the daemon failed: {error}{daemon.last_words()}") from error
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Silence in pipes and logs."""
-    if not sys.stderr.isatty():
-        yield Silence()
-        return
-    with RichProgress(Console(stderr=True)) as progress:
-        yield progress

@@ -51,7 +51,7 @@ class Statistics:
     user_tokens, answer_tokens: of a turn: 161 and 338 in ShareGPT (PagedAttention, Kwon et al., SOSP 2023, section
         6.1). Log-normal with sigma 1, an assumption: the paper's histograms have such tails.
     think_s: from one request of a conversation to its next: a median of 123 s in Mooncake's conversation trace, as
-        `chat_parts.traced` reads it. Exponential with this median.
+        `traced` reads it. Exponential with this median.
     header_tokens: that all system prompts begin with, in place of tokens of their own. None by default.
     system_tokens, users_per_system: length of a system prompt with its tools and examples, and conversations that share
         one. An assumption; there are no published figures.

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.harness import Outcome
-from benchmarks.serving.asking import Asked
-from benchmarks.serving.ways import NO_CACHE, Way
+from benchmarks.workloads.asking import Asked
+from benchmarks.workloads.ways import NO_CACHE, Way
 from prefixd.workloads.figures import HitTokens, Quantiles, digest, quantile
 
 

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chat_parts.conversations import Conversation, Statistics, Turn, system_prompts, think_times
 from benchmarks.common.harness import BenchmarkError
+from benchmarks.workloads.conversations import Conversation, Statistics, Turn, system_prompts, think_times
 
 _USERS = ("human", "user")
 _MODELS = ("gpt", "chatgpt", "bing", "bard", "assistant")

@@ -39,7 +39,7 @@ class Bystander(Companion):
     """The side that starts it."""
 
     def __init__(self, address: str) -> None:
-        super().__init__("benchmarks.load.bystander", address)
+        super().__init__("benchmarks.load.matching_client", address)
         self.samples: list[Sample] = []
         """All matches that had ended at the last `look`."""
 

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 
-from benchmarks.chat_parts.conversations import Conversation
-from benchmarks.serving.asking import Asked, ask, together
-from benchmarks.serving.seen_blocks import SeenBlocks
+from benchmarks.workloads.asking import Asked, ask, together
+from benchmarks.workloads.conversations import Conversation
+from benchmarks.workloads.seen_blocks import SeenBlocks
 from prefixd.cli.demo.runner import Progress
 from prefixd.client import AsyncClient
 from prefixd.workloads.text_analysis import BLOCK_TOKENS, FIRST_TOKEN

@@ -30,6 +30,13 @@ class RightBytes:
         return self._pattern + seeds[:, None]
 
 
+def wrong_words(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64]) -> int:
+    """How many bytes differ."""
+    if np.array_equal(got, expected):
+        return 0
+    return int(np.count_nonzero(got.view(np.uint8) != np.ascontiguousarray(expected).view(np.uint8)))
+
+
 def made_up(count: int, seed: int) -> list[TraceRequest]:
     """Requests of conversations that begin with one of a few system prompts and grow turn by turn."""
     rng = np.random.default_rng(seed)

@@ -14,8 +14,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chat_parts.conversations import Conversation, Turn, random_tokens, scaled
 from benchmarks.common.harness import BenchmarkError
+from benchmarks.workloads.conversations import Conversation, Turn, random_tokens, scaled
 from prefixd.workloads.mooncake import HASH_TOKENS, TraceRequest, read_trace
 
 _LEAST_BLOCKS = 2

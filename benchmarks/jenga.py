@@ -8,9 +8,9 @@ from dataclasses import replace
 from benchmarks.common import harness
 from benchmarks.common.options import chosen, option, seed
 from benchmarks.jenga_parts.chats import Plan
-from benchmarks.jenga_parts.figures import summary, violations
-from benchmarks.jenga_parts.plot import TITLES, draw
-from benchmarks.jenga_parts.runs import measure
+from benchmarks.jenga_parts.comparison import summary, violations
+from benchmarks.jenga_parts.jenga_plot import TITLES, draw
+from benchmarks.jenga_parts.subject_runs import measure
 from benchmarks.jenga_parts.subjects import BLOCK_TOKENS, DRAFT_TOKENS, SUBJECTS
 
 DESCRIPTION = """\

@@ -24,9 +24,9 @@ from benchmarks.engines.vllm_chat import ChatPlan, Chats, play_turn
 from benchmarks.engines.vllm_engine import EngineProcess
 from benchmarks.engines.vllm_figures import Run, Stage
 from benchmarks.engines.vllm_options import engine_options, fill_in
-from benchmarks.peers_parts import figures
+from benchmarks.peers_parts import cache_figures as figures
 from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
-from benchmarks.peers_parts.plot import draw
+from benchmarks.peers_parts.peers_plot import draw
 
 DESCRIPTION = """\
 The same chats on vLLM alone, on vLLM with prefixd's connector and on vLLM with LMCache's multiprocess server; where

@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import number, option, positive, size
-from benchmarks.sharing import copies, first_token, second_host, store_down
+from benchmarks.sharing import copies, second_host, store_down
+from benchmarks.sharing import first_token_by_rate as first_token
 from benchmarks.workloads.trace_requests import requests_of
 from prefixd.workloads.circumstances import circumstances
 from prefixd.workloads.mooncake import HASH_TOKENS

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from benchmarks.common import harness
 from benchmarks.common.options import writable
-from benchmarks.report_parts import decisions, other, plan, served, text_analysis
+from benchmarks.report_parts import decisions, other, plan, served
+from benchmarks.report_parts import text_analysis_rows as text_analysis
 from benchmarks.report_parts.page import Section, render, svg
 from benchmarks.report_parts.results import Result, read_results
 

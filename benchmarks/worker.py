@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
-from benchmarks.kv import attention_calls, designs, memory_held, step_tail
+from benchmarks.kv import attention_calls, designs, step_tail
+from benchmarks.kv import memory_by_design as memory_held
 from benchmarks.kv.rig import load_embedded_model
 
 DESCRIPTION = """\

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from benchmarks.checks.damaged_store import forged, remote_rot
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
-from benchmarks.load.world import Prompt, block_key, content, prompts, wrong_bytes
+from benchmarks.load.world import Prompt, block_key, prompts, read_prompt, store_prompt
 from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client, NotFoundError, ServerUnavailable
@@ -195,11 +193,7 @@ class Rot:
 
     def _read(self, client: Client, prompt: Prompt) -> tuple[int, int]:
         """How many blocks of the prompt were served, and how many of them with a wrong byte."""
-        expected = content(prompt)
-        got = np.zeros_like(expected)
-        there = client.register(prompt.spec).load(prompt.tokens, got)
-        size = prompt.spec.block_bytes
-        wrong = [at for at in range(there) if wrong_bytes(got[at * size :][:size], expected[at * size :][:size])]
+        there, wrong = read_prompt(client, prompt)
         self._findings.read_blocks += there
         self._findings.notes += [f"{prompt}: wrong bytes in block {at}" for at in wrong]
         return there, len(wrong)
@@ -209,7 +203,7 @@ class Rot:
         keys = {block.key for block in hit}
         for prompt in self._prompts:
             if keys & set(self._paths[prompt]):
-                self._findings.recomputed += self._store(client, prompt)
+                self._findings.recomputed += store_prompt(client, prompt)
                 there, wrong = self._read(client, prompt)
                 self._findings.served_wrong += wrong
                 self._sound(set(self._paths[prompt][there:]), f"{prompt}, stored again, came without a block")
@@ -259,12 +253,8 @@ class Rot:
     def _fill(self, daemon: DaemonProcess) -> None:
         with Client(daemon.address) as client, harness.progress("prompts stored", len(self._prompts)) as step:
             for prompt in self._prompts:
-                self._store(client, prompt, durable=True)
+                store_prompt(client, prompt, durable=True)
                 step()
-
-    def _store(self, client: Client, prompt: Prompt, *, durable: bool = False) -> int:
-        whole = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
-        return client.register(prompt.spec).store(whole, content(prompt), durable=durable).committed
 
     def _restore(self) -> None:
         shutil.rmtree(self._blocks)

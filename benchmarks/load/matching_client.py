@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.load.companion import Companion
+from benchmarks.load.companion import Companion, order_lines
 from prefixd.client import AsyncClient, ClientError, NamespaceSpec, PartSpec
 
 _BLOCKS, _BLOCK_TOKENS, _PART_BYTES = 16, 16, 4096
@@ -56,9 +56,7 @@ class Bystander(Companion):
 
 
 async def _serve(address: str) -> None:
-    orders = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    orders = await order_lines()
     ended: list[tuple[float, float, bool]] = []
     waiting = 0
     async with AsyncClient(address, name="bystander", timeout_s=_TIMEOUT_S) as client, asyncio.TaskGroup() as group:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.load.companion import Companion
+from benchmarks.load.companion import Companion, order_lines
 from benchmarks.load.mixed_load import LoadPlan, MixedLoad, Tally
 from benchmarks.load.world import Prompt
 
@@ -52,9 +52,7 @@ def tell_all(clients: Sequence[LoadProcess], do: str) -> list[dict[str, Any]]:
 
 
 async def _serve(address: str, plan: LoadPlan) -> None:
-    orders = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    orders = await order_lines()
     async with MixedLoad(address, plan) as load:
         while line := await orders.readline():
             order = json.loads(line)

@@ -15,8 +15,9 @@ from benchmarks.checks import bit_rot
 from benchmarks.checks.damaged_store import forged, remote_rot
 from benchmarks.checks.damaged_store.forgery import KINDS
 from benchmarks.checks.damaged_store.object_damage import Flip
-from benchmarks.sharing import first_token, second_host, store_down
-from benchmarks.sharing.first_token import Plan, Point
+from benchmarks.sharing import first_token_by_rate as first_token
+from benchmarks.sharing import second_host, store_down
+from benchmarks.sharing.first_token_by_rate import Plan, Point
 from benchmarks.workloads.trace_requests import RightBytes, made_up, requests_of
 from tests.remote.valkey_server import valkey_binary
 

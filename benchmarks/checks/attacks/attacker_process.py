@@ -20,6 +20,7 @@ from benchmarks.checks.attacks.attacker import Given, Mallory, Order, refusal
 from benchmarks.checks.attacks.people import become
 from benchmarks.checks.attacks.scenarios import SCENARIOS
 from benchmarks.common.background import step_back
+from benchmarks.load.companion import order_lines
 from prefixd.client import ClientError
 
 _IN_PLACE_S = 45.0
@@ -27,8 +28,7 @@ _STOP_S = 15.0
 
 
 async def _serve(order: Order) -> None:
-    lines = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    lines = await order_lines()
     stopped = asyncio.Event()
     become(order.uid)
     print(json.dumps({"ready": True}), flush=True)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.checks.attacks.people import Person, become
-from benchmarks.load.companion import Companion
+from benchmarks.load.companion import Companion, order_lines
 from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Tokens
 
 BLOCK_TOKENS = 16
@@ -204,8 +204,7 @@ def _content(owner: int, number: int, blocks: int) -> npt.NDArray[np.uint8]:
 
 
 async def _serve(plan: Plan) -> None:
-    orders = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    orders = await order_lines()
     how: dict[str, Any] = {"memory": plan.memory, "token": plan.token, "timeout_s": _CALL_S}
     async with AsyncClient(plan.address, name=plan.name, **how) as client, asyncio.TaskGroup() as group:
         work = _Client(plan, client)

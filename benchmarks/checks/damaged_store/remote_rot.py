@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.checks.damaged_store.object_damage import Flip, StoredPaths, draw
 from benchmarks.checks.damaged_store.stored_objects import BlockId, block_id, read_objects
 from benchmarks.common import harness
-from benchmarks.load.world import Prompt, content, prompts, wrong_bytes
+from benchmarks.load.world import Prompt, prompts, read_prompt, store_prompt
 from benchmarks.sharing.hosts import Secrets, cache_host, lost_in_store, remote_stats, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyObjects, ValkeyServer, valkey_objects
 from prefixd.cli.demo.daemon_process import DaemonProcess
@@ -94,7 +92,7 @@ class RemoteRot:
         objects.delete_all()
         with self._host() as host, Client(host.address) as client:
             for prompt in self._prompts:
-                self._store(client, prompt)
+                store_prompt(client, prompt)
             ids = {spec: client.register(spec).namespace_id for spec in {prompt.spec for prompt in self._prompts}}
             self._paths = {prompt: _path(ids[prompt.spec], prompt) for prompt in self._prompts}
             blocks = {block: prompt.spec for prompt, path in self._paths.items() for block in path}
@@ -157,11 +155,7 @@ class RemoteRot:
 
     def _read(self, client: Client, prompt: Prompt) -> tuple[int, int]:
         """How many blocks of the prompt were served, and how many of them with a wrong byte."""
-        expected = content(prompt)
-        got = np.zeros_like(expected)
-        there = client.register(prompt.spec).load(prompt.tokens, got)
-        size = prompt.spec.block_bytes
-        wrong = [at for at in range(there) if wrong_bytes(got[at * size :][:size], expected[at * size :][:size])]
+        there, wrong = read_prompt(client, prompt)
         self._findings.read_blocks += there
         self._findings.notes += [f"{prompt}: wrong bytes in block {at}" for at in wrong]
         return there, len(wrong)
@@ -170,7 +164,7 @@ class RemoteRot:
         """What was missing is computed again by who asked for it; then it is there, and right."""
         for prompt in self._prompts:
             if hit & set(self._paths[prompt]):
-                self._findings.recomputed += self._store(client, prompt)
+                self._findings.recomputed += store_prompt(client, prompt)
                 there, wrong = self._read(client, prompt)
                 self._findings.served_wrong += wrong
                 self._findings.lost_sound += prompt.blocks - there
@@ -197,10 +191,6 @@ class RemoteRot:
                     self._findings.served_wrong += wrong
                     self._findings.not_repaired += there < len(path)
         self._findings.read_blocks = before
-
-    def _store(self, client: Client, prompt: Prompt) -> int:
-        whole = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
-        return client.register(prompt.spec).store(whole, content(prompt)).committed
 
     def _restore(self, flips: list[Flip]) -> None:
         right = {each.name: each.data for parts in self._stored.objects.values() for each in parts}

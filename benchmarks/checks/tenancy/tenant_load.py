@@ -22,7 +22,7 @@ import grpc
 
 from benchmarks.checks.fuzzing.calls import FORGOTTEN
 from benchmarks.common.background import step_back
-from benchmarks.load.companion import Companion
+from benchmarks.load.companion import Companion, order_lines
 from prefixd.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 BLOCK_TOKENS, PART_BYTES = 16, 8192
@@ -184,9 +184,7 @@ class Load:
 
 
 async def _serve(address: str, tenant: str) -> None:
-    orders = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    orders = await order_lines()
     load = Load(address, tenant, (await orders.readline()).decode().strip())
     await load.open()
     while line := await orders.readline():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.jenga_parts.runs import Run
+from benchmarks.jenga_parts.subject_runs import Run
 from benchmarks.jenga_parts.subjects import DRAFT, HALVES, JENGA, PAGED, SUBJECTS
 
 MOST_WASTE = 0.05

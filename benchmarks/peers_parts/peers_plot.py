@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.peers_parts.cache_figures import HIGHER_IS_BETTER, PARTS
 from benchmarks.peers_parts.caches import LABELS
-from benchmarks.peers_parts.figures import HIGHER_IS_BETTER, PARTS
 
 _COLOURS = {"vllm": "#bbbbbb", "prefixd": "#4477aa", "lmcache": "#ee8866", "offloading": "#44aa99"}
 _TITLES = {

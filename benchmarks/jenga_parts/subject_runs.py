@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.jenga_parts.chats import Plan
+from benchmarks.jenga_parts.chatting import Endpoint, Talked, gpu_tier, talk
 from benchmarks.jenga_parts.subjects import SUBJECTS, Saved, Subject, daemon_settings, gpu_bytes, save
-from benchmarks.jenga_parts.talk import Endpoint, Talked, gpu_tier, talk
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.workloads.figures import digest
 

@@ -1,4 +1,20 @@
-"""Multi-turn conversations over the network API: without a cache, with fewer tiers, and with each policy."""
+"""Multi-turn conversations over the network API: without a cache, with fewer tiers, and with each policy.
+
+The chat benchmark of "Long-Term Memory" (section VII.B), with conversations that grow turn by turn:
+
+    python -m benchmarks.chat --json chat.json --plot chat.svg
+
+--users users at a time hold --conversations conversations with the small model that comes with prefixd, in a daemon of
+its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with each of
+--policies and all tiers. The conversations are generated with the statistics of ShareGPT and of Mooncake's conversation
+trace (see benchmarks/workloads/conversations.py), read from ShareGPT's JSON (--sharegpt FILE), or from a trace in
+Mooncake's format (--trace FILE). Texts that are read are replayed: the model is made to give the answers in them.
+
+possible_tokens are the prompt tokens that a cache without a limit would have had: a plain set of all block prefixes.
+hit_share is the share of them that were hits. output_digest covers what the model says: the tokens that it found
+likeliest. Exit status 2 unless all answers are equal and, with all tiers and each policy, hit_share is at least
+--least-hit-share and the median time to the first token at least --least-speedup times better than without a cache.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +34,6 @@ from benchmarks.workloads.share_gpt import read_share_gpt
 from benchmarks.workloads.talk import talk
 from benchmarks.workloads.traced import read_conversations
 from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
-
-DESCRIPTION = """\
-The chat benchmark of "Long-Term Memory" (section VII.B), with conversations that grow turn by turn:
-
-    python -m benchmarks.chat --json chat.json --plot chat.svg
-
---users users at a time hold --conversations conversations with the small model that comes with prefixd, in a daemon of
-its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with each of
---policies and all tiers. The conversations are generated with the statistics of ShareGPT and of Mooncake's conversation
-trace (see benchmarks/workloads/conversations.py), read from ShareGPT's JSON (--sharegpt FILE), or from a trace in
-Mooncake's format (--trace FILE). Texts that are read are replayed: the model is made to give the answers in them.
-
-possible_tokens are the prompt tokens that a cache without a limit would have had: a plain set of all block prefixes.
-hit_share is the share of them that were hits. output_digest covers what the model says: the tokens that it found
-likeliest. Exit status 2 unless all answers are equal and, with all tiers and each policy, hit_share is at least
---least-hit-share and the median time to the first token at least --least-speedup times better than without a cache."""
 
 _CONTEXT = 8192  # of the model that comes with prefixd
 _SCALES = {"generator": 1 / 8, "sharegpt": 1 / 16, "trace": 1 / 32}
@@ -92,7 +92,37 @@ def _conversations(options: argparse.Namespace, scale: float) -> tuple[list[Conv
     return fit, len(said) - len(fit)
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+_STATISTICS = Statistics()
+
+
+@harness.benchmark(
+    "chat",
+    __doc__,
+    option("--sharegpt", None, "conversations in ShareGPT's JSON", Path, metavar="FILE"),
+    option("--trace", None, "a trace in Mooncake's format (JSON lines)", Path, metavar="FILE"),
+    option("--conversations", 12, "conversations held"),
+    option("--users", 16, "conversations held at once"),
+    option("--running", 2, "requests computed at once; the GPU tier has room for so many, and for --gpu-share"),
+    option("--system-tokens", _STATISTICS.system_tokens, "of a system prompt, before --scale; not with --trace"),
+    option("--users-per-system", _STATISTICS.users_per_system, "that share a system prompt; not with --trace"),
+    option("--least-turns", 1, "leave shorter conversations of --trace out"),
+    seed("of everything that is generated"),
+    option("--header-tokens", 0, "that all system prompts begin with, before --scale; not with --trace"),
+    option("--turns", _STATISTICS.turns, "mean turns of a generated conversation", number(1.0, 1e6)),
+    option(
+        "--scale",
+        None,
+        "of all lengths (1/8; 1/16 of ShareGPT's bytes, 1/32 of a trace's tokens)",
+        number(1e-6, 1.0),
+    ),
+    option("--time-scale", 0.05, "of the think times between turns", number(0.0, 1e6)),
+    *SHARES,
+    option("--least-hit-share", 0.9, "of what is possible, with all tiers; less is a failure", number(0.0, 1.0)),
+    option("--least-speedup", 2.0, "of the median first token over no cache; less is a failure", number(0.0, 1e6)),
+    *WAYS,
+    unrecorded=("policies", "tiers"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Every way of serving, and what is not as it should be."""
     source = "sharegpt" if options.sharegpt else "trace" if options.trace else "generator"
     scale = options.scale or _SCALES[source]
@@ -119,39 +149,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         "think_s": sum(turn.think_s for each in conversations for turn in each.turns),
     }
     return serving.outcome_of("chat", result, measured, wrong)
-
-
-_STATISTICS = Statistics()
-main = harness.Benchmark(
-    "chat",
-    DESCRIPTION,
-    (
-        option("--sharegpt", None, "conversations in ShareGPT's JSON", Path, metavar="FILE"),
-        option("--trace", None, "a trace in Mooncake's format (JSON lines)", Path, metavar="FILE"),
-        option("--conversations", 12, "conversations held"),
-        option("--users", 16, "conversations held at once"),
-        option("--running", 2, "requests computed at once; the GPU tier has room for so many, and for --gpu-share"),
-        option("--system-tokens", _STATISTICS.system_tokens, "of a system prompt, before --scale; not with --trace"),
-        option("--users-per-system", _STATISTICS.users_per_system, "that share a system prompt; not with --trace"),
-        option("--least-turns", 1, "leave shorter conversations of --trace out"),
-        seed("of everything that is generated"),
-        option("--header-tokens", 0, "that all system prompts begin with, before --scale; not with --trace"),
-        option("--turns", _STATISTICS.turns, "mean turns of a generated conversation", number(1.0, 1e6)),
-        option(
-            "--scale",
-            None,
-            "of all lengths (1/8; 1/16 of ShareGPT's bytes, 1/32 of a trace's tokens)",
-            number(1e-6, 1.0),
-        ),
-        option("--time-scale", 0.05, "of the think times between turns", number(0.0, 1e6)),
-        *SHARES,
-        option("--least-hit-share", 0.9, "of what is possible, with all tiers; less is a failure", number(0.0, 1.0)),
-        option("--least-speedup", 2.0, "of the median first token over no cache; less is a failure", number(0.0, 1e6)),
-        *WAYS,
-    ),
-    outcome,
-    unrecorded=("policies", "tiers"),
-).main
 
 
 if __name__ == "__main__":

@@ -1,24 +1,5 @@
-"""The disk tier against raw file I/O, and its three ways to read and write files against each other."""
+"""The disk tier against raw file I/O, and its three ways to read and write files against each other.
 
-from __future__ import annotations
-
-import argparse
-import multiprocessing
-import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any, get_args
-
-from benchmarks.common import harness
-from benchmarks.common.options import flag, option, size
-from benchmarks.storage import disk_daemon
-from benchmarks.storage import slabs as _slabs
-from prefixd_swap.slab.files.io import DiskIo
-
-DESCRIPTION = """\
 Stores and loads blocks through a daemon's disk tier and through plain files of the same size, past the page
 cache (direct), with the same bytes a call and as many calls at a time. Both wait for the device after each
 batch. A client of the daemon stores from its own memory, over shared memory, durably, and acquires what is
@@ -35,7 +16,25 @@ What the device itself or a host beneath it caches, nobody here can drop.
 With --blocks N also what a daemon on a store of N records costs: start_s until its process takes calls, of
 which reopen_s from opening the store; its resident memory a block, all of the process counted, and at the
 highest; and of such a daemon with an empty store. The store alone again: store_reopen_s and
-store_bytes_per_block."""
+store_bytes_per_block.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.common import harness
+from benchmarks.common.options import flag, option, size
+from benchmarks.storage import disk_daemon
+from benchmarks.storage import slabs as _slabs
+from prefixd_swap.slab.files.io import DiskIo
 
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _IOS: tuple[DiskIo, ...] = get_args(DiskIo)
@@ -140,7 +139,20 @@ def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     return disk_daemon.reopen(data, blocks) | alone
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "disk",
+    __doc__,
+    option("--block-bytes", 2 << 20, "bytes of a block", size),
+    option("--round-blocks", 256, "blocks a round"),
+    option("--batch", 64, "blocks a durable batch"),
+    option("--depth", 4, "calls at a time"),
+    option("--rounds", 15, "rounds to time"),
+    option("--mode-bytes", 128 << 20, "bytes a round of modes", size),
+    flag("--modes-only", "compare the values of disk.io alone"),
+    option("--blocks", None, "records of the store to open again"),
+    option("--folder", None, "where to work, on the disk to measure (the temporary folder)", Path),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Throughput, modes, and a large store that is opened again."""
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="prefixd-disk-", dir=options.folder) as name:
@@ -154,24 +166,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
             result |= reopen(folder, options.blocks)
     rows = result["modes"]
     return harness.Outcome(result, show=partial(_print_modes, rows), draw=partial(_draw, rows))
-
-
-main = harness.Benchmark(
-    "disk",
-    DESCRIPTION,
-    (
-        option("--block-bytes", 2 << 20, "bytes of a block", size),
-        option("--round-blocks", 256, "blocks a round"),
-        option("--batch", 64, "blocks a durable batch"),
-        option("--depth", 4, "calls at a time"),
-        option("--rounds", 15, "rounds to time"),
-        option("--mode-bytes", 128 << 20, "bytes a round of modes", size),
-        flag("--modes-only", "compare the values of disk.io alone"),
-        option("--blocks", None, "records of the store to open again"),
-        option("--folder", None, "where to work, on the disk to measure (the temporary folder)", Path),
-    ),
-    outcome,
-).main
 
 
 if __name__ == "__main__":

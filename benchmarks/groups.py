@@ -1,4 +1,15 @@
-"""Hit tokens of a cache that knows which bytes of a hybrid model a prefix needs, against one that keeps them all."""
+"""Hit tokens of a cache that knows which bytes of a hybrid model a prefix needs, against one that keeps them all.
+
+Chats of several turns with the KV cache of Gemma 3 27B, scaled down: 10 layers see all tokens, 52 layers see
+the last --window-tokens. A client stands for the engine. For every prompt it leases the cached prefix, compares
+every byte with what belongs to exactly these tokens, and stores what a model would have computed. The CPU tier
+holds --share of the bytes that all groups of all chats have at the end; there is no disk.
+
+The same chats go to a daemon that is told the groups' rules, and to one that is told that every group needs the
+whole prefix. hit_tokens are prompt tokens whose KV was cached; possible_hit_tokens those that a cache without a
+limit would have served. ratio, which must be at least 1.3, is hit_tokens with rules against hit_tokens without.
+wrong_bytes must be 0.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +25,6 @@ from benchmarks.engines.vllm_chat import ChatPlan, Chats
 from benchmarks.workloads.chat_engine import ChatEngine, Counts
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
-
-DESCRIPTION = """\
-Chats of several turns with the KV cache of Gemma 3 27B, scaled down: 10 layers see all tokens, 52 layers see
-the last --window-tokens. A client stands for the engine. For every prompt it leases the cached prefix, compares
-every byte with what belongs to exactly these tokens, and stores what a model would have computed. The CPU tier
-holds --share of the bytes that all groups of all chats have at the end; there is no disk.
-
-The same chats go to a daemon that is told the groups' rules, and to one that is told that every group needs the
-whole prefix. hit_tokens are prompt tokens whose KV was cached; possible_hit_tokens those that a cache without a
-limit would have served. ratio, which must be at least 1.3, is hit_tokens with rules against hit_tokens without.
-wrong_bytes must be 0."""
 
 LEAST_RATIO = 1.3
 FULL_LAYERS, WINDOW_LAYERS = 10, 52
@@ -122,32 +122,27 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend()
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "groups",
+    __doc__,
+    option("--chats", 16, "chats"),
+    option("--turns", 8, "turns of each chat"),
+    option("--system-tokens", 512, "tokens that all chats begin with"),
+    option("--user-tokens", 768, "tokens that a user adds in a turn"),
+    option("--output-tokens", 192, "tokens of an answer"),
+    option("--block-tokens", 64, "tokens of a block"),
+    option("--window-tokens", 1024, "tokens that a window layer sees, the present one included"),
+    option("--layer-bytes", 32, "bytes of a token in a layer; 8192 in the real model"),
+    option("--share", 1 / 3, "of the chats' bytes that the cache holds", number(1e-9, 1)),
+    seed("of the tokens and of the order in a turn"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Both runs, and what must hold of them."""
     result = measure(options)
     broken = harness.not_zero(result, ["wrong_bytes"])
     if result["ratio"] < LEAST_RATIO:
         broken.append(f"the rules serve {result['ratio']:.2f} times the hit tokens, less than {LEAST_RATIO:g} times")
     return harness.Outcome(result, broken, draw=lambda axes: draw(axes, result))
-
-
-main = harness.Benchmark(
-    "groups",
-    DESCRIPTION,
-    (
-        option("--chats", 16, "chats"),
-        option("--turns", 8, "turns of each chat"),
-        option("--system-tokens", 512, "tokens that all chats begin with"),
-        option("--user-tokens", 768, "tokens that a user adds in a turn"),
-        option("--output-tokens", 192, "tokens of an answer"),
-        option("--block-tokens", 64, "tokens of a block"),
-        option("--window-tokens", 1024, "tokens that a window layer sees, the present one included"),
-        option("--layer-bytes", 32, "bytes of a token in a layer; 8192 in the real model"),
-        option("--share", 1 / 3, "of the chats' bytes that the cache holds", number(1e-9, 1)),
-        seed("of the tokens and of the order in a turn"),
-    ),
-    outcome,
-).main
 
 
 if __name__ == "__main__":

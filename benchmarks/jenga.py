@@ -1,19 +1,5 @@
-"""Models whose layers keep different things, two models, and a model with a draft, each in one memory."""
+"""Models whose layers keep different things, two models, and a model with a draft, each in one memory.
 
-from __future__ import annotations
-
-import argparse
-from dataclasses import replace
-
-from benchmarks.common import harness
-from benchmarks.common.options import chosen, option, seed
-from benchmarks.jenga_parts.chats import Plan
-from benchmarks.jenga_parts.comparison import summary, violations
-from benchmarks.jenga_parts.jenga_plot import TITLES, draw
-from benchmarks.jenga_parts.subject_runs import measure
-from benchmarks.jenga_parts.subjects import BLOCK_TOKENS, DRAFT_TOKENS, SUBJECTS
-
-DESCRIPTION = """\
 Chats of several turns with small models in the proportions of large ones:
 
     window   Gemma 3: five of six layers see a window
@@ -62,7 +48,21 @@ only the draft makes a difference to passes, the forward passes of the model: fe
 accepted: proposed tokens that were right. It is a property of the models, whose weights are made for it; what a draft
 does to requests a second is reported, and nothing is demanded of it. used_bytes: of the GPU tier, at the end: with a
 draft more, as the blocks have what both keep. integrity_violations: what the daemon finds when it accounts for every
-slot of its memory; none. The benchmark fails when one of these does not hold."""
+slot of its memory; none. The benchmark fails when one of these does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from benchmarks.common import harness
+from benchmarks.common.options import chosen, option, seed
+from benchmarks.jenga_parts.chats import Plan
+from benchmarks.jenga_parts.comparison import summary, violations
+from benchmarks.jenga_parts.jenga_plot import TITLES, draw
+from benchmarks.jenga_parts.subject_runs import measure
+from benchmarks.jenga_parts.subjects import BLOCK_TOKENS, DRAFT_TOKENS, SUBJECTS
 
 TWO_SHARES = 1.5
 """Of two models, in --share: the half of each has to hold a chat with it."""
@@ -90,7 +90,23 @@ def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
     return {name: others.get(name, plan) for name in options.models}
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "jenga",
+    __doc__,
+    option("--chats", 8, "chats"),
+    option("--turns", 4, "turns of each"),
+    option("--user-tokens", 256, "tokens that a user says in a turn"),
+    option("--output-tokens", 8, "tokens of an answer"),
+    option("--answer-tokens", 32, "tokens of an answer of the model with a draft"),
+    option("--at-once", 2, "requests at a time"),
+    option("--rounds", 2, "runs of each way"),
+    option("--images", 4, "images that the chats show, of a model that reads images"),
+    option("--share", 1 / 3, "of the memory that the baseline would take", float),
+    chosen("--models", SUBJECTS, "what is compared"),
+    seed("of the chats"),
+    unrecorded=("models",),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The runs, and what must hold of them."""
     plans = plans_of(options)
     requests = sum(
@@ -115,26 +131,7 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
     )
 
 
-BENCHMARK = harness.Benchmark(
-    "jenga",
-    DESCRIPTION,
-    (
-        option("--chats", 8, "chats"),
-        option("--turns", 4, "turns of each"),
-        option("--user-tokens", 256, "tokens that a user says in a turn"),
-        option("--output-tokens", 8, "tokens of an answer"),
-        option("--answer-tokens", 32, "tokens of an answer of the model with a draft"),
-        option("--at-once", 2, "requests at a time"),
-        option("--rounds", 2, "runs of each way"),
-        option("--images", 4, "images that the chats show, of a model that reads images"),
-        option("--share", 1 / 3, "of the memory that the baseline would take", float),
-        chosen("--models", SUBJECTS, "what is compared"),
-        seed("of the chats"),
-    ),
-    outcome,
-    unrecorded=("models",),
-)
-make_parser, main = BENCHMARK.parser, BENCHMARK.main
+make_parser = main.parser
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Latency of matching a cached prompt, from another process."""
+"""Latency of matching a cached prompt, from another process.
+
+Measures how long a client in another process waits for the match of a prompt whose blocks are all
+cached, in microseconds (p50, p99), beside an RPC that has nothing to do (a match of one token, less than
+a block), over the daemon's unix socket. The prompt is given as a numpy array; list_p50_us gives it as a
+list of int.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -13,12 +18,6 @@ import numpy as np
 from benchmarks.common import harness
 from benchmarks.common.options import option
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
-
-DESCRIPTION = """\
-Measures how long a client in another process waits for the match of a prompt whose blocks are all
-cached, in microseconds (p50, p99), beside an RPC that has nothing to do (a match of one token, less than
-a block), over the daemon's unix socket. The prompt is given as a numpy array; list_p50_us gives it as a
-list of int."""
 
 _PART_BYTES = 4096
 _WARM_UP = 50
@@ -73,7 +72,16 @@ def _percentile(samples: list[float], q: float) -> float:
     return round(float(np.percentile(samples, q)) * 1e6, 1)
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "match",
+    __doc__,
+    option("--blocks", 1000, "blocks of the prompt"),
+    option("--block-tokens", 16, "tokens of a block"),
+    option("--repeats", 1000, "matches to time"),
+    harness.ADDRESS,
+    unrecorded=("address",),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The times of one client."""
     cpu_bytes = max(256 << 20, 2 * options.blocks * _PART_BYTES)
     with harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
@@ -87,20 +95,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         axes.legend()
 
     return harness.Outcome(result, draw=draw)
-
-
-main = harness.Benchmark(
-    "match",
-    DESCRIPTION,
-    (
-        option("--blocks", 1000, "blocks of the prompt"),
-        option("--block-tokens", 16, "tokens of a block"),
-        option("--repeats", 1000, "matches to time"),
-        harness.ADDRESS,
-    ),
-    outcome,
-    unrecorded=("address",),
-).main
 
 
 if __name__ == "__main__":

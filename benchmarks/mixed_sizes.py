@@ -1,4 +1,15 @@
-"""One tier shared by blocks of several sizes: what is evicted beyond need, and how full the tier stays."""
+"""One tier shared by blocks of several sizes: what is evicted beyond need, and how full the tier stays.
+
+Stores and reads prompts whose blocks have several sizes, in the CPU tier and in the disk tier, through the real
+cache and its eviction. What is stored is drawn from a mixture that drifts: each size's share goes up and down.
+What is read is drawn at random, so a block's recency has nothing to do with its place. Every byte that is read
+is checked. Blocks on disk are sparse files, on a file system in memory where that has room: the device is not
+what is measured.
+
+worst_excess_pages is the bytes that one operation evicted beyond the bytes it asked for, in pages, in the worst
+operation; it must be at most 1. utilisation is the share of the capacity that blocks have, the lowest after any
+operation once the tier was full; it must be at least 0.95. wrong_bytes must be 0.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +25,6 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.common.options import chosen, option, seed, size
 from benchmarks.storage.mixed_tier import Figures, Mixture, TierName, mixed_tier
-
-DESCRIPTION = """\
-Stores and reads prompts whose blocks have several sizes, in the CPU tier and in the disk tier, through the real
-cache and its eviction. What is stored is drawn from a mixture that drifts: each size's share goes up and down.
-What is read is drawn at random, so a block's recency has nothing to do with its place. Every byte that is read
-is checked. Blocks on disk are sparse files, on a file system in memory where that has room: the device is not
-what is measured.
-
-worst_excess_pages is the bytes that one operation evicted beyond the bytes it asked for, in pages, in the worst
-operation; it must be at most 1. utilisation is the share of the capacity that blocks have, the lowest after any
-operation once the tier was full; it must be at least 0.95. wrong_bytes must be 0."""
 
 WORST_EXCESS_PAGES = 1.0
 LEAST_UTILISATION = 0.95
@@ -114,24 +114,19 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend(fontsize="x-small")
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "mixed_sizes",
+    __doc__,
+    option("--operations", 100_000, "of each run"),
+    chosen("--mixtures", MIXTURES, "which sizes"),
+    chosen("--tiers", TIERS, "which tiers"),
+    option("--capacity", None, "of the tier, such as 64MiB (by mixture)", size),
+    seed("of everything that is drawn"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it."""
     result = measure(options)
     return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
-
-
-main = harness.Benchmark(
-    "mixed_sizes",
-    DESCRIPTION,
-    (
-        option("--operations", 100_000, "of each run"),
-        chosen("--mixtures", MIXTURES, "which sizes"),
-        chosen("--tiers", TIERS, "which tiers"),
-        option("--capacity", None, "of the tier, such as 64MiB (by mixture)", size),
-        seed("of everything that is drawn"),
-    ),
-    outcome,
-).main
 
 
 if __name__ == "__main__":

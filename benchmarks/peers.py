@@ -1,4 +1,28 @@
-"""vLLM alone, with prefixd and with what people would use instead, on the same chats in one run."""
+"""vLLM alone, with prefixd and with what people would use instead, on the same chats in one run.
+
+The same chats on vLLM alone, on vLLM with prefixd's connector and on vLLM with LMCache's multiprocess server; where
+torch sees a GPU also on vLLM with its own offloading to host memory and files. Run it in its own environment:
+
+    make bench-peers
+
+In each of the --rounds every cache is started empty, with an engine of its own: chats of several turns, more of them
+than vLLM's own KV cache holds (--held); then the engines are restarted, the caches are not, and every chat has one more
+turn, --restarts times: a process of vLLM may be faster than another for as long as it lives. The caches take turns with
+every turn of the chats, beginning with another one each time, so that what else the machine does is in all of them;
+while one is measured the others wait. All conversations have their turn before any has its next. A prompt is all that
+was said before, with the answers that this engine gave, and ends anywhere in a block. One is asked for at a time
+(--outstanding): two fall into step with each other or out of it, which is chance and moves the median wait.
+
+The caches get the same bytes of host memory (--cpu-mib), less than all chats need, and as much of the disk as they
+want. Both are as they come: prefixd stores blocks of 32 tokens, LMCache chunks of 256 (--lmcache-chunk 32: as prefixd).
+LMCache's engine copies into the server's shared memory, and its server writes files (`fs_native`), which it neither
+syncs nor checks when it reads them.
+
+The model is a Llama with random weights in float32, built for the run, on --threads cores. The run fails when any
+answer differs, or when prefixd is not ahead of LMCache in every figure by more than its lead differs between the
+rounds: requests a second and the median and 95% of the waits for the first token, before the restart and after it.
+With --short times are shown but not judged: there are too few of them.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +51,6 @@ from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.peers_parts import cache_figures as figures
 from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
 from benchmarks.peers_parts.peers_plot import draw
-
-DESCRIPTION = """\
-The same chats on vLLM alone, on vLLM with prefixd's connector and on vLLM with LMCache's multiprocess server; where
-torch sees a GPU also on vLLM with its own offloading to host memory and files. Run it in its own environment:
-
-    make bench-peers
-
-In each of the --rounds every cache is started empty, with an engine of its own: chats of several turns, more of them
-than vLLM's own KV cache holds (--held); then the engines are restarted, the caches are not, and every chat has one more
-turn, --restarts times: a process of vLLM may be faster than another for as long as it lives. The caches take turns with
-every turn of the chats, beginning with another one each time, so that what else the machine does is in all of them;
-while one is measured the others wait. All conversations have their turn before any has its next. A prompt is all that
-was said before, with the answers that this engine gave, and ends anywhere in a block. One is asked for at a time
-(--outstanding): two fall into step with each other or out of it, which is chance and moves the median wait.
-
-The caches get the same bytes of host memory (--cpu-mib), less than all chats need, and as much of the disk as they
-want. Both are as they come: prefixd stores blocks of 32 tokens, LMCache chunks of 256 (--lmcache-chunk 32: as prefixd).
-LMCache's engine copies into the server's shared memory, and its server writes files (`fs_native`), which it neither
-syncs nor checks when it reads them.
-
-The model is a Llama with random weights in float32, built for the run, on --threads cores. The run fails when any
-answer differs, or when prefixd is not ahead of LMCache in every figure by more than its lead differs between the
-rounds: requests a second and the median and 95% of the waits for the first token, before the restart and after it.
-With --short times are shown but not judged: there are too few of them."""
 
 _FULL = {
     "rounds": 3,
@@ -218,7 +218,14 @@ def _text(values: dict[str, Any], figure: str, unit: str) -> str:
     return f"{values[figure]:.2f}{unit} ({min(rounds):.2f} to {max(rounds):.2f})"
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "peers",
+    __doc__,
+    *engine_options(_HELP, _FULL, "a small run of about two minutes, for a first look"),
+    only(LABELS, "one of them alone; again for another"),
+    unrecorded=("option", "only"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it. Raises BenchmarkError outside the peers' environment."""
     if missing := [name for name in ("vllm", "lmcache") if find_spec(name) is None]:
         raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `make bench-peers`")
@@ -233,18 +240,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         draw=lambda panels: draw(panels, measured["caches"]),
         columns=len(figures.HIGHER_IS_BETTER),
     )
-
-
-main = harness.Benchmark(
-    "peers",
-    DESCRIPTION,
-    (
-        *engine_options(_HELP, _FULL, "a small run of about two minutes, for a first look"),
-        only(LABELS, "one of them alone; again for another"),
-    ),
-    outcome,
-    unrecorded=("option", "only"),
-).main
 
 
 if __name__ == "__main__":

@@ -1,23 +1,5 @@
-"""A batch of requests with a third of the GPU memory that it wants: the same tokens, and what the pressure costs."""
+"""A batch of requests with a third of the GPU memory that it wants: the same tokens, and what the pressure costs.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from benchmarks.common import harness
-from benchmarks.common.options import option, seed
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, Tokens
-from prefixd.workloads.figures import digest
-from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
-
-DESCRIPTION = """\
 Sends a batch of requests at once to a daemon with the small model that comes with prefixd:
 
     python -m benchmarks.pressure --json pressure.json
@@ -31,7 +13,24 @@ takes everything.
 same_tokens: every request got the same tokens in all runs. swapped and recomputed: preempted requests of the runs with
 these settings whose KV went down the tiers, or was dropped and computed again. swap_ratio, recompute_ratio and
 auto_ratio: requests a second, divided by those of the unpressed run. The benchmark fails when tokens differ, or when a
-run preempted nobody in the way that it was set to."""
+run preempted nobody in the way that it was set to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.common import harness
+from benchmarks.common.options import option, seed
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import AsyncClient, Tokens
+from prefixd.workloads.figures import digest
+from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
 
 MODES = ("swap", "recompute", "auto")
 _TOP_P = 0.9
@@ -223,7 +222,16 @@ def _print_runs(runs: Sequence[Run]) -> None:
         )
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "pressure",
+    __doc__,
+    option("--requests", 12, "requests of the batch"),
+    option("--prompt-tokens", 96, "length of a prompt"),
+    option("--output-tokens", 64, "tokens generated for a request"),
+    option("--share", 3, "under pressure there is one of so many parts of the memory that the batch wants"),
+    seed("of the prompts"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The runs, and what must hold of them."""
     batch = Batch(options.requests, options.prompt_tokens, options.output_tokens, options.share, options.seed)
     with harness.progress("requests", (1 + len(MODES)) * batch.requests) as step:
@@ -232,19 +240,7 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
     return harness.Outcome(result, violations(result), lambda: _print_runs(runs), draw=lambda axes: draw(axes, runs))
 
 
-BENCHMARK = harness.Benchmark(
-    "pressure",
-    DESCRIPTION,
-    (
-        option("--requests", 12, "requests of the batch"),
-        option("--prompt-tokens", 96, "length of a prompt"),
-        option("--output-tokens", 64, "tokens generated for a request"),
-        option("--share", 3, "under pressure there is one of so many parts of the memory that the batch wants"),
-        seed("of the prompts"),
-    ),
-    outcome,
-)
-make_parser, main = BENCHMARK.parser, BENCHMARK.main
+make_parser = main.parser
 
 
 if __name__ == "__main__":

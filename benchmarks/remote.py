@@ -1,4 +1,25 @@
-"""A store that hosts share: what a second host finds there, when it helps, what it costs."""
+"""A store that hosts share: what a second host finds there, when it helps, what it costs.
+
+Hosts are daemons on this machine, each with a data directory of its own; the store is a real Valkey server.
+
+trace        host A stores the prompts of a trace in Mooncake's format; host B starts cold, is asked for them, and
+             every byte is compared. hit_rate is B's, in tokens; it has to be achievable_hit_rate, that of all full
+             blocks. wrong_bytes has to be 0.
+first_token  both with the embedded model. The link to the store has 0.1, 1 and 10 Gbit/s. A prompt that A has computed
+             is sent to three hosts that have never seen it: one with the store and scheduler.load = auto, one that
+             always loads, one without a store. worst_ratio is the median time to first token of the first over the
+             better of the others, at the worst rate and length; at most 1.1. A host learns from other prompts first.
+copies       bytes_copied_per_byte: copies of a byte in memory on its way to Valkey or from it, one between process and
+             kernel among them; the larger of writing and reading, and of a fast and a slow link; at most 2. Beside it
+             what the client allocates, and the CPU seconds of client, plain socket and one copy.
+store_down   engines' calls to daemons whose store is down (port closed; frozen) against one without a remote tier,
+             call by call in turn. worst_ratio of their medians and of whole rounds is at most 1.02. none_again is a
+             second daemon without a remote tier: what it differs is noise.
+
+Suites that are not run keep the results that the file has; each names its commit.
+
+Example: python -m benchmarks.remote --json benchmarks/results/remote.json
+"""
 
 from __future__ import annotations
 
@@ -18,27 +39,6 @@ from benchmarks.sharing import first_token_by_rate as first_token
 from benchmarks.workloads.trace_requests import requests_of
 from prefixd.workloads.circumstances import circumstances
 from prefixd.workloads.mooncake import HASH_TOKENS
-
-DESCRIPTION = """\
-Hosts are daemons on this machine, each with a data directory of its own; the store is a real Valkey server.
-
-trace        host A stores the prompts of a trace in Mooncake's format; host B starts cold, is asked for them, and
-             every byte is compared. hit_rate is B's, in tokens; it has to be achievable_hit_rate, that of all full
-             blocks. wrong_bytes has to be 0.
-first_token  both with the embedded model. The link to the store has 0.1, 1 and 10 Gbit/s. A prompt that A has computed
-             is sent to three hosts that have never seen it: one with the store and scheduler.load = auto, one that
-             always loads, one without a store. worst_ratio is the median time to first token of the first over the
-             better of the others, at the worst rate and length; at most 1.1. A host learns from other prompts first.
-copies       bytes_copied_per_byte: copies of a byte in memory on its way to Valkey or from it, one between process and
-             kernel among them; the larger of writing and reading, and of a fast and a slow link; at most 2. Beside it
-             what the client allocates, and the CPU seconds of client, plain socket and one copy.
-store_down   engines' calls to daemons whose store is down (port closed; frozen) against one without a remote tier,
-             call by call in turn. worst_ratio of their medians and of whole rounds is at most 1.02. none_again is a
-             second daemon without a remote tier: what it differs is noise.
-
-Suites that are not run keep the results that the file has; each names its commit.
-
-Example: python -m benchmarks.remote --json benchmarks/results/remote.json"""
 
 Suite = Callable[[argparse.Namespace, Path, Callable[[], None]], dict[str, Any]]
 
@@ -139,7 +139,33 @@ def _multiple_of_8(text: str) -> int:
     return value
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+def _draw(times: dict[str, Any], axes: Any) -> None:
+    first_token.draw(axes, times)
+
+
+_FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
+
+
+@harness.benchmark(
+    "remote",
+    __doc__,
+    option("--suites", list(SUITES), f"which ({','.join(SUITES)})", _suites, shown=False),
+    option("--trace", None, "in Mooncake's format; by default one is made up", Path, metavar="FILE"),
+    option("--requests", 400, "its first N requests"),
+    option("--trace-bytes", 1 << 30, "different blocks' bytes", size),
+    option("--bytes-per-token", 1024, "KV bytes of a token, a multiple of 8", _multiple_of_8),
+    option("--rates", list(_FIRST_TOKEN.gbit_per_s), "Gbit/s (0.1,1,10)", _rates, shown=False),
+    option("--tokens", list(_FIRST_TOKEN.tokens), "of prompts (64,256,1024)", _lengths, shown=False),
+    option("--repeats", _FIRST_TOKEN.repeats, "prompts; more of short ones"),
+    option("--copied-bytes", 256 << 20, "each way", size),
+    option("--sessions", _DOWN.sessions, "sessions with a store that is down"),
+    option("--rounds", _DOWN.rounds, "of a session"),
+    unrecorded=(
+        *("suites", "requests", "trace_bytes", "bytes_per_token", "rates"),
+        *("tokens", "repeats", "copied_bytes", "sessions", "rounds"),
+    ),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The suites; those that are not run keep their results of the file."""
     result, missed = run(options)
     times = result.get("first_token")
@@ -148,34 +174,7 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
     return harness.Outcome(kept | result, missed, figures=False, draw=draw)
 
 
-def _draw(times: dict[str, Any], axes: Any) -> None:
-    first_token.draw(axes, times)
-
-
-_FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
-BENCHMARK = harness.Benchmark(
-    "remote",
-    DESCRIPTION,
-    (
-        option("--suites", list(SUITES), f"which ({','.join(SUITES)})", _suites, shown=False),
-        option("--trace", None, "in Mooncake's format; by default one is made up", Path, metavar="FILE"),
-        option("--requests", 400, "its first N requests"),
-        option("--trace-bytes", 1 << 30, "different blocks' bytes", size),
-        option("--bytes-per-token", 1024, "KV bytes of a token, a multiple of 8", _multiple_of_8),
-        option("--rates", list(_FIRST_TOKEN.gbit_per_s), "Gbit/s (0.1,1,10)", _rates, shown=False),
-        option("--tokens", list(_FIRST_TOKEN.tokens), "of prompts (64,256,1024)", _lengths, shown=False),
-        option("--repeats", _FIRST_TOKEN.repeats, "prompts; more of short ones"),
-        option("--copied-bytes", 256 << 20, "each way", size),
-        option("--sessions", _DOWN.sessions, "sessions with a store that is down"),
-        option("--rounds", _DOWN.rounds, "of a session"),
-    ),
-    outcome,
-    unrecorded=(
-        *("suites", "requests", "trace_bytes", "bytes_per_token", "rates"),
-        *("tokens", "repeats", "copied_bytes", "sessions", "rounds"),
-    ),
-)
-make_parser, main = BENCHMARK.parser, BENCHMARK.main
+make_parser = main.parser
 
 
 if __name__ == "__main__":

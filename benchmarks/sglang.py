@@ -1,8 +1,19 @@
-"""SGLang's HiCache with prefixd and with its own file backend: GB/s, and bytes that change on disk."""
+"""SGLang's HiCache with prefixd and with its own file backend: GB/s, and bytes that change on disk.
+
+Runs SGLang's real HiCacheController (unmodified wheel, on the CPU) with prefixd's backend and with SGLang's own file
+backend, which keeps its files beside the daemon's. Each round saves a prompt that neither has seen and loads it again,
+through one and then the other, in alternating order; all bytes are compared.
+A load is timed from when SGLang knows what is stored; that question is lookup_ms. The daemon has a disk tier and
+begins to write to it at once; the file backend leaves its files to the kernel. Before loading, both have written
+everything; both then have it in memory. Figures are medians over the rounds, after one to warm
+up.
+
+Then bits are flipped in what both have on disk: in the file backend's files, and in the slab files of a daemon that is
+started again, so that it reads them. served_wrong counts pages that a controller took as loaded with a wrong byte.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -27,18 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from benchmarks.engines.sglang_controller import Controller
-
-DESCRIPTION = """\
-Runs SGLang's real HiCacheController (unmodified wheel, on the CPU) with prefixd's backend and with SGLang's own file
-backend, which keeps its files beside the daemon's. Each round saves a prompt that neither has seen and loads it again,
-through one and then the other, in alternating order; all bytes are compared.
-A load is timed from when SGLang knows what is stored; that question is lookup_ms. The daemon has a disk tier and
-begins to write to it at once; the file backend leaves its files to the kernel. Before loading, both have written
-everything; both then have it in memory. Figures are medians over the rounds, after one to warm
-up.
-
-Then bits are flipped in what both have on disk: in the file backend's files, and in the slab files of a daemon that is
-started again, so that it reads them. served_wrong counts pages that a controller took as loaded with a wrong byte."""
 
 BACKENDS = ("prefixd", "file")
 LAYOUTS = ("page_first", "layer_first")
@@ -286,7 +285,16 @@ def _folder() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory(prefix="prefixd-sglang-")
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "sglang",
+    __doc__,
+    option("--pages", 128, "pages of a prompt"),
+    option("--layers", 16, "layers: 128 KiB of a page each"),
+    option("--rounds", 15, "rounds to time"),
+    option("--flips", 200, "pages to damage, of each backend"),
+    seed("of what is flipped where"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it. Raises BenchmarkError without SGLang."""
     if find_spec("sglang") is None:
         raise harness.BenchmarkError(
@@ -304,20 +312,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         axes.legend()
 
     return harness.Outcome(result, result["broken"], draw=draw)
-
-
-main = harness.Benchmark(
-    "sglang",
-    DESCRIPTION,
-    (
-        option("--pages", 128, "pages of a prompt"),
-        option("--layers", 16, "layers: 128 KiB of a page each"),
-        option("--rounds", 15, "rounds to time"),
-        option("--flips", 200, "pages to damage, of each backend"),
-        seed("of what is flipped where"),
-    ),
-    outcome,
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,14 @@
-"""Throughput of storing and loading blocks through shared memory, from another process."""
+"""Throughput of storing and loading blocks through shared memory, from another process.
+
+Measures, from another process, how fast blocks are stored (reserve, copy, commit) and loaded (acquire,
+copy, release) through the memory that the daemon shares with its clients, in GB/s, beside a plain copy
+of the same bytes between two warm buffers by as many threads. Every round stores blocks the daemon has
+not seen, over slots it has used, then loads them and compares the bytes. Figures are medians over the
+rounds; the first round, which takes the page faults, is reported apart (cold_*).
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +20,6 @@ import numpy.typing as npt
 from benchmarks.common import harness
 from benchmarks.common.options import option, size
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec
-
-DESCRIPTION = """\
-Measures, from another process, how fast blocks are stored (reserve, copy, commit) and loaded (acquire,
-copy, release) through the memory that the daemon shares with its clients, in GB/s, beside a plain copy
-of the same bytes between two warm buffers by as many threads. Every round stores blocks the daemon has
-not seen, over slots it has used, then loads them and compares the bytes. Figures are medians over the
-rounds; the first round, which takes the page faults, is reported apart (cold_*)."""
 
 _BLOCK_TOKENS = 16
 _DECIMALS = 6  # of GB/s: of a small round on a busy machine three would leave nothing
@@ -99,7 +98,17 @@ def _median_gbps(nbytes: int, seconds: list[float]) -> float:
     return nbytes / float(np.median(seconds)) / 1e9
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "shared_memory",
+    __doc__,
+    option("--block-bytes", 2 << 20, "bytes of a block", size),
+    option("--blocks", 256, "blocks a round"),
+    option("--rounds", 15, "rounds to time"),
+    option("--threads", 1, "threads that copy"),
+    harness.ADDRESS,
+    unrecorded=("address",),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The rates of one client."""
     cpu_bytes = options.blocks * options.block_bytes * 5 // 4 + (64 << 20)
     with harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
@@ -113,21 +122,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         axes.set_title(f"{options.blocks} blocks of {options.block_bytes / 2**20:g} MiB, {options.threads} thread(s)")
 
     return harness.Outcome(result, draw=draw)
-
-
-main = harness.Benchmark(
-    "shared_memory",
-    DESCRIPTION,
-    (
-        option("--block-bytes", 2 << 20, "bytes of a block", size),
-        option("--blocks", 256, "blocks a round"),
-        option("--rounds", 15, "rounds to time"),
-        option("--threads", 1, "threads that copy"),
-        harness.ADDRESS,
-    ),
-    outcome,
-    unrecorded=("address",),
-).main
 
 
 if __name__ == "__main__":

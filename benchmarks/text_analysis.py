@@ -1,25 +1,6 @@
 """Requests a second, and latency, when many share a few prefixes: without a cache, and with tiers, policies and
-eviction ablated."""
+eviction ablated.
 
-from __future__ import annotations
-
-import argparse
-import sys
-from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common import harness
-from benchmarks.common.options import chosen, option, seed, size
-from benchmarks.text_analysis_parts.goals import Goal, goals
-from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
-from benchmarks.text_analysis_parts.plots import draw, panels
-from benchmarks.text_analysis_parts.suites import SUITES, groups
-from benchmarks.workloads.progress import shown_progress
-from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
-
-DESCRIPTION = """\
 The text analysis benchmark of "Long-Term Memory" (sections VII.A and VII.C) on this machine:
 
     python -m benchmarks.text_analysis --prefixes 128 --gpu-prefixes 8 --cpu-prefixes 32 \\
@@ -45,7 +26,25 @@ requests_per_s is what follows, with full tiers. The daemons of a suite run side
 
 The worker stands for a GPU: one core of the machine is left to the daemon, as no GPU spends time on the daemon's
 copies (--threads). miss_rate is the share of the prefixes' tokens that had to be computed after the warm-up. Output
-tokens have to be the same in all configurations. Where a request takes long, fewer are sent."""
+tokens have to be the same in all configurations. Where a request takes long, fewer are sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import harness
+from benchmarks.common.options import chosen, option, seed, size
+from benchmarks.text_analysis_parts.goals import Goal, goals
+from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
+from benchmarks.text_analysis_parts.plots import draw, panels
+from benchmarks.text_analysis_parts.suites import SUITES, groups
+from benchmarks.workloads.progress import shown_progress
+from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 GPU_HELP = (
     "prefixes that fit into the GPU tier; it gets more room for the requests that run at once (--running): "
@@ -121,7 +120,27 @@ def goal_table(found: Sequence[Goal]) -> Table:
     return made
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "text_analysis",
+    __doc__,
+    option("--prefixes", 128, "different prefixes"),
+    option("--gpu-prefixes", 8, GPU_HELP),
+    option("--cpu-prefixes", 32, "prefixes that fit into the CPU tier"),
+    option("--disk-prefixes", 128, "prefixes that fit into the disk tier"),
+    option("--requests", 512, "requests, each with a randomly chosen prefix, of the shortest prefixes"),
+    option("--header", 16, "tokens that all prefixes begin with in the suite `header`; 16 are a block"),
+    option("--body-tokens", 32, "length of a body"),
+    option("--output-tokens", 2, "tokens generated for a request"),
+    option("--running", 8, "requests computed at once"),
+    option("--outstanding", 128, "requests sent before the first of them is answered"),
+    option("--repeats", 3, "how often the requests are sent to each daemon"),
+    option("--threads", worker_threads(), "of each worker; one core is left to the daemon: no GPU copies with it"),
+    option("--prefix-tokens", [512, 2048], "lengths of prefixes, the first one for all suites", nargs="+"),
+    option("--slow-disk", 50_000_000, "its bytes a second", size),
+    seed("of prefixes, bodies and choices"),
+    chosen("--suites", SUITES, "which to run", ["goals", "policies"]),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The suites; broken: outputs that differ, and goals that were missed."""
     lengths = sorted(set(options.prefix_tokens))
     workload = TextAnalysis(
@@ -177,31 +196,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         draw=lambda axes: draw([axes] if columns == 1 else axes, measured),
         columns=columns,
     )
-
-
-main = harness.Benchmark(
-    "text_analysis",
-    DESCRIPTION,
-    (
-        option("--prefixes", 128, "different prefixes"),
-        option("--gpu-prefixes", 8, GPU_HELP),
-        option("--cpu-prefixes", 32, "prefixes that fit into the CPU tier"),
-        option("--disk-prefixes", 128, "prefixes that fit into the disk tier"),
-        option("--requests", 512, "requests, each with a randomly chosen prefix, of the shortest prefixes"),
-        option("--header", 16, "tokens that all prefixes begin with in the suite `header`; 16 are a block"),
-        option("--body-tokens", 32, "length of a body"),
-        option("--output-tokens", 2, "tokens generated for a request"),
-        option("--running", 8, "requests computed at once"),
-        option("--outstanding", 128, "requests sent before the first of them is answered"),
-        option("--repeats", 3, "how often the requests are sent to each daemon"),
-        option("--threads", worker_threads(), "of each worker; one core is left to the daemon: no GPU copies with it"),
-        option("--prefix-tokens", [512, 2048], "lengths of prefixes, the first one for all suites", nargs="+"),
-        option("--slow-disk", 50_000_000, "its bytes a second", size),
-        seed("of prefixes, bodies and choices"),
-        chosen("--suites", SUITES, "which to run", ["goals", "policies"]),
-    ),
-    outcome,
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,17 @@
-"""Replay of a real request trace through the cache, with every byte that comes back checked."""
+"""Replay of a real request trace through the cache, with every byte that comes back checked.
+
+Replays a trace in Mooncake's format (a JSON object a line: timestamp, input_length, output_length,
+hash_ids of blocks of 512 tokens) against a running daemon as one client after the other's request, as
+fast as it goes. Each request matches its prompt, loads the cached prefix, compares every byte with what
+was stored for exactly this prefix, and stores the rest. Only full blocks count. Measures the hit rate in
+blocks, beside the one that unlimited memory would give (a plain set of all prefixes seen), where the
+hits were found, and wrong bytes, which must be 0.
+
+The trace is Mooncake's FAST'25 release: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import time
@@ -25,16 +34,6 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.workloads.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace, tokens_of
-
-DESCRIPTION = """\
-Replays a trace in Mooncake's format (a JSON object a line: timestamp, input_length, output_length,
-hash_ids of blocks of 512 tokens) against a running daemon as one client after the other's request, as
-fast as it goes. Each request matches its prompt, loads the cached prefix, compares every byte with what
-was stored for exactly this prefix, and stores the rest. Only full blocks count. Measures the hit rate in
-blocks, beside the one that unlimited memory would give (a plain set of all prefixes seen), where the
-hits were found, and wrong bytes, which must be 0.
-
-The trace is Mooncake's FAST'25 release: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces."""
 
 _DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 _TRACE_HELP = "the trace to replay (shared/traces/mooncake_conversation.jsonl beside the repository)"
@@ -115,7 +114,18 @@ async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token
     return {**run.result(), "requests": len(requests), "seconds": round(elapsed, 2)}
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "trace",
+    __doc__,
+    option("--trace", _DEFAULT_TRACE, _TRACE_HELP, Path, metavar="FILE", shown=False),
+    option("--requests", 2000, "its first N requests"),
+    option("--bytes-per-token", 64, "KV bytes of a token, a multiple of 8"),
+    option("--cpu-bytes", 1 << 29, "CPU tier of the own daemon", size),
+    option("--disk-bytes", 4 << 30, "disk tier of the own daemon", size),
+    harness.ADDRESS,
+    unrecorded=("address", "cpu_bytes", "disk_bytes"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The counts of a replay. Raises BenchmarkError for a trace or a size that cannot be replayed."""
     if options.bytes_per_token % 8:
         raise harness.BenchmarkError(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
@@ -142,22 +152,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
 
     result = {"trace": options.trace.name, **result}
     return harness.Outcome(result, harness.not_zero(result, ["wrong_bytes"]), draw=draw)
-
-
-main = harness.Benchmark(
-    "trace",
-    DESCRIPTION,
-    (
-        option("--trace", _DEFAULT_TRACE, _TRACE_HELP, Path, metavar="FILE", shown=False),
-        option("--requests", 2000, "its first N requests"),
-        option("--bytes-per-token", 64, "KV bytes of a token, a multiple of 8"),
-        option("--cpu-bytes", 1 << 29, "CPU tier of the own daemon", size),
-        option("--disk-bytes", 4 << 30, "disk tier of the own daemon", size),
-        harness.ADDRESS,
-    ),
-    outcome,
-    unrecorded=("address", "cpu_bytes", "disk_bytes"),
-).main
 
 
 if __name__ == "__main__":

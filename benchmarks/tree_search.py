@@ -1,25 +1,6 @@
 """Programs repaired by a breadth-first search with a language server, over the network API: without a cache, with each
-policy of the queue, and with fewer tiers."""
+policy of the queue, and with fewer tiers.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
-
-from benchmarks.common import harness
-from benchmarks.common.options import number, option, seed
-from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
-from benchmarks.tree_parts.language_server import LanguageServer, pylsp
-from benchmarks.tree_parts.programs import PROGRAMS
-from benchmarks.tree_parts.search import INSTRUCTIONS
-from benchmarks.workloads import figures as serving
-from benchmarks.workloads.figures import Figures
-from benchmarks.workloads.progress import daemon_of
-from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
-
-DESCRIPTION = """\
 LSPDojo's tree search ("Long-Term Memory", section VI) with a real language server (python-lsp-server with pyflakes):
 
     pip install 'prefixd[bench]'
@@ -35,7 +16,25 @@ comes with prefixd, in a daemon of its own for each way of serving.
 hit_rate is the share of prompt tokens from the cache; possible_tokens are those that a cache without a limit would
 have had. output_digest covers what the model says: the tokens that it found likeliest. Exit status 2 unless with all
 tiers hit_rate is at least --least-hit-rate with each policy, every search ends with its program, and all answers are
-equal."""
+equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.common import harness
+from benchmarks.common.options import number, option, seed
+from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
+from benchmarks.tree_parts.language_server import LanguageServer, pylsp
+from benchmarks.tree_parts.programs import PROGRAMS
+from benchmarks.tree_parts.search import INSTRUCTIONS
+from benchmarks.workloads import figures as serving
+from benchmarks.workloads.figures import Figures
+from benchmarks.workloads.progress import daemon_of
+from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 
 async def measure(ways: Sequence[Way], plan: Plan, room: Room) -> tuple[list[Figures], list[Grown], int]:
@@ -77,7 +76,22 @@ def shortcomings(
     return wrong
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "tree_search",
+    __doc__,
+    option("--programs", 3, f"programs to be written, of the {len(PROGRAMS)} that there are"),
+    option("--width", 2, "nodes of a program that are completed a level"),
+    option("--candidates", 3, "completions of a node"),
+    option("--attempts", 2, "completions that may get the same line wrong, one after the other"),
+    option("--sites", 4, "faulty lines of a program"),
+    option("--running", 4, "requests computed at once"),
+    seed("of the faulty lines and their mistakes"),
+    *SHARES,
+    option("--least-hit-rate", 0.8, "of all prompt tokens, with all tiers; less is a failure", number(0.0, 1.0)),
+    *WAYS,
+    unrecorded=("policies", "tiers"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Every way of serving, and what is not as it should be. Raises BenchmarkError for too many programs."""
     if options.programs > len(PROGRAMS):
         raise harness.BenchmarkError(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
@@ -113,26 +127,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         "distinct_tokens": searched[0].distinct_tokens,
     }
     return serving.outcome_of("tree search", result, measured, wrong)
-
-
-main = harness.Benchmark(
-    "tree_search",
-    DESCRIPTION,
-    (
-        option("--programs", 3, f"programs to be written, of the {len(PROGRAMS)} that there are"),
-        option("--width", 2, "nodes of a program that are completed a level"),
-        option("--candidates", 3, "completions of a node"),
-        option("--attempts", 2, "completions that may get the same line wrong, one after the other"),
-        option("--sites", 4, "faulty lines of a program"),
-        option("--running", 4, "requests computed at once"),
-        seed("of the faulty lines and their mistakes"),
-        *SHARES,
-        option("--least-hit-rate", 0.8, "of all prompt tokens, with all tiers; less is a failure", number(0.0, 1.0)),
-        *WAYS,
-    ),
-    outcome,
-    unrecorded=("policies", "tiers"),
-).main
 
 
 if __name__ == "__main__":

@@ -1,4 +1,27 @@
-"""How long demand loads wait for a disk that is kept busy by prefetches and write-back, against an idle disk."""
+"""How long demand loads wait for a disk that is kept busy by prefetches and write-back, against an idle disk.
+
+A client leases prompts that are on disk only, one after the other with pauses, and waits for each: demand. It does so
+three times with the same prompts, each time with a fresh daemon on the same data: alone (idle); while two other
+clients write new blocks, which are written back, and prefetch thousands of blocks that are on disk only (urgency); and
+the same with transfers.urgency = false, first in, first out (no urgency). New blocks come at a quarter of the disk's
+bandwidth, unless the daemon has the writer wait. The CPU tier has room for three times what is prefetched at a time.
+Every byte that is leased is compared.
+
+The daemon's disk is throttled to --bandwidth and --latency, with calls served in the order in which they come, so that
+the order of work decides and not the machine's disk. The scrubber is off.
+
+demand_p50_ratio is the median wait with urgency over the median wait of the idle daemon; it must be at most 2.
+demand_p50_ratio_without_urgency is the same with urgency turned off; it must be at least 5, which shows that the
+benchmark can see. wrong_bytes must be 0. of_bandwidth is the share of the disk's bandwidth that was used in a phase;
+it must be at least a half in those with other clients.
+
+What is possible: a demand load of 256 blocks of 64 KiB is 16 MiB, 160 ms at 100 MiB/s. A piece of work that has
+started is not interrupted, and three may be under way that nobody waits for: two reads of 1 MiB and a write of 4 MiB
+are 60 ms. After 100 ms one more is let through, so that nothing starves: 40 ms. So with urgency the ratio is between 1
+and 1.6. First in, first out, demand waits for up to six prefetches of 512 blocks, 192 MiB or 1.9 s: a ratio of 13.
+
+Example: python -m benchmarks.urgency --json benchmarks/results/urgency.json
+"""
 
 from __future__ import annotations
 
@@ -21,29 +44,6 @@ from benchmarks.common.throttled import DiskRate, ThrottledDaemon
 from benchmarks.load.disk_traffic import TIMEOUT_S, DiskTraffic, Prompts, Traffic, TrafficPlan
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, Tier
-
-DESCRIPTION = """\
-A client leases prompts that are on disk only, one after the other with pauses, and waits for each: demand. It does so
-three times with the same prompts, each time with a fresh daemon on the same data: alone (idle); while two other
-clients write new blocks, which are written back, and prefetch thousands of blocks that are on disk only (urgency); and
-the same with transfers.urgency = false, first in, first out (no urgency). New blocks come at a quarter of the disk's
-bandwidth, unless the daemon has the writer wait. The CPU tier has room for three times what is prefetched at a time.
-Every byte that is leased is compared.
-
-The daemon's disk is throttled to --bandwidth and --latency, with calls served in the order in which they come, so that
-the order of work decides and not the machine's disk. The scrubber is off.
-
-demand_p50_ratio is the median wait with urgency over the median wait of the idle daemon; it must be at most 2.
-demand_p50_ratio_without_urgency is the same with urgency turned off; it must be at least 5, which shows that the
-benchmark can see. wrong_bytes must be 0. of_bandwidth is the share of the disk's bandwidth that was used in a phase;
-it must be at least a half in those with other clients.
-
-What is possible: a demand load of 256 blocks of 64 KiB is 16 MiB, 160 ms at 100 MiB/s. A piece of work that has
-started is not interrupted, and three may be under way that nobody waits for: two reads of 1 MiB and a write of 4 MiB
-are 60 ms. After 100 ms one more is let through, so that nothing starves: 40 ms. So with urgency the ratio is between 1
-and 1.6. First in, first out, demand waits for up to six prefetches of 512 blocks, 192 MiB or 1.9 s: a ratio of 13.
-
-Example: python -m benchmarks.urgency --json benchmarks/results/urgency.json"""
 
 WORST_RATIO = 2.0
 LEAST_RATIO_WITHOUT = 5.0
@@ -331,7 +331,20 @@ def _print_phases(phases: Sequence[Phase]) -> None:
         )
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "urgency",
+    __doc__,
+    option("--loads", 20, "demand loads a phase"),
+    option("--load-blocks", 256, "blocks of a demand load"),
+    option("--block-bytes", 64 << 10, "bytes of a block", size),
+    option("--prefetch-blocks", 512, "blocks of a prefetch"),
+    option("--prefetches", 6, "prefetches under way at a time"),
+    option("--cpu-bytes", None, "CPU tier (three times the prefetches under way)", size),
+    option("--bandwidth", 100 << 20, "bytes a second", size),
+    option("--latency-ms", 1.0, "of each call", float, metavar="MS"),
+    option("--folder", None, "where to work (the temporary folder)", Path),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The phases, and what must hold of them."""
     plan = make_plan(options)
     with (
@@ -345,23 +358,7 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
     )
 
 
-BENCHMARK = harness.Benchmark(
-    "urgency",
-    DESCRIPTION,
-    (
-        option("--loads", 20, "demand loads a phase"),
-        option("--load-blocks", 256, "blocks of a demand load"),
-        option("--block-bytes", 64 << 10, "bytes of a block", size),
-        option("--prefetch-blocks", 512, "blocks of a prefetch"),
-        option("--prefetches", 6, "prefetches under way at a time"),
-        option("--cpu-bytes", None, "CPU tier (three times the prefetches under way)", size),
-        option("--bandwidth", 100 << 20, "bytes a second", size),
-        option("--latency-ms", 1.0, "of each call", float, metavar="MS"),
-        option("--folder", None, "where to work (the temporary folder)", Path),
-    ),
-    outcome,
-)
-make_parser, main = BENCHMARK.parser, BENCHMARK.main
+make_parser = main.parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,29 @@
-"""vLLM alone and vLLM with prefixd on the same chats: waits for the first token, tokens computed, requests a second."""
+"""vLLM alone and vLLM with prefixd on the same chats: waits for the first token, tokens computed, requests a second.
+
+The same requests on vLLM alone, its own prefix cache on, and on vLLM with prefixd's connector. Run it with the
+Python that vLLM is installed in:
+
+    .venv-vllm/bin/python -m benchmarks.vllm --json results.json --plot results.png
+
+1. Chats of several turns, more of them than vLLM's own KV cache holds (--held). All conversations have their
+   turn before any has its next; --outstanding are asked for at a time. A prompt is all that was said before,
+   with the answers that this engine gave, and begins with a system prompt that all conversations share.
+2. The engine is restarted; the daemon is not. Then every conversation has one more turn.
+3. Nothing to hit: prompts that nobody asked before, on both engines in turn, in several rounds, a round's
+   prompts all at once. The two engines are started anew every few rounds (--pairs times in all), in turn the one
+   and the other first: two processes of the same vLLM differ by up to 5% for as long as they live.
+
+The model is a Llama with random weights in float32, built for the run: in bfloat16 vLLM alone gives other tokens
+when it computes a prompt in other pieces. It computes on --threads cores. Tokens computed and hits are vLLM's own
+counters. The run fails when any answer differs, when prefixd does not halve the prompt tokens that are computed,
+when the median wait for the first token is not shorter, or when with nothing to hit fewer than 95% of the
+requests a second are left. With --short times are shown but not judged: there are too few of them.
+
+With --model hybrid it is a Gemma 3 whose layers see 128 tokens back, or all: the chats go to an engine that saves every
+KV group of every block (resume_every = 1), and to one that saves of a window what likely prefixes need. The run fails
+when the second does not have as many hits, or saves more than 0.6 of the bytes a token. The chats share no block:
+where prompts part for the first time, the second one that has the beginning finds less of it (--system-tokens 256).
+"""
 
 from __future__ import annotations
 
@@ -27,31 +52,6 @@ from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.engines.vllm_plot import draw
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-
-DESCRIPTION = """\
-The same requests on vLLM alone, its own prefix cache on, and on vLLM with prefixd's connector. Run it with the
-Python that vLLM is installed in:
-
-    .venv-vllm/bin/python -m benchmarks.vllm --json results.json --plot results.png
-
-1. Chats of several turns, more of them than vLLM's own KV cache holds (--held). All conversations have their
-   turn before any has its next; --outstanding are asked for at a time. A prompt is all that was said before,
-   with the answers that this engine gave, and begins with a system prompt that all conversations share.
-2. The engine is restarted; the daemon is not. Then every conversation has one more turn.
-3. Nothing to hit: prompts that nobody asked before, on both engines in turn, in several rounds, a round's
-   prompts all at once. The two engines are started anew every few rounds (--pairs times in all), in turn the one
-   and the other first: two processes of the same vLLM differ by up to 5% for as long as they live.
-
-The model is a Llama with random weights in float32, built for the run: in bfloat16 vLLM alone gives other tokens
-when it computes a prompt in other pieces. It computes on --threads cores. Tokens computed and hits are vLLM's own
-counters. The run fails when any answer differs, when prefixd does not halve the prompt tokens that are computed,
-when the median wait for the first token is not shorter, or when with nothing to hit fewer than 95% of the
-requests a second are left. With --short times are shown but not judged: there are too few of them.
-
-With --model hybrid it is a Gemma 3 whose layers see 128 tokens back, or all: the chats go to an engine that saves every
-KV group of every block (resume_every = 1), and to one that saves of a window what likely prefixes need. The run fails
-when the second does not have as many hits, or saves more than 0.6 of the bytes a token. The chats share no block:
-where prompts part for the first time, the second one that has the beginning finds less of it (--system-tokens 256)."""
 
 _FULL = {
     "conversations": 16,
@@ -309,7 +309,14 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "vllm",
+    __doc__,
+    option("--model", "llama", "what is measured, see above", str, choices=("llama", "hybrid")),
+    *engine_options(_HELP, _FULL, "a small run of about a minute, for a first look"),
+    unrecorded=("option",),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it. Raises BenchmarkError without vLLM."""
     if find_spec("vllm") is None:
         raise harness.BenchmarkError(
@@ -327,18 +334,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
         draw=None if hybrid else lambda panels: draw(panels, measured),
         columns=3,
     )
-
-
-main = harness.Benchmark(
-    "vllm",
-    DESCRIPTION,
-    (
-        option("--model", "llama", "what is measured, see above", str, choices=("llama", "hybrid")),
-        *engine_options(_HELP, _FULL, "a small run of about a minute, for a first look"),
-    ),
-    outcome,
-    unrecorded=("option",),
-).main
 
 
 if __name__ == "__main__":

@@ -1,28 +1,5 @@
-"""Bytes on disk that change, and who notices."""
+"""Bytes on disk that change, and who notices.
 
-from __future__ import annotations
-
-import argparse
-import random
-import shutil
-import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
-
-from benchmarks.checks.damaged_store import forged, remote_rot
-from benchmarks.common import harness
-from benchmarks.common.options import option, seed
-from benchmarks.load.world import Prompt, block_key, prompts, read_prompt, store_prompt
-from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
-from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
-from prefixd.client import Client, NotFoundError, ServerUnavailable
-from prefixd.client.connecting.session import MemoryMode
-
-DESCRIPTION = """\
 With --tier disk (the default), changes bytes of blocks in a daemon's disk tier: single bits, four bytes,
 sectors, ranges that read as zeros,
 what another block had, two blocks in each other's place, files that end too early; in blocks of several
@@ -47,7 +24,29 @@ that a host stored again, and that the next cold host still does not get whole.
 Then an attacker who may read and write the store, but lacks the secret, puts blocks there that he has made up
 (forged): sealed with a secret of his own, replayed from other blocks, parts and tenants, with the right head or
 tag. Each is read by a host (forged_refused); forged_served has to be 0, and the right objects, put back, are
-served."""
+served.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.checks.damaged_store import forged, remote_rot
+from benchmarks.common import harness
+from benchmarks.common.options import option, seed
+from benchmarks.load.world import Prompt, block_key, prompts, read_prompt, store_prompt
+from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
+from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
+from prefixd.client import Client, NotFoundError, ServerUnavailable
+from prefixd.client.connecting.session import MemoryMode
 
 _NUMBERS = 40  # prompts of each namespace
 _CPU_BYTES, _DISK_BYTES = 12 << 20, 256 << 20
@@ -317,7 +316,17 @@ def run(
     return findings
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.bit_rot",
+    __doc__,
+    option("--tier", "disk", "whose bytes", str, choices=("disk", "remote")),
+    option("--flips", 500, "blocks to damage"),
+    option("--index-flips", 120, "disk: bits of the index to flip"),
+    option("--forged", 10_000, "remote: blocks to make up"),
+    seed("of what is flipped where"),
+    unrecorded=("index_flips", "forged"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Damages what the chosen tier has."""
     total = options.flips + (options.index_flips if options.tier == "disk" else options.forged)
     with harness.progress("flips", total) as step:
@@ -332,21 +341,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
         flips = remote_rot.run(options.flips, options.seed, steps)
         made_up = forged.run(options.forged, options.seed, steps)
         return harness.Outcome({**flips.result(), **made_up.result()}, [*flips.broken, *made_up.broken])
-
-
-main = harness.Benchmark(
-    "checks.bit_rot",
-    DESCRIPTION,
-    (
-        option("--tier", "disk", "whose bytes", str, choices=("disk", "remote")),
-        option("--flips", 500, "blocks to damage"),
-        option("--index-flips", 120, "disk: bits of the index to flip"),
-        option("--forged", 10_000, "remote: blocks to make up"),
-        seed("of what is flipped where"),
-    ),
-    measure,
-    unrecorded=("index_flips", "forged"),
-).main
 
 
 if __name__ == "__main__":

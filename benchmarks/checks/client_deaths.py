@@ -1,8 +1,21 @@
-"""Clients killed in the middle of what they do, while others go on."""
+"""Clients killed in the middle of what they do, while others go on.
+
+Kills client processes with SIGKILL at random moments: while they connect, between reserve and commit, in
+the middle of a copy into the shared arena, between acquire and release, in the middle of a streamed put or
+get, while the daemon writes to disk for them, and with eight calls of all kinds under way. Several live at
+a time; two others work on, one through shared memory and one streamed, and none of their calls may fail
+and no byte that they read may be wrong. Who shares memory is of the default tenant; the one that streams
+and half of the victims that do are of another tenant, over TCP. Both have quotas.
+
+After each kill the session of the dead must end within --patience seconds (leaked_leases: leases and
+reservations in those that did not). Every --check kills the load pauses, and all that is left in use, held,
+in flight or in quarantine is a leak (leaked_slots, in slots of 4 KiB), and the daemon accounts for all
+slots. Nothing ends by expiry meanwhile. At the end everything is evicted and no byte may stay in use, and
+no tenant may have anything left that counts for its quotas.
+"""
 
 from __future__ import annotations
 
-import argparse
 import random
 import subprocess
 import sys
@@ -25,20 +38,6 @@ from prefixd.base.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
-
-DESCRIPTION = """\
-Kills client processes with SIGKILL at random moments: while they connect, between reserve and commit, in
-the middle of a copy into the shared arena, between acquire and release, in the middle of a streamed put or
-get, while the daemon writes to disk for them, and with eight calls of all kinds under way. Several live at
-a time; two others work on, one through shared memory and one streamed, and none of their calls may fail
-and no byte that they read may be wrong. Who shares memory is of the default tenant; the one that streams
-and half of the victims that do are of another tenant, over TCP. Both have quotas.
-
-After each kill the session of the dead must end within --patience seconds (leaked_leases: leases and
-reservations in those that did not). Every --check kills the load pauses, and all that is left in use, held,
-in flight or in quarantine is a leak (leaked_slots, in slots of 4 KiB), and the daemon accounts for all
-slots. Nothing ends by expiry meanwhile. At the end everything is evicted and no byte may stay in use, and
-no tenant may have anything left that counts for its quotas."""
 
 _SETTINGS: dict[str, object] = {"cpu.bytes": "48MiB", "disk.bytes": "64MiB", "server.lease_ttl_s": 900}
 _COUNTS: dict[str, object] = {"sessions": 32, "grants": 1024, "namespaces": 32, "calls": 256}
@@ -261,25 +260,20 @@ def run(kills: int, seed: int, check: int, patience_s: float, step: Callable[[],
         return deaths.findings
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.client_deaths",
+    __doc__,
+    option("--kills", 300, "clients to kill"),
+    option("--check", 20, "kills from check to check"),
+    option("--patience", 5.0, "seconds to notice a death", float, metavar="S"),
+    seed("of what they do and when they die"),
+    unrecorded=("check", "patience"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Kills and checks."""
     with harness.progress("kills", options.kills) as step:
         findings = run(options.kills, options.seed, options.check, options.patience, step)
     return harness.Outcome(findings.result(), findings.broken)
-
-
-main = harness.Benchmark(
-    "checks.client_deaths",
-    DESCRIPTION,
-    (
-        option("--kills", 300, "clients to kill"),
-        option("--check", 20, "kills from check to check"),
-        option("--patience", 5.0, "seconds to notice a death", float, metavar="S"),
-        seed("of what they do and when they die"),
-    ),
-    measure,
-    unrecorded=("check", "patience"),
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,24 @@
-"""A daemon under load, killed again and again."""
+"""A daemon under load, killed again and again.
+
+Kills a daemon with SIGKILL at random moments while two client processes store, read, lease, prefetch, pin,
+retain and evict, prompts and whole namespaces, each with four calls at a time; starts it again on the same
+directory; audits it; and lets the load go on. One client shares the daemon's memory and is of the default
+tenant; the other streams over TCP and is of a tenant of its own. Both have quotas, which change. Most kills
+come under load, some in a drain, some while the daemon that was just killed starts again. The load is idle
+during an audit: the clients read everything they know of and compare every byte with what it has to be, and
+the daemon accounts for its slots.
+
+In three of four lives the disk tier has room for everything, so that every block that was acknowledged as
+durable must be there (lost_durable), unless its client had asked to drop it; and then it must stay away
+(resurrected). In the others the disk tier is full and evicts all the time, and starts again larger or
+smaller; there a durable block may have had to go (evicted_durable), and what is there must be right. What
+was acknowledged as pinned must be there and pinned (lost_pins), but after a start with a smaller disk tier.
+wrong_bytes counts bytes under load and in audits; reopen_failures counts starts that did not end in a daemon
+that answers.
+"""
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import time
@@ -23,23 +39,6 @@ from benchmarks.load.world import prompts
 from prefixd.base.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client
-
-DESCRIPTION = """\
-Kills a daemon with SIGKILL at random moments while two client processes store, read, lease, prefetch, pin,
-retain and evict, prompts and whole namespaces, each with four calls at a time; starts it again on the same
-directory; audits it; and lets the load go on. One client shares the daemon's memory and is of the default
-tenant; the other streams over TCP and is of a tenant of its own. Both have quotas, which change. Most kills
-come under load, some in a drain, some while the daemon that was just killed starts again. The load is idle
-during an audit: the clients read everything they know of and compare every byte with what it has to be, and
-the daemon accounts for its slots.
-
-In three of four lives the disk tier has room for everything, so that every block that was acknowledged as
-durable must be there (lost_durable), unless its client had asked to drop it; and then it must stay away
-(resurrected). In the others the disk tier is full and evicts all the time, and starts again larger or
-smaller; there a durable block may have had to go (evicted_durable), and what is there must be right. What
-was acknowledged as pinned must be there and pinned (lost_pins), but after a start with a smaller disk tier.
-wrong_bytes counts bytes under load and in audits; reopen_failures counts starts that did not end in a daemon
-that answers."""
 
 _NUMBERS = 20
 """Prompts of each namespace that a tenant's clients ask for: 22 MiB a tenant."""
@@ -287,19 +286,17 @@ def run(
     return findings
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.crash",
+    __doc__,
+    option("--kills", 200, "how often to kill"),
+    seed("of the load and of the moments of the kills"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Kills and audits."""
     with harness.progress("kills", options.kills) as step:
         findings = run(options.kills, options.seed, step)
     return harness.Outcome(findings.result(), findings.broken)
-
-
-main = harness.Benchmark(
-    "checks.crash",
-    DESCRIPTION,
-    (option("--kills", 200, "how often to kill"), seed("of the load and of the moments of the kills")),
-    measure,
-).main
 
 
 if __name__ == "__main__":

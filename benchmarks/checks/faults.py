@@ -1,8 +1,20 @@
-"""A daemon under load whose disk, limits and files fail, one after the other."""
+"""A daemon under load whose disk, limits and files fail, one after the other.
+
+Two client processes store, load and match prompts whose every byte they can verify, half of the stores
+durable, while one fault after the other is made on a real daemon: a disk that is full, failing, read-only,
+slow or lying, files that vanish, limits of the process that are too low. Each fault comes under load, stays
+for some seconds and goes again, without a restart of the daemon.
+
+crashes: daemons that ended. wrong_bytes: of what clients read, then and after a restart. unserved: calls that
+failed though they needed nothing that was broken; while nothing can be made durable, a commit that asks for
+durable may be refused with FAILED_PRECONDITION or RESOURCE_EXHAUSTED and a remedy, and its blocks are cached all
+the same. unreported: ways of reporting (stats, tier, health, metrics, one log line with a remedy, counters of
+lost blocks) that did not. not_back: faults after whose end the trouble stayed, or commits were not durable, or
+were not there after a restart. silently_lost: blocks that were acknowledged, are gone, and no counter knows.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -28,19 +40,6 @@ from benchmarks.load.world import FAMILIES, Prompt
 from prefixd.cli.demo.daemon_process import DaemonFailed
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
-
-DESCRIPTION = """\
-Two client processes store, load and match prompts whose every byte they can verify, half of the stores
-durable, while one fault after the other is made on a real daemon: a disk that is full, failing, read-only,
-slow or lying, files that vanish, limits of the process that are too low. Each fault comes under load, stays
-for some seconds and goes again, without a restart of the daemon.
-
-crashes: daemons that ended. wrong_bytes: of what clients read, then and after a restart. unserved: calls that
-failed though they needed nothing that was broken; while nothing can be made durable, a commit that asks for
-durable may be refused with FAILED_PRECONDITION or RESOURCE_EXHAUSTED and a remedy, and its blocks are cached all
-the same. unreported: ways of reporting (stats, tier, health, metrics, one log line with a remedy, counters of
-lost blocks) that did not. not_back: faults after whose end the trouble stayed, or commits were not durable, or
-were not there after a restart. silently_lost: blocks that were acknowledged, are gone, and no counter knows."""
 
 SETTINGS: dict[str, object] = {"cpu.bytes": "16MiB", "disk.bytes": "128MiB"}
 
@@ -305,7 +304,13 @@ def _run_nested(name: str, folder: Path, seed: int) -> Result:
     return Result(**found["scenarios"][0])
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.faults",
+    __doc__,
+    only(NAMES),
+    seed("of the load"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """All scenarios, or those that were asked for."""
     results, skipped = run([name for name in NAMES if name in (options.only or NAMES)], options.seed)
     bad = [result.name for result in results if not result.good]
@@ -323,9 +328,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
     }
     broken = [f"{len(bad)} of {len(results)} faults were not survived: {', '.join(bad)}"] if bad else []
     return harness.Outcome(totals, broken)
-
-
-main = harness.Benchmark("checks.faults", DESCRIPTION, (only(NAMES), seed("of the load")), measure).main
 
 
 if __name__ == "__main__":

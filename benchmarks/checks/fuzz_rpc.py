@@ -1,8 +1,25 @@
-"""Malformed and hostile calls to every method, while a well-behaved client works."""
+"""Malformed and hostile calls to every method, while a well-behaved client works.
+
+Calls every method of PrefixCache, Inference, Admin, health and reflection as no client should: with bytes
+that are no message, with valid messages of which a field or two were spoiled (other sessions' ids, ended
+leases, absurd numbers, giant and torn arrays), with streams that are broken off, calls that are cancelled,
+headers of absurd size, methods that do not exist, tokens and tickets that are wrong or another tenant's;
+and with raw bytes on all sockets. Eight hostile clients at a time, on a sidecar, and on a daemon with the
+embedded model: half of them operators at the unix socket, the others over TCP, of two tenants, as clients,
+operators and scrapers. All tenants have quotas. Meanwhile a well-behaved client of the default tenant
+stores, loads, leases and evicts, and compares every byte.
+
+crashes counts daemons that died and tracebacks, errors and critical lines in their logs. unexpected_status
+counts answers that the method's contract does not have; INTERNAL and UNKNOWN are in none, and neither is a
+call that hangs. What gRPC itself answers is listed: UNIMPLEMENTED for a method that does not exist,
+RESOURCE_EXHAUSTED for headers or a message above its limit, CANCELLED and DEADLINE_EXCEEDED where the caller
+gave up. breaches counts calls that got at another session's leases or namespaces, or at a session with
+another tenant's token. At the end every session, lease, reservation and slot must be accounted for, and
+nothing may count for a tenant's quotas (integrity_violations, leaks).
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -27,24 +44,6 @@ from benchmarks.load.mixed_load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
-
-DESCRIPTION = """\
-Calls every method of PrefixCache, Inference, Admin, health and reflection as no client should: with bytes
-that are no message, with valid messages of which a field or two were spoiled (other sessions' ids, ended
-leases, absurd numbers, giant and torn arrays), with streams that are broken off, calls that are cancelled,
-headers of absurd size, methods that do not exist, tokens and tickets that are wrong or another tenant's;
-and with raw bytes on all sockets. Eight hostile clients at a time, on a sidecar, and on a daemon with the
-embedded model: half of them operators at the unix socket, the others over TCP, of two tenants, as clients,
-operators and scrapers. All tenants have quotas. Meanwhile a well-behaved client of the default tenant
-stores, loads, leases and evicts, and compares every byte.
-
-crashes counts daemons that died and tracebacks, errors and critical lines in their logs. unexpected_status
-counts answers that the method's contract does not have; INTERNAL and UNKNOWN are in none, and neither is a
-call that hangs. What gRPC itself answers is listed: UNIMPLEMENTED for a method that does not exist,
-RESOURCE_EXHAUSTED for headers or a message above its limit, CANCELLED and DEADLINE_EXCEEDED where the caller
-gave up. breaches counts calls that got at another session's leases or namespaces, or at a session with
-another tenant's token. At the end every session, lease, reservation and slot must be accounted for, and
-nothing may count for a tenant's quotas (integrity_violations, leaks)."""
 
 _BATCH_CALLS = 100
 _HOSTILE_CLIENTS = 8
@@ -290,25 +289,20 @@ def _complaints(log: str) -> list[str]:
     return found
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.fuzz_rpc",
+    __doc__,
+    option("--calls", 100_000, "how many"),
+    seed("of everything that is sent"),
+    option("--batch", None, "only this batch of 100 calls, to repeat what was found in it", int),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Calls and what they found."""
     batches = 1 if options.batch is not None else -(-options.calls // _BATCH_CALLS)
     with harness.progress("batches", batches) as step:
         result = run(options.calls, options.seed, step, options.batch).result()
     broken = [f"{len(result['found'])} defects were found, see above"] if result["found"] else []
     return harness.Outcome(result, broken)
-
-
-main = harness.Benchmark(
-    "checks.fuzz_rpc",
-    DESCRIPTION,
-    (
-        option("--calls", 100_000, "how many"),
-        seed("of everything that is sent"),
-        option("--batch", None, "only this batch of 100 calls, to repeat what was found in it", int),
-    ),
-    measure,
-).main
 
 
 if __name__ == "__main__":

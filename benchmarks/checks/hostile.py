@@ -1,30 +1,5 @@
-"""Attacks of one client on a live daemon, beside honest clients of other tenants."""
+"""Attacks of one client on a live daemon, beside honest clients of other tenants.
 
-from __future__ import annotations
-
-import argparse
-import logging
-import os
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
-
-from benchmarks.checks.attacks.attacker import Attacker, Order
-from benchmarks.checks.attacks.people import MALLORY, MIB
-from benchmarks.checks.attacks.scenario import Scenario
-from benchmarks.checks.attacks.scenarios import SCENARIOS
-from benchmarks.checks.attacks.scene import Memory, Scene
-from benchmarks.checks.attacks.tenant_client import Sample
-from benchmarks.checks.attacks.verdict import MOST_RATIO, Verdict, compare, complaints, totals
-from benchmarks.common import harness
-from benchmarks.common.daemons import violations_of
-from benchmarks.common.options import number, only, option
-from prefixd.client import ClientError
-
-DESCRIPTION = """\
 Runs a daemon with the small model that comes with prefixd, and with tenants. Alice, over TCP, and Bob, at the unix
 socket, have guarantees and a client each that matches, loads, stores and generates at fixed times and compares every
 byte and answer; Carol only comes by. Mallory has limits, and attacks. Bystanders and Mallory are processes of their own
@@ -48,7 +23,31 @@ Scenarios that need a second user of the host are skipped for who is not root. c
 attack without its fix, where the fix is older than this harness; hostile_before.json and hostile_unread_before.json in
 benchmarks/results have the others.
 
-example: python -m benchmarks.checks.hostile --only "silent Put" --only "key squatting" --json hostile.json"""
+example: python -m benchmarks.checks.hostile --only "silent Put" --only "key squatting" --json hostile.json
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.checks.attacks.attacker import Attacker, Order
+from benchmarks.checks.attacks.people import MALLORY, MIB
+from benchmarks.checks.attacks.scenario import Scenario
+from benchmarks.checks.attacks.scenarios import SCENARIOS
+from benchmarks.checks.attacks.scene import Memory, Scene
+from benchmarks.checks.attacks.tenant_client import Sample
+from benchmarks.checks.attacks.verdict import MOST_RATIO, Verdict, compare, complaints, totals
+from benchmarks.common import harness
+from benchmarks.common.daemons import violations_of
+from benchmarks.common.options import number, only, option
+from prefixd.client import ClientError
 
 _BACK_S = 20.0
 _POLL_S = 0.1
@@ -205,7 +204,14 @@ def _of_a_closed_loop(record: logging.LogRecord) -> bool:
     return "PollerCompletionQueue._handle_events" not in record.getMessage()
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.hostile",
+    __doc__,
+    only(SCENARIOS),
+    option("--seconds", 4.0, "of each quiet phase and each attack", number(0.5, 600)),
+    option("--rounds", 3, "how often each attack is made"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """All attacks, or those that were asked for."""
     logging.getLogger("asyncio").addFilter(_of_a_closed_loop)
     names = [name for name in SCENARIOS if name in (options.only or SCENARIOS)]
@@ -226,18 +232,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
         axes.legend()
 
     return harness.Outcome(result, complaints(result, names), draw=draw)
-
-
-main = harness.Benchmark(
-    "checks.hostile",
-    DESCRIPTION,
-    (
-        only(SCENARIOS),
-        option("--seconds", 4.0, "of each quiet phase and each attack", number(0.5, 600)),
-        option("--rounds", 3, "how often each attack is made"),
-    ),
-    measure,
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
-"""Whether a plan comes true: workloads on a real daemon, and what `prefixd plan` says of them beforehand."""
+"""Whether a plan comes true: workloads on a real daemon, and what `prefixd plan` says of them beforehand.
+
+Measures this machine as `prefixd doctor --calibrate` does: its disk, its copies, and the passes of the model that comes
+with prefixd on a daemon without a cache. From that the planner predicts the text analysis workload, with each policy
+of the queue, and conversations that grow turn by turn, without a cache and with all tiers; then the same requests go to
+a real daemon. The benchmark fails when the prediction of the share of prompt tokens that are found, or of the requests
+a second, is off by more than --tolerance of what was measured. A plan is of a GPU, whose time the daemon's work takes
+none of: the worker, which computes on a CPU here, leaves a core to the daemon (--threads). Of the rounds of a workload
+the median counts, of the plan's as of the daemon's.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -38,15 +46,6 @@ from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.settings import Settings
 from prefixd.workloads.figures import Figures
 from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes, serving_of
-
-DESCRIPTION = """\
-Measures this machine as `prefixd doctor --calibrate` does: its disk, its copies, and the passes of the model that comes
-with prefixd on a daemon without a cache. From that the planner predicts the text analysis workload, with each policy
-of the queue, and conversations that grow turn by turn, without a cache and with all tiers; then the same requests go to
-a real daemon. The benchmark fails when the prediction of the share of prompt tokens that are found, or of the requests
-a second, is off by more than --tolerance of what was measured. A plan is of a GPU, whose time the daemon's work takes
-none of: the worker, which computes on a CPU here, leaves a core to the daemon (--threads). Of the rounds of a workload
-the median counts, of the plan's as of the daemon's."""
 
 _CHAT_SCALE = 1 / 8
 _THINK_SCALE = 0.02
@@ -193,7 +192,24 @@ def vars_of(machine: Calibration) -> dict[str, Any]:
     return plain
 
 
-def outcome(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.plan_check",
+    __doc__,
+    option("--prefixes", 48, "different prefixes"),
+    option("--gpu-prefixes", 8, "prefixes that fit into the GPU tier"),
+    option("--cpu-prefixes", 16, "prefixes that fit into the CPU tier"),
+    option("--disk-prefixes", 48, "prefixes that fit into the disk tier"),
+    option("--requests", 192, "requests of a round, each with a randomly chosen prefix"),
+    option("--rounds", 3, "the first one comes while the daemon still writes what the warm-up has computed"),
+    option("--prefix-tokens", 512, "length of a prefix"),
+    option("--body-tokens", 32, "length of a body"),
+    option("--conversations", 12, "conversations held at once"),
+    option("--threads", worker_threads(), "threads of the worker"),
+    chosen("--configs", CONFIGS, "which to run"),
+    option("--tolerance", 0.15, "how far a prediction may be off", number(0.0, 1e6)),
+    seed("of prefixes, bodies and choices"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Predictions beside what was measured; broken: one that is off by too much."""
     workload = TextAnalysis(
         prefixes=options.prefixes,
@@ -224,28 +240,6 @@ def outcome(options: argparse.Namespace) -> harness.Outcome:
     too_far = worst > options.tolerance
     broken = [f"a prediction is off by {worst:.1%}, more than {options.tolerance:.0%}"] if too_far else []
     return harness.Outcome(result, broken)
-
-
-main = harness.Benchmark(
-    "checks.plan_check",
-    DESCRIPTION,
-    (
-        option("--prefixes", 48, "different prefixes"),
-        option("--gpu-prefixes", 8, "prefixes that fit into the GPU tier"),
-        option("--cpu-prefixes", 16, "prefixes that fit into the CPU tier"),
-        option("--disk-prefixes", 48, "prefixes that fit into the disk tier"),
-        option("--requests", 192, "requests of a round, each with a randomly chosen prefix"),
-        option("--rounds", 3, "the first one comes while the daemon still writes what the warm-up has computed"),
-        option("--prefix-tokens", 512, "length of a prefix"),
-        option("--body-tokens", 32, "length of a body"),
-        option("--conversations", 12, "conversations held at once"),
-        option("--threads", worker_threads(), "threads of the worker"),
-        chosen("--configs", CONFIGS, "which to run"),
-        option("--tolerance", 0.15, "how far a prediction may be off", number(0.0, 1e6)),
-        seed("of prefixes, bodies and choices"),
-    ),
-    outcome,
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
-"""The disk tier under simulated power cuts."""
+"""The disk tier under simulated power cuts.
+
+Runs the real store through random writes, replacements, removals of some and of all, pins, overlapping calls
+and restarts, some with less room, over a disk whose power is cut at a random point: of what was not synced,
+any part is left, torn by sectors or pages and out of order, sizes and names of files included. Then the
+store is opened on what is left, and must have every block that it said was stored and none that it said was
+removed, each with exactly its bytes, in slots of their own, and pinned as it said; and it goes on from there
+to the next cut. A case is reproduced by its seed: --seed SEED --cases 1. A case that fails is made smaller
+by leaving out what it does not need.
+"""
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -18,15 +26,6 @@ from benchmarks.checks.power_cuts.power_steps import Life, draw, smaller
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
 from prefixd_swap.slab.store import SlabStore
-
-DESCRIPTION = """\
-Runs the real store through random writes, replacements, removals of some and of all, pins, overlapping calls
-and restarts, some with less room, over a disk whose power is cut at a random point: of what was not synced,
-any part is left, torn by sectors or pages and out of order, sizes and names of files included. Then the
-store is opened on what is left, and must have every block that it said was stored and none that it said was
-removed, each with exactly its bytes, in slots of their own, and pinned as it said; and it goes on from there
-to the next cut. A case is reproduced by its seed: --seed SEED --cases 1. A case that fails is made smaller
-by leaving out what it does not need."""
 
 _SHRINK_CHOICES = 4  # ways of losing data to try at each position of a smaller case
 
@@ -156,7 +155,14 @@ def _fresh(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder))
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.power_loss",
+    __doc__,
+    option("--cases", 5000, "cases to run"),
+    seed("seed of the first case; the others follow it"),
+    option("--processes", os.cpu_count() or 1, "processes"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """All cases, in processes of their own."""
     seeds = range(options.seed, options.seed + options.cases)
     batches = [seeds[start : start + 50] for start in range(0, len(seeds), 50)]
@@ -173,18 +179,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
     found = [str(finding) for finding in findings]
     broken = [f"{len(found)} of {options.cases} cases broke a promise, see above"] if found else []
     return harness.Outcome({"violations": len(found), "acknowledged": acknowledged, "found": found}, broken)
-
-
-main = harness.Benchmark(
-    "checks.power_loss",
-    DESCRIPTION,
-    (
-        option("--cases", 5000, "cases to run"),
-        seed("seed of the first case; the others follow it"),
-        option("--processes", os.cpu_count() or 1, "processes"),
-    ),
-    measure,
-).main
 
 
 if __name__ == "__main__":

@@ -1,4 +1,19 @@
-"""Resizing the GPU tier under load: no request fails, the answers stay the same, the memory goes back to the system."""
+"""Resizing the GPU tier under load: no request fails, the answers stay the same, the memory goes back to the system.
+
+A daemon runs the embedded model in host memory. Clients send requests to generate, one after the other each, from a
+fixed set of prompts that share prefixes. Meanwhile the GPU tier is resized to a quarter and back, several times. Then
+the prompts that were answered are run once by a daemon that is never resized, without a cache.
+
+failed_requests must be 0, and same_tokens true: every answer is that of the other daemon. memory_off is how far the
+memory that the kernel has given to the tier's file (its blocks, by fstat) is from the size asked for, as a share of
+it, at its worst; it must be at most 0.1 after every resize. unfinished_resizes must be 0: resizes that ended before
+the size was reached.
+
+What is possible: the file's blocks are those of whole pages, and the tier's size is a whole number of blocks, so
+memory_off is 0 but for rounding.
+
+Example: python -m benchmarks.checks.resize --json benchmarks/results/resize.json
+"""
 
 from __future__ import annotations
 
@@ -18,21 +33,6 @@ from benchmarks.common import harness
 from benchmarks.common.options import option, size
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, ClientError, Tier, Tokens
-
-DESCRIPTION = """\
-A daemon runs the embedded model in host memory. Clients send requests to generate, one after the other each, from a
-fixed set of prompts that share prefixes. Meanwhile the GPU tier is resized to a quarter and back, several times. Then
-the prompts that were answered are run once by a daemon that is never resized, without a cache.
-
-failed_requests must be 0, and same_tokens true: every answer is that of the other daemon. memory_off is how far the
-memory that the kernel has given to the tier's file (its blocks, by fstat) is from the size asked for, as a share of
-it, at its worst; it must be at most 0.1 after every resize. unfinished_resizes must be 0: resizes that ended before
-the size was reached.
-
-What is possible: the file's blocks are those of whole pages, and the tier's size is a whole number of blocks, so
-memory_off is 0 but for rounding.
-
-Example: python -m benchmarks.checks.resize --json benchmarks/results/resize.json"""
 
 WORST_MEMORY_OFF = 0.1
 _FILE = "prefixd-gpu-tier"
@@ -240,7 +240,18 @@ def draw(axes: Any, resizes: Sequence[Resize]) -> None:
     axes.legend()
 
 
-def run(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.resize",
+    __doc__,
+    option("--rounds", 4, "times to a quarter and back"),
+    option("--clients", 6, "requests at a time"),
+    option("--prompts", 16, "different prompts"),
+    option("--max-tokens", 32, "tokens of an answer"),
+    option("--gpu-bytes", 32 << 20, "the tier", size),
+    option("--pause-s", 2.0, "seconds between two resizes", float, metavar="S"),
+    option("--folder", None, "where to work (the temporary folder)", Path),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Resizes under load, and the same requests without."""
     plan = make_plan(options)
     with (
@@ -262,21 +273,7 @@ def run(options: argparse.Namespace) -> harness.Outcome:
     return harness.Outcome(result, violations(result), show, draw=lambda axes: draw(axes, resizes))
 
 
-BENCHMARK = harness.Benchmark(
-    "checks.resize",
-    DESCRIPTION,
-    (
-        option("--rounds", 4, "times to a quarter and back"),
-        option("--clients", 6, "requests at a time"),
-        option("--prompts", 16, "different prompts"),
-        option("--max-tokens", 32, "tokens of an answer"),
-        option("--gpu-bytes", 32 << 20, "the tier", size),
-        option("--pause-s", 2.0, "seconds between two resizes", float, metavar="S"),
-        option("--folder", None, "where to work (the temporary folder)", Path),
-    ),
-    run,
-)
-make_parser, main = BENCHMARK.parser, BENCHMARK.main
+make_parser = main.parser
 
 
 if __name__ == "__main__":

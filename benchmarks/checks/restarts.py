@@ -1,8 +1,22 @@
-"""Restarts between ordinary operations: what was on disk is there again, and what was dropped is not."""
+"""Restarts between ordinary operations: what was on disk is there again, and what was dropped is not.
+
+Two tenants store, read, lease, pin, unpin, retain, prefetch and evict prompts by key, by namespace and all
+at once, register namespaces and leave them, and change their quotas, in an order drawn from a seed. Between
+the operations the daemon ends and starts again on the same directory: most daemons run in this process and
+end in order; one in five is a process of its own, and most of those are killed, some of them in the middle
+of stores. In two of four directories the disk tier has room for everything; in the others it evicts, and
+starts again larger or smaller; there the daemon writes to disk when it is asked to and when it evicts from
+memory, and is drained before it is looked at, since in a full tier each write costs another block its copy.
+
+After each start: every block that was on disk before, with all that it continues, is there, each pinned if
+it was (lost_blocks, lost_pins; a smaller disk tier may have less), and no block is dropped since it
+continues nothing; in a roomy directory every prompt that was acknowledged as durable and not dropped since
+is there whole (lost_durable), and nothing that was dropped has come back (resurrected); what is read has the
+right bytes (wrong_bytes); and the daemon accounts for all of it.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import signal
@@ -34,21 +48,6 @@ from prefixd.client import (
 from prefixd.server.daemon import Daemon
 from prefixd.settings import Settings
 from prefixd.v1 import cache_pb2
-
-DESCRIPTION = """\
-Two tenants store, read, lease, pin, unpin, retain, prefetch and evict prompts by key, by namespace and all
-at once, register namespaces and leave them, and change their quotas, in an order drawn from a seed. Between
-the operations the daemon ends and starts again on the same directory: most daemons run in this process and
-end in order; one in five is a process of its own, and most of those are killed, some of them in the middle
-of stores. In two of four directories the disk tier has room for everything; in the others it evicts, and
-starts again larger or smaller; there the daemon writes to disk when it is asked to and when it evicts from
-memory, and is drained before it is looked at, since in a full tier each write costs another block its copy.
-
-After each start: every block that was on disk before, with all that it continues, is there, each pinned if
-it was (lost_blocks, lost_pins; a smaller disk tier may have less), and no block is dropped since it
-continues nothing; in a roomy directory every prompt that was acknowledged as durable and not dropped since
-is there whole (lost_durable), and nothing that was dropped has come back (resurrected); what is read has the
-right bytes (wrong_bytes); and the daemon accounts for all of it."""
 
 TENANTS = ("default", "other")
 _NUMBERS = 10
@@ -460,23 +459,18 @@ async def run(
     return findings
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.restarts",
+    __doc__,
+    option("--steps", 10_000, "operations"),
+    option("--restarts", 500, "restarts between them"),
+    seed("of the operations and of how daemons end"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Operations and restarts."""
     with harness.progress("directories", _DIRECTORIES) as step:
         findings = asyncio.run(run(options.steps, options.restarts, options.seed, step))
     return harness.Outcome(findings.result(), findings.broken)
-
-
-main = harness.Benchmark(
-    "checks.restarts",
-    DESCRIPTION,
-    (
-        option("--steps", 10_000, "operations"),
-        option("--restarts", 500, "restarts between them"),
-        seed("of the operations and of how daemons end"),
-    ),
-    measure,
-).main
 
 
 if __name__ == "__main__":

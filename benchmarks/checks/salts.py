@@ -1,8 +1,16 @@
-"""A million salts: memory that stays bounded, nobody refused, and hits of the salts in use."""
+"""A million salts: memory that stays bounded, nobody refused, and hits of the salts in use.
+
+Sends --salts salts through one session of a cache, in this process: each is registered and looked up, and one in
+--store-every leaves a block. Meanwhile --in-use salts of the same tenant and as many of another one are asked for in
+turn, and have to be found. Then --through-daemon salts go through the SDK and a daemon with a disk tier, which is
+started again at the end.
+
+It fails when a registration is refused, a salt in use is not found, namespaces take more than their bound, or the
+process grows between a fifth of the salts and the last by more than 16 MiB.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from typing import Any
@@ -21,15 +29,6 @@ from prefixd.client import PartSpec as ClientPart
 from prefixd.serving.dispatch.wiring import make_cache
 from prefixd.settings import Settings
 from prefixd_swap import CpuArena, create_copy_engine
-
-DESCRIPTION = """\
-Sends --salts salts through one session of a cache, in this process: each is registered and looked up, and one in
---store-every leaves a block. Meanwhile --in-use salts of the same tenant and as many of another one are asked for in
-turn, and have to be found. Then --through-daemon salts go through the SDK and a daemon with a disk tier, which is
-started again at the end.
-
-It fails when a registration is refused, a salt in use is not found, namespaces take more than their bound, or the
-process grows between a fifth of the salts and the last by more than 16 MiB."""
 
 _BLOCK = 4096
 _TOKENS = np.arange(4, dtype="<u4").tobytes()
@@ -171,7 +170,15 @@ def failures(result: dict[str, Any]) -> list[str]:
     return bad + list(result["daemon_violations"])
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.salts",
+    __doc__,
+    option("--salts", 1_000_000, "in this process"),
+    option("--store-every", 8, "one in so many leaves a block"),
+    option("--in-use", 64, "of each tenant, asked for in turn"),
+    option("--through-daemon", 10_000, "through the SDK"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """In this process, then through a daemon."""
     began_s = time.perf_counter()
     salts = Salts(options.store_every, options.in_use)
@@ -188,19 +195,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
     }
     bad = failures(result)
     return harness.Outcome(result, [f"not as it has to be: {', '.join(bad)}"] if bad else [])
-
-
-main = harness.Benchmark(
-    "checks.salts",
-    DESCRIPTION,
-    (
-        option("--salts", 1_000_000, "in this process"),
-        option("--store-every", 8, "one in so many leaves a block"),
-        option("--in-use", 64, "of each tenant, asked for in turn"),
-        option("--through-daemon", 10_000, "through the SDK"),
-    ),
-    measure,
-).main
 
 
 if __name__ == "__main__":

@@ -1,29 +1,5 @@
-"""A daemon with a worker under mixed load for a long time: does it stay as large as it is?"""
+"""A daemon with a worker under mixed load for a long time: does it stay as large as it is?
 
-from __future__ import annotations
-
-import argparse
-import itertools
-import random
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from benchmarks.checks.tenancy.house import House, tenanted_daemon
-from benchmarks.checks.tenancy.left_behind import left_of_tenants
-from benchmarks.common import harness
-from benchmarks.common.daemons import START_S, violations_of, wait_for_worker
-from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
-from benchmarks.common.options import option, seed
-from benchmarks.load.mixed_load import LoadPlan, Tally
-from benchmarks.load.process import LoadProcess
-from prefixd.base.tenants import Role
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, NotFoundError
-
-DESCRIPTION = """\
 Runs one daemon with the embedded model under mixed load: client processes that store, read, lease,
 prefetch, pin, retain, generate and evict, prompts and whole namespaces; every few seconds one of them ends,
 in order or by SIGKILL, and another comes. Quotas change every minute.
@@ -44,7 +20,30 @@ own memory without tiers and files, is given beside it. Of the GPU tier it is ju
 many pieces depends on which chunks happen to lie side by side. The run fails when memory grows by --max-slope
 MiB a minute or more, descriptors or other mappings by one a minute, or what is mapped of the GPU tier by a
 chunk (256 KiB) a minute. A run whose part after the warm-up is shorter than 5 minutes shows slopes but is not
-judged by them."""
+judged by them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.checks.tenancy.house import House, tenanted_daemon
+from benchmarks.checks.tenancy.left_behind import left_of_tenants
+from benchmarks.common import harness
+from benchmarks.common.daemons import START_S, violations_of, wait_for_worker
+from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
+from benchmarks.common.options import option, seed
+from benchmarks.load.mixed_load import LoadPlan, Tally
+from benchmarks.load.process import LoadProcess
+from prefixd.base.tenants import Role
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import Client, NotFoundError
 
 _SETTINGS: dict[str, object] = {
     "worker.embedded": True,
@@ -272,7 +271,16 @@ def draw(axes: Any, findings: Findings, warm_up_s: float) -> None:
     axes.legend(loc="lower right", fontsize="small")
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.soak",
+    __doc__,
+    option("--minutes", 20.0, "how long", float),
+    option("--sample", 2.0, "seconds from sample to sample", float, metavar="S"),
+    option("--max-slope", 1.0, "growth that fails the run", float, metavar="MIB"),
+    seed("of the load"),
+    unrecorded=("sample", "max_slope"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Load and samples. Raises BenchmarkError for times that are not positive."""
     if options.minutes <= 0 or options.sample <= 0:
         raise harness.BenchmarkError("--minutes and --sample must be positive")
@@ -285,20 +293,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
     result = findings.result(seconds, options.max_slope)
     result["series"] = [{name: [asdict(each) for each in getattr(findings, name)] for name in ("daemon", "worker")}]
     return harness.Outcome(result, result["broken"], draw=lambda axes: draw(axes, findings, result["warm_up_s"]))
-
-
-main = harness.Benchmark(
-    "checks.soak",
-    DESCRIPTION,
-    (
-        option("--minutes", 20.0, "how long", float),
-        option("--sample", 2.0, "seconds from sample to sample", float, metavar="S"),
-        option("--max-slope", 1.0, "growth that fails the run", float, metavar="MIB"),
-        seed("of the load"),
-    ),
-    measure,
-    unrecorded=("sample", "max_slope"),
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,20 @@
-"""How long the daemon's event loop is held by one callback, at a million blocks."""
+"""How long the daemon's event loop is held by one callback, at a million blocks.
+
+Runs a daemon with a million blocks, and a bystander that matches a prompt of 16 blocks every 5 ms, while
+another client makes one call after the other: it matches, acquires, reserves and commits prompts of a
+sixteenth of the blocks (1M tokens), has a full tier evicted and damaged blocks found, asks for figures and
+lists, checks the integrity, and evicts.
+
+The daemon runs in a process of its own that measures each callback of its event loop. For each call:
+longest_hold_ms is the longest time that one callback held the loop, until the next call began, as CPU time
+of the loop's thread; callback and where say which one it was; longest_wait_ms is the same as time passed, which
+also counts waits for a file, for the GIL or for a core; longest_gc_ms is the longest garbage collection;
+bystander_p99_ms is what the bystander waited for its match, bystander_failures how many of its matches ended
+with an error instead. Fails when worst_hold_ms is above --limit-ms, or a match failed.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -23,19 +35,6 @@ from benchmarks.load.matching_client import Bystander, Sample
 from benchmarks.storage import slabs
 from prefixd.cache import BlockChain
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec
-
-DESCRIPTION = """\
-Runs a daemon with a million blocks, and a bystander that matches a prompt of 16 blocks every 5 ms, while
-another client makes one call after the other: it matches, acquires, reserves and commits prompts of a
-sixteenth of the blocks (1M tokens), has a full tier evicted and damaged blocks found, asks for figures and
-lists, checks the integrity, and evicts.
-
-The daemon runs in a process of its own that measures each callback of its event loop. For each call:
-longest_hold_ms is the longest time that one callback held the loop, until the next call began, as CPU time
-of the loop's thread; callback and where say which one it was; longest_wait_ms is the same as time passed, which
-also counts waits for a file, for the GIL or for a core; longest_gc_ms is the longest garbage collection;
-bystander_p99_ms is what the bystander waited for its match, bystander_failures how many of its matches ended
-with an error instead. Fails when worst_hold_ms is above --limit-ms, or a match failed."""
 
 _SHORT = 4  # blocks of most prompts: a quarter of the blocks end a prompt
 _TIMEOUT_S = 600.0
@@ -375,7 +374,24 @@ def _print_call(call: Call, limit_ms: float) -> None:
         print(f"    {call.callback}\n    {call.where or 'nobody looked meanwhile'}", flush=True)
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
+    broken = []
+    if above := [call for call in calls if call.longest_hold_ms > limit_ms]:
+        named = "; ".join(f"{call.name}: {call.longest_hold_ms:g} ms in {call.callback}" for call in above)
+        broken.append(f"the event loop was held for more than {limit_ms:g} ms: {named}")
+    if failures := sum(call.bystander_failures for call in calls):
+        broken.append(f"{failures} of the bystander's matches failed")
+    return broken
+
+
+@harness.benchmark(
+    "checks.stalls",
+    __doc__,
+    option("--blocks", 1_000_000, "blocks in the daemon"),
+    option("--limit-ms", 10.0, "the longest hold allowed", float, metavar="MS"),
+    only(CALLS, "only this call"),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """The calls. Raises BenchmarkError for too few blocks."""
     if options.blocks < 1024:
         raise harness.BenchmarkError(f"--blocks {options.blocks} are too few for a prompt of 512 blocks; give 1024")
@@ -404,28 +420,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
         axes.legend()
 
     return harness.Outcome(result, _broken(calls, options.limit_ms), draw=draw)
-
-
-def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
-    broken = []
-    if above := [call for call in calls if call.longest_hold_ms > limit_ms]:
-        named = "; ".join(f"{call.name}: {call.longest_hold_ms:g} ms in {call.callback}" for call in above)
-        broken.append(f"the event loop was held for more than {limit_ms:g} ms: {named}")
-    if failures := sum(call.bystander_failures for call in calls):
-        broken.append(f"{failures} of the bystander's matches failed")
-    return broken
-
-
-main = harness.Benchmark(
-    "checks.stalls",
-    DESCRIPTION,
-    (
-        option("--blocks", 1_000_000, "blocks in the daemon"),
-        option("--limit-ms", 10.0, "the longest hold allowed", float, metavar="MS"),
-        only(CALLS, "only this call"),
-    ),
-    measure,
-).main
 
 
 if __name__ == "__main__":

@@ -1,24 +1,5 @@
-"""Three tenants that fill a daemon, one of which floods it again and again."""
+"""Three tenants that fill a daemon, one of which floods it again and again.
 
-from __future__ import annotations
-
-import argparse
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
-
-from benchmarks.checks.tenancy.house import House, tenanted_daemon
-from benchmarks.checks.tenancy.isolation import ISOLATION, Levels, Phase, broken, isolation, kept_shares
-from benchmarks.checks.tenancy.tenant_load import KINDS, TenantLoad
-from benchmarks.common import harness
-from benchmarks.common.daemons import violations_of, wait_for_worker
-from benchmarks.common.options import number, option
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client
-from prefixd.v1 import cache_pb2
-
-DESCRIPTION = """\
 Three tenants, a, b and c, each in a process of its own, keep a daemon with the embedded model busy for
 --seconds: they store, read, match and lease prompts that are new or have been asked for before, and have
 the model generate. Each has as many calls and requests under way as all of them together can be
@@ -39,7 +20,25 @@ same where the daemon serves tenants in turn. The three processes stand for othe
 the daemon, all by as much; the flood costs a little of the processor that they share with it, all the same.
 
   python -m benchmarks.checks.tenants --json benchmarks/results/tenants.json
-  python -m benchmarks.checks.tenants --seconds 30"""
+  python -m benchmarks.checks.tenants --seconds 30
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.checks.tenancy.house import House, tenanted_daemon
+from benchmarks.checks.tenancy.isolation import ISOLATION, Levels, Phase, broken, isolation, kept_shares
+from benchmarks.checks.tenancy.tenant_load import KINDS, TenantLoad
+from benchmarks.common import harness
+from benchmarks.common.daemons import violations_of, wait_for_worker
+from benchmarks.common.options import number, option
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import Client
+from prefixd.v1 import cache_pb2
 
 _SETTINGS: dict[str, object] = {
     "worker.embedded": True,
@@ -205,16 +204,16 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend()
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.tenants",
+    __doc__,
+    option("--seconds", 120.0, "how long", number(3, 3600)),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Quiet and flooded phases in turn."""
     with harness.progress("phases", phases_in(options.seconds)) as step:
         result = {"seconds": options.seconds, **run(options.seconds, step)}
     return harness.Outcome(result, result["broken"], draw=lambda axes: draw(axes, result))
-
-
-main = harness.Benchmark(
-    "checks.tenants", DESCRIPTION, (option("--seconds", 120.0, "how long", number(3, 3600)),), measure
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,18 @@
-"""Whether a tenant can find out what another one has asked, from answers and their times."""
+"""Whether a tenant can find out what another one has asked, from answers and their times.
+
+A daemon with the embedded model and two tenants. In rounds of 50 the victim asks half of some random prompts; the
+attacker then asks each of them once, one after the other on an idle daemon, and guesses which the victim has asked:
+from the answer (hit_tokens), and from the time to its first token, by its own clock and by the answer's. It knows that
+half of a round has been asked, and takes the faster half for these: more than it could know, so that a difference of
+any size tells. Cached prompts are always loaded, so that a hit is as much faster as it can be.
+
+Once with cache.share_after = 3, where the number of right guesses has to be within 3 standard deviations of chance by
+each way to tell; and once with 1, where nearly all have to be right by each: that the attacker looks at what tells.
+right is that of the way furthest from this. Exit status 2 when one of them misses. About 5 minutes.
+"""
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import time
@@ -17,17 +27,6 @@ from benchmarks.common.options import option, seed
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Accepted, Client, Finished, Tokens
 from prefixd.serving.models.embedded_model import VOCAB_SIZE
-
-DESCRIPTION = """\
-A daemon with the embedded model and two tenants. In rounds of 50 the victim asks half of some random prompts; the
-attacker then asks each of them once, one after the other on an idle daemon, and guesses which the victim has asked:
-from the answer (hit_tokens), and from the time to its first token, by its own clock and by the answer's. It knows that
-half of a round has been asked, and takes the faster half for these: more than it could know, so that a difference of
-any size tells. Cached prompts are always loaded, so that a hit is as much faster as it can be.
-
-Once with cache.share_after = 3, where the number of right guesses has to be within 3 standard deviations of chance by
-each way to tell; and once with 1, where nearly all have to be right by each: that the attacker looks at what tells.
-right is that of the way furthest from this. Exit status 2 when one of them misses. About 5 minutes."""
 
 SHARE_AFTER = 3
 LEAST_RIGHT = 0.95
@@ -151,7 +150,14 @@ def _settings(folder: Path, share_after: int) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace) -> harness.Outcome:
+@harness.benchmark(
+    "checks.timing_leak",
+    __doc__,
+    option("--prompts", 1000, "prompts to guess"),
+    option("--prompt-tokens", 96, "tokens of a prompt"),
+    seed("of the prompts", 1),
+)
+def main(options: harness.Options) -> harness.Outcome:
     """Guesses with and without protection. Raises BenchmarkError for too few prompts."""
     if options.prompts < _AT_ONCE:
         raise harness.BenchmarkError(
@@ -164,18 +170,6 @@ def measure(options: argparse.Namespace) -> harness.Outcome:
             for share_after in (SHARE_AFTER, 1)
         )
     return harness.Outcome(*verdict(protected, bare, options.prompts))
-
-
-main = harness.Benchmark(
-    "checks.timing_leak",
-    DESCRIPTION,
-    (
-        option("--prompts", 1000, "prompts to guess"),
-        option("--prompt-tokens", 96, "tokens of a prompt"),
-        seed("of the prompts", 1),
-    ),
-    measure,
-).main
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What every benchmark shares: options, a result with its circumstances, plot, progress, exit status; and the daemon
 that it measures.
 
-    BENCHMARK = harness.Benchmark("match", DESCRIPTION, (option("--repeats", 1000, "matches to time"),), measure)
-    main = BENCHMARK.main
+    @harness.benchmark("match", __doc__, option("--repeats", 1000, "matches to time"))
+    def main(options: harness.Options) -> harness.Outcome:
+        ...
 
     if __name__ == "__main__":
         harness.run(main)
@@ -28,6 +29,7 @@ from prefixd.workloads.circumstances import circumstances
 
 _SHOWN = 20
 _OWN = ("json", "plot")
+Options = argparse.Namespace
 
 
 class BenchmarkError(Exception):
@@ -55,37 +57,35 @@ class Outcome:
     columns: int = 1
 
 
-@dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One command, `python -m benchmarks.MODULE`.
+    """One command, `python -m benchmarks.MODULE`, made by `benchmark`."""
 
-    Attributes:
-        module: below `benchmarks`; its last part is the benchmark's name.
-        description: what it measures, or checks.
-        options: beside `--json` and `--plot`.
-        measure: does it.
-        unrecorded: options that do not belong into the result. The others do, and `seconds`, unless the result has its
-            own of that name.
-    """
-
-    module: str
-    description: str
-    options: Sequence[Option]
-    measure: Callable[[argparse.Namespace], Outcome]
-    unrecorded: Sequence[str] = ()
+    def __init__(
+        self,
+        module: str,
+        description: str,
+        options: Sequence[Option],
+        measure: Callable[[Options], Outcome],
+        unrecorded: Sequence[str],
+    ) -> None:
+        self._module = module
+        self._description = description
+        self._options = options
+        self._measure = measure
+        self._unrecorded = (*_OWN, *unrecorded)
 
     def parser(self) -> argparse.ArgumentParser:
         """The command's options."""
-        made = parser(self.module, self.description)
-        for each in self.options:
+        made = parser(self._module, self._description)
+        for each in self._options:
             each.add_to(made)
         return made
 
-    def main(self, arguments: Sequence[str] | None = None) -> None:
+    def __call__(self, arguments: Sequence[str] | None = None) -> None:
         """The command. Raises BenchmarkError when a promise was broken, after the result is written."""
         options = self.parser().parse_args(arguments)
         began_s = time.perf_counter()
-        outcome = self.measure(options)
+        outcome = self._measure(options)
         seconds = round(time.perf_counter() - began_s, 1)
         result = {**self._recorded(options), "seconds": seconds, **outcome.result}
         if outcome.figures:
@@ -93,7 +93,7 @@ class Benchmark:
         if outcome.show is not None:
             outcome.show()
         if options.json is not None:
-            write(self.module.rpartition(".")[2], result, options.json)
+            write(self._module.rpartition(".")[2], result, options.json)
         for line in result.get("found", ())[:_SHOWN]:
             print(line)
         if outcome.draw is not None:
@@ -106,8 +106,27 @@ class Benchmark:
         return {
             name: value
             for name, value in vars(options).items()
-            if name not in _OWN and name not in self.unrecorded and not (value is None or isinstance(value, Path))
+            if name not in self._unrecorded and not (value is None or isinstance(value, Path))
         }
+
+
+def benchmark(
+    module: str, description: str | None, *options: Option, unrecorded: Sequence[str] = ()
+) -> Callable[[Callable[[Options], Outcome]], Benchmark]:
+    """Makes a command of the function that measures.
+
+    Args:
+        module: below `benchmarks`; its last part is the benchmark's name.
+        description: what it measures, or checks: the module's docstring.
+        options: beside `--json` and `--plot`.
+        unrecorded: options that do not belong into the result. The others do, and `seconds`, unless the result has its
+            own of that name.
+    """
+
+    def make(measure: Callable[[Options], Outcome]) -> Benchmark:
+        return Benchmark(module, description or "", options, measure, unrecorded)
+
+    return make
 
 
 def parser(module: str, description: str) -> argparse.ArgumentParser:

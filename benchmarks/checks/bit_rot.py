@@ -32,7 +32,6 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -281,11 +280,8 @@ def _gone(client: Client, blocks: Sequence[Stored]) -> set[str]:
 def _wait_for_a_pass(client: Client) -> None:
     """Until the scrubber has gone through everything once more, from the beginning."""
     wanted = client.stats().scrub.passes + 2
-    deadline = time.monotonic() + _WAIT_S
-    while client.stats().scrub.passes < wanted:
-        if time.monotonic() > deadline:
-            raise harness.BenchmarkError(f"the scrubber did not go through everything within {_WAIT_S:g} s")
-        time.sleep(0.02)
+    if not harness.wait_until(lambda: client.stats().scrub.passes >= wanted, _WAIT_S):
+        raise harness.BenchmarkError(f"the scrubber did not go through everything within {_WAIT_S:g} s")
 
 
 def run(

@@ -81,7 +81,6 @@ class Findings:
 
     def result(self) -> dict[str, Any]:
         """For `harness.finish`."""
-        noticed = sorted(self.noticed_s)
         return {
             "kills": self.kills.total(),
             "kills_by_scene": dict(self.kills),
@@ -94,8 +93,7 @@ class Findings:
             "checks": self.checks,
             "calls_of_others": self.tally.calls.total(),
             "verified_bytes": self.tally.verified_bytes,
-            "noticed_p50_s": round(noticed[len(noticed) // 2], 4) if noticed else 0.0,
-            "noticed_max_s": round(noticed[-1], 4) if noticed else 0.0,
+            **harness.median_and_most("noticed", self.noticed_s),
             "found": [*self.notes, *self.left_of_tenants, *self.violations, *self.tally.wrong, *self.tally.failures],
         }
 
@@ -221,9 +219,8 @@ class Deaths:
         """The last check: without clients, nothing may stay in use when everything is evicted."""
         for other in self._others:
             self.findings.tally.add(other.stop())
-        deadline = time.monotonic() + self._patience_s
-        while self._admin.evict(all=True).kept_blocks and time.monotonic() < deadline:
-            time.sleep(_POLL_S)  # what is being written back is held for that time
+        # What is being written back is held for that time.
+        harness.wait_until(lambda: not self._admin.evict(all=True).kept_blocks, self._patience_s, _POLL_S)
         left = {tier.tier: tier.used_bytes for tier in self._admin.stats().tiers if tier.used_bytes}
         if left:
             self.findings.leaked_bytes += sum(left.values())

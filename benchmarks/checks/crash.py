@@ -82,7 +82,6 @@ class Findings:
 
     def result(self) -> dict[str, Any]:
         """For `harness.finish`."""
-        starts = sorted(self.starts_s)
         return {
             "kills": self.kills.total(),
             **{f"kills_in_{phase}": self.kills[phase] for phase, _ in _PHASES},
@@ -101,8 +100,7 @@ class Findings:
             "durable_prompts_checked": self.durable_prompts,
             "pinned_prompts_checked": self.pins,
             "verified_bytes": self.tally.verified_bytes,
-            "start_p50_s": round(starts[len(starts) // 2], 3) if starts else 0.0,
-            "start_max_s": round(starts[-1], 3) if starts else 0.0,
+            **harness.median_and_most("start", self.starts_s),
             "found": [*self.notes, *self.violations, *self.tally.wrong, *self.tally.failures],
         }
 

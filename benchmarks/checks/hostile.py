@@ -179,12 +179,13 @@ def _judged(judge: Callable[[], Iterable[str]]) -> list[str]:
 
 def _left_behind(scene: Scene) -> list[str]:
     """What does not work again once the attacker has gone."""
-    deadline = time.monotonic() + _BACK_S
-    while True:
-        found = scene.newcomer()
-        if not found or time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
+    found: list[str] = []
+
+    def works() -> bool:
+        found[:] = scene.newcomer()
+        return not found
+
+    harness.wait_until(works, _BACK_S, _POLL_S)
     with scene.operator() as operator:
         return found + violations_of(operator)
 

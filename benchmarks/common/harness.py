@@ -185,6 +185,12 @@ def not_zero(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [f"{name} is {result[name]}" for name in names if result[name]]
 
 
+def median_and_most(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """`NAME_p50_s` and `NAME_max_s`; 0 of nothing."""
+    ordered = sorted(seconds) or [0.0]
+    return {f"{name}_p50_s": round(ordered[len(ordered) // 2], 4), f"{name}_max_s": round(ordered[-1], 4)}
+
+
 def finish(name: str, result: Mapping[str, Any], json_file: Path | None) -> None:
     """Prints a result, and writes it with its circumstances where asked to."""
     _print_figures(result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,13 +171,12 @@ class RemoteRot:
     def _wait_for_repair(self, flips: list[Flip]) -> None:
         """Until the host has written right objects in place of the damaged ones, or a while has passed."""
         damaged = dict(write for flip in flips for write in flip.writes)
-        give_up = time.monotonic() + _REPAIR_S
-        while any(
-            data in (b"", damaged[name]) for name, data in zip(damaged, self._objects.read(list(damaged)), strict=True)
-        ):
-            if time.monotonic() > give_up:
-                return
-            time.sleep(0.05)
+
+        def repaired() -> bool:
+            found = zip(damaged.values(), self._objects.read(list(damaged)), strict=True)
+            return all(data not in (b"", wrong) for wrong, data in found)
+
+        harness.wait_until(repaired, _REPAIR_S)
 
     def _look_for_repair(self, hit: set[BlockId]) -> None:
         """The next cold host finds what the last one has stored again."""

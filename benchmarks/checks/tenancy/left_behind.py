@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
+from benchmarks.common import harness
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
-
-_POLL_S = 0.05
 
 
 def left_of_tenants(admin: Client, patience_s: float) -> list[str]:
@@ -15,12 +12,14 @@ def left_of_tenants(admin: Client, patience_s: float) -> list[str]:
 
     Blocks stay; what is held of them does not.
     """
-    deadline = time.monotonic() + patience_s
-    while True:
-        left = [line for tenant in admin.tenants() for line in _left(tenant)]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(_POLL_S)
+    left: list[str] = []
+
+    def gone() -> bool:
+        left[:] = [line for tenant in admin.tenants() for line in _left(tenant)]
+        return not left
+
+    harness.wait_until(gone, patience_s)
+    return left
 
 
 def _left(tenant: admin_pb2.TenantStats) -> list[str]:

@@ -27,8 +27,9 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
+from benchmarks.workloads.asking import generated_tokens
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, Tokens
+from prefixd.client import AsyncClient
 from prefixd.workloads.figures import digest
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
 
@@ -150,24 +151,16 @@ async def _send_all(address: str, batch: Batch, step: Callable[[], None]) -> tup
     async with AsyncClient(address, name="benchmark pressure", memory="streamed") as client:
 
         async def send(number: int, prompt: Sequence[int]) -> list[int]:
-            output = await _generate(client, prompt, **batch.options(number))
+            output = await generated_tokens(client, prompt, **batch.options(number))
             step()
             return output
 
-        await _generate(client, [FIRST_TOKEN], max_tokens=1)  # the model is loaded then; nothing of it is cached
+        await generated_tokens(client, [FIRST_TOKEN], max_tokens=1)  # the model is loaded then; nothing of it is cached
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(send(number, prompt)) for number, prompt in enumerate(batch.prompts())]
         elapsed_s = time.monotonic() - began
         return [task.result() for task in tasks], elapsed_s, (await client.stats()).scheduler
-
-
-async def _generate(client: AsyncClient, prompt: Sequence[int], **options: Any) -> list[int]:
-    output: list[int] = []
-    async for event in client.generate(prompt, **options):
-        if isinstance(event, Tokens):
-            output += event.token_ids
-    return output
 
 
 def _tokens(source: random.Random, count: int) -> list[int]:

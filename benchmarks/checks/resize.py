@@ -31,8 +31,9 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import option, size
+from benchmarks.workloads.asking import generated_tokens
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, ClientError, Tier, Tokens
+from prefixd.client import AsyncClient, ClientError, Tier
 
 WORST_MEMORY_OFF = 0.1
 _FILE = "prefixd-gpu-tier"
@@ -169,11 +170,7 @@ async def _client(address: str, plan: Plan, number: int, load: Load, ended: asyn
 
 
 async def _answer(client: AsyncClient, plan: Plan, prompt: int) -> tuple[int, ...]:
-    tokens: list[int] = []
-    async for event in client.generate(plan.tokens(prompt), max_tokens=plan.max_tokens, ignore_eos=True):
-        if isinstance(event, Tokens):
-            tokens += event.token_ids
-    return tuple(tokens)
+    return tuple(await generated_tokens(client, plan.tokens(prompt), max_tokens=plan.max_tokens, ignore_eos=True))
 
 
 async def _resize(operator: AsyncClient, pid: int, nbytes: int) -> Resize:

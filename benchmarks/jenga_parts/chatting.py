@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.engines import hybrid_models
 from benchmarks.jenga_parts.chats import Plan, picture
-from prefixd.client import AsyncClient, Tokens
+from benchmarks.workloads.asking import generated_tokens
+from prefixd.client import AsyncClient
 from prefixd.v1 import admin_pb2, cache_pb2
 
 SAMPLE_S = 0.1
@@ -112,8 +113,7 @@ class _Talk:
     async def run(self) -> Talked:
         """All phases, one after the other."""
         for endpoint in self._endpoints:  # the model is loaded then; nothing of it is cached
-            async for _ in self._clients[endpoint.address].generate([3], max_tokens=1, model=endpoint.model):
-                pass
+            await generated_tokens(self._clients[endpoint.address], [3], max_tokens=1, model=endpoint.model)
         gpu_blocks, elapsed_s = [], 0.0
         sampler = asyncio.create_task(self._sample())
         try:
@@ -144,19 +144,17 @@ class _Talk:
             said.append(hybrid_models.IMAGE_TOKEN)
         said += self._plan.said(chat, self._taken[chat])
         self._taken[chat] += 1
-        async for event in self._clients[endpoint.address].generate(
+        answer = await generated_tokens(
+            self._clients[endpoint.address],
             said,
             images=shown,
             max_tokens=self._plan.output_tokens,
             ignore_eos=True,
             temperature=0.0,
             model=endpoint.model,
-        ):
-            if isinstance(event, Tokens):
-                # An answer's placeholder would stand for an image in the next turn.
-                said += [
-                    token for token in event.token_ids if not self._with_images or token < hybrid_models.IMAGE_TOKEN
-                ]
+        )
+        # An answer's placeholder would stand for an image in the next turn.
+        said += [token for token in answer if not self._with_images or token < hybrid_models.IMAGE_TOKEN]
 
     async def _sample(self) -> None:
         while True:

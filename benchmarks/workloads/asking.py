@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,6 +80,12 @@ async def ask(
                 possible_tokens=possible_tokens,
             )
     raise ServerError("the daemon ended a request without its last event; see its log")
+
+
+async def generated_tokens(client: AsyncClient, prompt: Sequence[int], **options: Any) -> list[int]:
+    """The whole answer; `options` are those of `AsyncClient.generate`. Raises ClientError."""
+    async with aclosing(client.generate(prompt, **options)) as events:
+        return [token async for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -13,7 +13,6 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +21,8 @@ import numpy.typing as npt
 
 from benchmarks.checks.attacks.people import Person, become
 from benchmarks.load.companion import Companion, order_lines
-from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Tokens
+from benchmarks.workloads.asking import generated_tokens
+from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec
 
 BLOCK_TOKENS = 16
 _PART_BYTES = 8192
@@ -175,15 +175,9 @@ class _Client:
         self._same(number, await self._answer(number))
 
     async def _answer(self, number: int) -> list[int]:
-        prompt = _tokens(self._owner, 1_000_000 + number, 2 + number % 4) % 256
-        got: list[int] = []
-        async with aclosing(
-            self._client.generate(prompt, max_tokens=_OUTPUT_TOKENS, ignore_eos=True, timeout_s=_CALL_S)
-        ) as events:
-            async for event in events:
-                if isinstance(event, Tokens):
-                    got += event.token_ids
-        return got
+        prompt = (_tokens(self._owner, 1_000_000 + number, 2 + number % 4) % 256).tolist()
+        options = {"max_tokens": _OUTPUT_TOKENS, "ignore_eos": True, "timeout_s": _CALL_S}
+        return await generated_tokens(self._client, prompt, **options)
 
     def _same(self, number: int, got: list[int]) -> None:
         if got != self._answers[number]:

@@ -50,7 +50,7 @@ class Planted(WatchedDaemon):
 @pytest.mark.slow
 def test_every_call_is_measured(tmp_path: Path) -> None:
     # Generous: what holds the loop is measured at a million blocks, on a machine that does nothing else.
-    result = result_of("stalls", tmp_path, "--blocks", BLOCKS, "--limit-ms", "2000")
+    result = result_of("checks.stalls", tmp_path, "--blocks", BLOCKS, "--limit-ms", "2000")
     calls = {call["name"]: call for call in result["calls"]}
     assert list(calls) == list(stalls.CALLS)
     assert all(0 <= call["longest_hold_ms"] <= call["longest_wait_ms"] for call in calls.values())

@@ -20,6 +20,7 @@ from benchmarks.checks.attacks.attacker import Given, Mallory
 from benchmarks.checks.attacks.scenario import Scenario
 from benchmarks.checks.attacks.scene import Scene, ask
 from benchmarks.engines import hybrid_models
+from benchmarks.workloads.asking import generated_tokens
 from prefixd.client import AsyncClient, BeamSearch, ClientError, FinishReason, Tokens
 from prefixd.serving.models.embedded_model import VOCAB_SIZE
 from prefixd.v1 import inference_pb2 as pb
@@ -163,9 +164,15 @@ class Sampling(Scenario):
         """Compares tiny temperatures with a greedy answer, and looks what comes out at huge ones."""
         client = await mallory.client()
         prompt = list(b"the quick brown fox")
-        greedy = await _tokens(client, prompt)
-        cold = [await _tokens(client, prompt, temperature=heat, seed=1) for heat in (5e-324, 1e-300, 1e-45, 1e-6)]
-        hot = [await _tokens(client, prompt, temperature=heat, seed=1) for heat in (1e30, 1e39, 1e308)]
+        greedy = await generated_tokens(client, prompt, max_tokens=8, ignore_eos=True)
+        cold = [
+            await generated_tokens(client, prompt, temperature=heat, seed=1, max_tokens=8, ignore_eos=True)
+            for heat in (5e-324, 1e-300, 1e-45, 1e-6)
+        ]
+        hot = [
+            await generated_tokens(client, prompt, temperature=heat, seed=1, max_tokens=8, ignore_eos=True)
+            for heat in (1e30, 1e39, 1e308)
+        ]
         mallory.in_place(greedy=greedy, cold=cold, hot=hot)
         await mallory.until_stopped()
         return {}
@@ -321,14 +328,6 @@ async def _drain(client: AsyncClient, prompt: Any, **how: Any) -> None:
     async with aclosing(client.generate(prompt, timeout_s=30.0, **how)) as events:
         async for _ in events:
             pass
-
-
-async def _tokens(client: AsyncClient, prompt: list[int], **how: Any) -> list[int]:
-    got: list[int] = []
-    async with aclosing(client.generate(prompt, max_tokens=8, ignore_eos=True, **how)) as events:
-        async for event in events:
-            got += event.token_ids if isinstance(event, Tokens) else ()
-    return got
 
 
 async def _text(client: AsyncClient, prompt: list[int], **how: Any) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import number, option, seed
-from benchmarks.engines.vllm_chat import ChatPlan, Chats
 from benchmarks.workloads.chat_engine import ChatEngine, Counts
+from benchmarks.workloads.growing_chats import ChatPlan, Chats
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
 

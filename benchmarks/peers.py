@@ -44,13 +44,14 @@ from rich.table import Table
 
 from benchmarks.common import harness
 from benchmarks.common.options import only
-from benchmarks.engines.vllm_chat import ChatPlan, Chats, play_turn
+from benchmarks.engines.vllm_chat import play_turn
 from benchmarks.engines.vllm_engine import EngineProcess
 from benchmarks.engines.vllm_figures import Run, Stage
 from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.peers_parts import cache_figures as figures
 from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
 from benchmarks.peers_parts.peers_plot import draw
+from benchmarks.workloads.growing_chats import ChatPlan, Chats
 
 _FULL = {
     "rounds": 3,

@@ -45,11 +45,12 @@ from rich.table import Table
 from benchmarks.common import harness
 from benchmarks.common.options import option
 from benchmarks.engines import vllm_hybrid
-from benchmarks.engines.vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts, play_turn
+from benchmarks.engines.vllm_chat import play_turn
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.engines.vllm_figures import Round, Run, Stage, broken_promises, computed_saving, nothing_to_hit
 from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.engines.vllm_plot import draw
+from benchmarks.workloads.growing_chats import ChatPlan, Chats, Tokens, distinct_prompts
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 

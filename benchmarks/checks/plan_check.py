@@ -28,9 +28,9 @@ import numpy as np
 from benchmarks.common import harness
 from benchmarks.common.options import chosen, number, option, seed
 from benchmarks.text_analysis_parts.measuring import worker_threads
+from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
 from benchmarks.workloads import figures as serving
 from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
-from benchmarks.workloads.planned_rounds import of_text_analysis
 from benchmarks.workloads.progress import Silence
 from benchmarks.workloads.talk import talk
 from benchmarks.workloads.ways import NO_CACHE, TIERS, Room, Way

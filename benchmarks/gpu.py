@@ -143,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
-    parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="draw the parts here (needs matplotlib)")
+    parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="for plots, and a result without --json")
     parser.add_argument("--only", action="append", choices=names, metavar="PART", help="this part; may be repeated")
     parser.add_argument("--device", choices=("cuda", "stand-in", "cpu"), default="cuda", help="see above (cuda)")
     parser.add_argument("--ordinal", type=int, default=0, help="which GPU (0)")
@@ -162,7 +162,7 @@ def main() -> None:
     if options.plot_dir is not None:
         options.plot_dir.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^a-z0-9]+", "_", device.name.lower()).strip("_")
-    file = options.json or harness.committed(_RESULTS / f"{name}.json")
+    file = options.json or harness.committed((options.plot_dir or _RESULTS) / f"{name}.json")
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
     content = run(device, parts, file, options.plot_dir)
     failed = [name for name, result in content["parts"].items() if result["status"] == "failed"]

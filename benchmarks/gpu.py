@@ -49,10 +49,10 @@ Measures on one GPU what decides how prefixd keeps KV there:
   daemon          tokens a second of that model behind gRPC, with the daemon's own settings
   flex_attention  as attention, by FlexAttention
 
-Without --json the result goes to benchmarks/results/<device>.json. Each part has a time budget, all together about five
-minutes, and lists under "skipped" the points for which it had no time or memory. A part that fails is recorded with its
-error and the others run on; the exit status is then 1. The result is written after each part. What was predicted of a
-figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
+Without --json the result goes to <device>.json in --plot-dir or benchmarks/results. Each part has a time budget, all
+together about five minutes, and lists under "skipped" the points for which it had no time or memory. A part that
+fails is recorded with its error and the others run on; the exit status is then 1. The result is written after each
+part. What was predicted of a figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
 
 --device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
 says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0."""

@@ -17,11 +17,10 @@ from prefixd.client import Client
 pytestmark = pytest.mark.slow
 
 
-def test_the_dead_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dead_leave_nothing_behind(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     arguments = ["--kills", "12", "--check", "6", "--patience", "60", "--json", str(file)]
-    monkeypatch.setattr("sys.argv", ["client_deaths", *arguments])
-    client_deaths.main()
+    client_deaths.main(arguments)
     result = json.loads(file.read_text())
     broken = ("leaked_slots", "leaked_leases", "left_of_tenants", "failed_calls", "wrong_bytes", "integrity_violations")
     assert (result["kills"], [result[name] for name in broken]) == (12, [0] * 6), result["found"]

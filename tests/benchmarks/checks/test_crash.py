@@ -64,12 +64,9 @@ async def test_an_audit_sees_wrong_bytes_and_missing_blocks() -> None:
 
 
 @pytest.mark.slow
-def test_kills_break_no_promise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_break_no_promise(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    monkeypatch.setattr("sys.argv", ["crash", "--kills", "4", "--json", str(file)])
-    crash.main()
+    crash.main(["--kills", "4", "--json", str(file)])
     result = json.loads(file.read_text())
     broken = ("wrong_bytes", "lost_durable", "reopen_failures", "resurrected", "lost_pins")
     broken += ("integrity_violations", "failed_calls")

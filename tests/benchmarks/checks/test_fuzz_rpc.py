@@ -219,10 +219,9 @@ def test_what_is_pinned_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"
-    monkeypatch.setattr("sys.argv", ["fuzz_rpc", "--batch", "7", "--seed", "3", "--json", str(file)])
     monkeypatch.setattr(fuzz_rpc, "run", lambda *_: fuzz_rpc.Report(Findings(3), crashes=["it died"]))
     with pytest.raises(fuzz_rpc.harness.BenchmarkError, match="1 defects"):
-        fuzz_rpc.main()
+        fuzz_rpc.main(["--batch", "7", "--seed", "3", "--json", str(file)])
     result = json.loads(file.read_text())
     assert (result["crashes"], result["seed"], result["found"]) == (1, 3, ["it died"])
     assert "it died" in capsys.readouterr().out

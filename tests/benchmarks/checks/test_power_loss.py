@@ -115,9 +115,8 @@ def test_names_that_are_not_synced_are_found_out(monkeypatch: pytest.MonkeyPatch
     assert findings and "is missing" in findings[0].problem
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    monkeypatch.setattr("sys.argv", ["power_loss", "--cases", "3", "--processes", "1", "--json", str(file)])
-    power_loss.main()
+    power_loss.main(["--cases", "3", "--processes", "1", "--json", str(file)])
     result = json.loads(file.read_text())
     assert (result["cases"], result["violations"]) == (3, 0) and result["seconds"] > 0

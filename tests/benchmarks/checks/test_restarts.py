@@ -14,12 +14,9 @@ from benchmarks.checks import restarts
 pytestmark = pytest.mark.slow
 
 
-def test_restarts_lose_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_lose_nothing(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    monkeypatch.setattr("sys.argv", ["restarts", "--steps", "240", "--restarts", "16", "--json", str(file)])
-    restarts.main()
+    restarts.main(["--steps", "240", "--restarts", "16", "--json", str(file)])
     result = json.loads(file.read_text())
     broken = ("lost_blocks", "lost_pins", "lost_durable", "resurrected", "wrong_bytes", "failed")
     assert (result["steps"], result["restarts"]) == (240, 16)

@@ -89,9 +89,8 @@ def test_bounds_see_growth_after_the_warm_up() -> None:
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "soak.svg"
     arguments = ["--minutes", "0.12", "--sample", "1", "--json", str(file), "--plot", str(picture)]
-    monkeypatch.setattr("sys.argv", ["soak", *arguments])
     monkeypatch.setattr(soak, "_CLIENT_LIFE_S", 5.0)
-    soak.main()
+    soak.main(arguments)
     result = json.loads(file.read_text())
     assert (result["wrong_bytes"], result["failed_calls"], result["integrity_violations"]) == (0, 0, 0)
     assert result["samples"] >= 2 and not result["judged"]

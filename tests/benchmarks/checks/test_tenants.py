@@ -137,11 +137,10 @@ def test_what_is_left_of_a_tenant_is_found(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a daemon; how fast it is, and whether the tenants have filled it, is no matter here."""
     file = tmp_path / "result.json"
-    monkeypatch.setattr("sys.argv", ["tenants", "--seconds", "3", "--json", str(file)])
     monkeypatch.setattr(tenants, "_FILL_S", 0.0)
     monkeypatch.setattr(tenants, "_FLOOD", (16, 8))
     with pytest.raises(BenchmarkError, match="never had what they are guaranteed"):
-        tenants.main()
+        tenants.main(["--seconds", "3", "--json", str(file)])
     result = json.loads(file.read_text())
     assert (result["above_most"], result["failed_calls"], result["integrity_violations"]) == (0, 0, 0), result["found"]
     assert len(result["phases"]) == 3 and result["samples"] and result["done_a"]["calls"]

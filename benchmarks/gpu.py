@@ -1,4 +1,28 @@
-"""Everything about the KV memory that only a GPU can tell, in one run."""
+"""Everything about the KV memory that only a GPU can tell, in one run.
+
+Measures on one GPU what decides how prefixd keeps KV there:
+
+    python -m benchmarks.gpu --json benchmarks/results/h200.json --plot-dir benchmarks/results
+
+  virtual_memory  create, map, give access to and unmap chunks of 2 MiB, by the length of a run
+  attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy
+  memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
+  swap            copies between the GPU and the pinned arena, against one large copy
+  daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
+  attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
+  first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
+  decode          tokens a second of that model, with and without CUDA graphs
+  daemon          tokens a second of that model behind gRPC, with the daemon's own settings
+  flex_attention  as attention, by FlexAttention
+
+Without --json the result goes to <device>.json in --plot-dir or benchmarks/results. Each part has a time budget, all
+together about five minutes, and lists under "skipped" the points for which it had no time or memory. A part that
+fails is recorded with its error and the others run on; the exit status is then 1. The result is written after each
+part. What was predicted of a figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
+
+--device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
+says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0.
+"""
 
 from __future__ import annotations
 
@@ -32,30 +56,6 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model
 from benchmarks.gpu_parts.part import Budget, Part, Unavailable, one_line
 from prefixd.workloads.circumstances import circumstances
-
-DESCRIPTION = """\
-Measures on one GPU what decides how prefixd keeps KV there:
-
-    python -m benchmarks.gpu --json benchmarks/results/h200.json --plot-dir benchmarks/results
-
-  virtual_memory  create, map, give access to and unmap chunks of 2 MiB, by the length of a run
-  attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy
-  memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
-  swap            copies between the GPU and the pinned arena, against one large copy
-  daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
-  attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
-  first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
-  decode          tokens a second of that model, with and without CUDA graphs
-  daemon          tokens a second of that model behind gRPC, with the daemon's own settings
-  flex_attention  as attention, by FlexAttention
-
-Without --json the result goes to <device>.json in --plot-dir or benchmarks/results. Each part has a time budget, all
-together about five minutes, and lists under "skipped" the points for which it had no time or memory. A part that
-fails is recorded with its error and the others run on; the exit status is then 1. The result is written after each
-part. What was predicted of a figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
-
---device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
-says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0."""
 
 # The last part can fail in a way that leaves the GPU's context unusable.
 PARTS = (
@@ -137,11 +137,7 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
     names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness.bare_parser("gpu", __doc__)
     parser.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
     parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="for plots, and a result without --json")
     parser.add_argument("--only", action="append", choices=names, metavar="PART", help="this part; may be repeated")

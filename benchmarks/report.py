@@ -1,4 +1,13 @@
-"""One page of all results: which policy to choose, how much memory to buy, and what shows it."""
+"""One page of all results: which policy to choose, how much memory to buy, and what shows it.
+
+Makes one HTML page of the results in a folder, to be opened in any browser; it fetches nothing.
+
+    python -m benchmarks.text_analysis --json results/text_analysis.json
+    python -m benchmarks.report results --output report.html
+
+At its top, for each kind of requests: which queue policy, how much memory, what that brings. Below, a section for each
+result, with its figures.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +21,6 @@ from benchmarks.report_parts import decisions, other, plan, served
 from benchmarks.report_parts import text_analysis_rows as text_analysis
 from benchmarks.report_parts.page import Section, render, svg
 from benchmarks.report_parts.results import Result, read_results
-
-DESCRIPTION = """\
-Makes one HTML page of the results in a folder, to be opened in any browser; it fetches nothing.
-
-    python -m benchmarks.text_analysis --json results/text_analysis.json
-    python -m benchmarks.report results --output report.html
-
-At its top, for each kind of requests: which queue policy, how much memory, what that brings. Below, a section for each
-result, with its figures."""
 
 SECTIONS: Mapping[str, Callable[[Result], Section]] = {
     "plan": plan.section,
@@ -56,11 +56,7 @@ def _section(result: Result) -> Section:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness.bare_parser("report", __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with results (*.json)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (DIR/report.html)")
     options = parser.parse_args(arguments)

@@ -129,13 +129,18 @@ def benchmark(
     return make
 
 
-def parser(module: str, description: str) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes."""
-    made = argparse.ArgumentParser(
+def bare_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser without options, of a module below `benchmarks`."""
+    return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes."""
+    made = bare_parser(module, description)
     made.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
     made.add_argument("--plot", type=drawable, metavar="FILE", help="draw the result here (needs matplotlib)")
     return made

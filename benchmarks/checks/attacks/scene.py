@@ -37,7 +37,7 @@ PLAIN: Mapping[str, object] = {
 TOKENS_OF_EACH = 4
 """Tokens by which a person can come in over TCP, each for the same tenant."""
 
-_PROGRAM = ("-m", "benchmarks.checks.attacks.few_descriptors", "-m", "prefixd.cli.tethered")
+_PROGRAM = ("-m", "benchmarks.common.limited", "descriptors", "-m", "prefixd.cli.tethered")
 _CALL_S = 30.0
 _RESTARTED_S = 120.0
 _DRAINED_S = 90.0

@@ -164,7 +164,7 @@ class FaultyDaemon(SteeredDaemon):
 
     def run_limited(self) -> None:
         """From its next start on it may lock hardly any memory."""
-        self._program = ("-m", "benchmarks.common.limited", *self._program)
+        self._program = ("-m", "benchmarks.common.limited", "memory", *self._program)
 
     def break_disk(self, orders: Mapping[str, str | int] | str) -> None:
         """From its next file call on the disk obeys `orders`, or those of the trouble in FAULTS with that name."""

@@ -157,13 +157,13 @@ $(VLLM_OTHERS)/names-%/.installed: $(VLLM_INSTALLED)
 
 # Each run adds its row to the table in docs/compatibility.md.
 $(VLLM_MATRIX): test-vllm-%: $(INSTALLED) $(VLLM_OTHERS)/%/.installed
-	$(BIN)/python -m benchmarks.compatibility vllm $* --engine-python $(VLLM_VENV)/bin/python --path $(VLLM_OTHERS)/$*
+	$(BIN)/python -m benchmarks.checks.compatibility vllm $* --engine-python $(VLLM_VENV)/bin/python --path $(VLLM_OTHERS)/$*
 
 test-vllm-0.32.0: $(INSTALLED) $(VLLM_INSTALLED)
-	$(BIN)/python -m benchmarks.compatibility vllm 0.32.0 --engine-python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m benchmarks.checks.compatibility vllm 0.32.0 --engine-python $(VLLM_VENV)/bin/python
 
 test-vllm-0.33.0: $(INSTALLED) $(VLLM_OTHERS)/names-0.33.0/.installed
-	$(BIN)/python -m benchmarks.compatibility vllm 0.33.0 --only names --engine-python $(VLLM_VENV)/bin/python \
+	$(BIN)/python -m benchmarks.checks.compatibility vllm 0.33.0 --only names --engine-python $(VLLM_VENV)/bin/python \
 		--path $(VLLM_OTHERS)/names-0.33.0
 
 test-vllm-matrix:
@@ -188,8 +188,8 @@ test-sglang: $(SGLANG_INSTALLED)
 
 # SGLang's newest is the one that tests/sglang/requirements.txt has.
 test-sglang-matrix: $(INSTALLED) $(SGLANG_INSTALLED) $(SGLANG_OLDER_INSTALLED)
-	$(BIN)/python -m benchmarks.compatibility sglang 0.5.23 --engine-python $(SGLANG_VENV)/bin/python
-	$(BIN)/python -m benchmarks.compatibility sglang $(SGLANG_OLDER) --engine-python $(SGLANG_VENV)/bin/python \
+	$(BIN)/python -m benchmarks.checks.compatibility sglang 0.5.23 --engine-python $(SGLANG_VENV)/bin/python
+	$(BIN)/python -m benchmarks.checks.compatibility sglang $(SGLANG_OLDER) --engine-python $(SGLANG_VENV)/bin/python \
 		--path $(dir $(SGLANG_OLDER_INSTALLED)) --only names --only pages --only "windows and states"
 
 test-sglang-engine: $(SGLANG_INSTALLED)

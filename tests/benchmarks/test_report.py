@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.common.harness import BenchmarkError
 from benchmarks.report import SECTIONS, main
-from benchmarks.report_parts import plan, served, text_analysis
+from benchmarks.report_parts import plan, served
+from benchmarks.report_parts import text_analysis_rows as text_analysis
 from benchmarks.report_parts.results import Result, read_results
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyOps
+from benchmarks.checks.fault_injection.faulty_daemon import FAULTS, FaultyOps
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
@@ -30,7 +30,7 @@ MakeRig = Callable[..., "Rig"]
 
 
 class Faults:
-    """A cache on a disk that fails on command, as `benchmarks.fault_injection.faulty_daemon` has it."""
+    """A cache on a disk that fails on command, as `benchmarks.checks.fault_injection.faulty_daemon` has it."""
 
     def __init__(self, make_rig: MakeRig, path: Path, **how: Any) -> None:
         self._orders = path / "orders"

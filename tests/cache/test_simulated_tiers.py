@@ -21,10 +21,10 @@ from prefixd_swap.tiers.simulated import (
     SimulatedCopyEngine,
     SimulatedFaults,
     SimulatedLink,
-    SimulatedMemoryTier,
     SimulatedStoreTier,
 )
 from prefixd_swap.transfers import DeviceLimits, Transfers
+from tests.swap.simulated_memory import SimulatedMemoryTier
 
 T = TypeVar("T")
 

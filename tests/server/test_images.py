@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.attacks.requests import _scanned
+from benchmarks.checks.attacks.scenarios.requests import _scanned
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, InvalidArgumentError, Sampling, UnsupportedError
 from prefixd.client.inference import Finished, Tokens

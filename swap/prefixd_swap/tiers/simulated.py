@@ -16,7 +16,6 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copies import CopyEngine, Pair
 from prefixd_swap.errors import (
     ChecksumError,
@@ -43,7 +42,6 @@ from prefixd_swap.slab.index.recovery import prefix_closed
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
-from prefixd_swap.tiers.cpu import CpuTier
 from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
 
@@ -106,28 +104,6 @@ class SimulatedFaults:
         """
         if self.happens(operation):
             raise StorageError(f"the {operation} failed in the simulated {tier} tier, as its faults order")
-
-
-class SimulatedMemoryTier(CpuTier):
-    """A memory tier of any level and size. It has real memory, so that bytes can be compared.
-
-    Args:
-        nbytes: capacity.
-        name: see `Tier`.
-        level: see `Tier`.
-        on_device: its spans say that they are a device's; only `SimulatedCopyEngine` copies those.
-        shared: see `Tier`.
-    """
-
-    def __init__(self, nbytes: int, *, name: str, level: int, on_device: bool = False, shared: bool = False) -> None:
-        super().__init__(CpuArena(nbytes), name=name, level=level)
-        self.on_device = on_device
-        self.addressable = not on_device
-        self.shared = shared
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self.arena.close()
 
 
 class SimulatedCopyEngine(CopyEngine):

@@ -14,6 +14,7 @@ import pytest
 from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.cache import TieredCache
 from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.models import gpu_memory as gpu_memory_module
 from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.serving.models.models import Models
@@ -225,7 +226,6 @@ class Member:
 
     def __init__(self) -> None:
         self.running: dict[int, Any] = {}
-        self.taken_frames = 3
         self.moving = False
         self.told: list[str] = []
 
@@ -244,8 +244,10 @@ class Member:
 
 async def test_models_that_lack_frames_take_turns() -> None:
     share, a, b = TierShare(), Member(), Member()
-    share.join(a)
-    share.join(b)
+    budget = FrameBudget()
+    budget.taken = 3
+    share.join(a, [budget])
+    share.join(b, [budget])
     assert share.shared and share.taken_frames == 6
     assert share.may_hand_over(a) and share.may_hand_over(b)
     share.wait(a)

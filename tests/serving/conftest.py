@@ -19,6 +19,8 @@ import xxhash
 
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache, Tiers, check_integrity
 from prefixd.serving.dispatch.dispatcher import Dispatcher
+from prefixd.serving.dispatch.options import DispatchOptions
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.tier_resize import TierResize
@@ -137,7 +139,14 @@ class Bench:
     """What the worker says that computing a token took."""
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
-    def begin(self, policy: str = "fcfs", queue_limit: int = 100, ready: bool = True, **options: Any) -> None:
+    def begin(
+        self,
+        policy: str = "fcfs",
+        queue_limit: int = 100,
+        ready: bool = True,
+        share: TierShare | None = None,
+        **options: Any,
+    ) -> None:
         """Starts the dispatcher."""
         self.dispatcher = Dispatcher(
             self.cache,
@@ -145,7 +154,8 @@ class Bench:
             self.cost,
             self._take,
             lambda: self.now,
-            **{"max_running": 4, "look_ahead": 8, **options},
+            DispatchOptions(**{"max_running": 4, "look_ahead": 8, **options}),
+            share,
         )
         self.dispatcher.start()
         if ready:

@@ -15,26 +15,23 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Literal
 from weakref import WeakSet
 
 import numpy as np
 
-from prefixd.cache import NONE, TieredCache
+from prefixd.cache import NONE
 from prefixd.cache.index.trie import Rows
-from prefixd.serving.frame_budget import FrameBudget
+from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.loading.load_choice import LoadChoice, LoadClaims, LoadCounters, LoadMeter
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
 from prefixd.serving.request.request import Request, RequestState
 from prefixd.worker_protocol.protocol import Arrived
-from prefixd_scheduler import LOADED_FROM, CostModel, Distance, LoadPlan, Stretch, plan_load
+from prefixd_scheduler import LOADED_FROM, Distance, LoadPlan, Stretch, plan_load
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
-
-LoadMode = Literal["auto", "always", "never"]
 
 _RETRY_S = 0.02
 _SETBACKS = 8
@@ -45,14 +42,9 @@ class Loader:
     """Decides what is loaded of the requests that are staged, and carries it out.
 
     Args:
-        cache: the cache.
+        context: the dispatcher's.
         staged: the requests that are staged, by id; one that was withdrawn is taken out when its load ends.
-        budget: counts the frames of what is loaded beside computing.
-        cost: learns what loading costs, and says whether it pays.
-        clock: seconds.
-        look: called when a request may have become ready.
         unstage: ends the hold of a request that waits on.
-        mode: load whatever is faster, everything, or nothing.
         backlog_s: how long the worker computes what was handed over before.
 
     Attributes:
@@ -62,28 +54,23 @@ class Loader:
 
     def __init__(
         self,
-        cache: TieredCache,
+        context: DispatchContext,
         staged: dict[int, Request],
-        budget: FrameBudget,
-        cost: CostModel,
-        clock: Callable[[], float],
-        look: Callable[[], None],
         unstage: Callable[[Request], None],
-        mode: LoadMode,
         backlog_s: Callable[[], float],
     ) -> None:
         self.counters = LoadCounters()
         self.claims = LoadClaims()
-        self._cache = cache
-        self._mover = cache.mover
+        self._cache = context.cache
+        self._mover = context.cache.mover
         self._staged = staged
-        self._budget = budget
-        self._cost = cost
-        self._clock = clock
-        self._meter = LoadMeter(clock)
-        self._look = look
+        self._budget = context.budget
+        self._cost = context.cost
+        self._clock = context.clock
+        self._meter = LoadMeter(context.clock)
+        self._look = context.look
         self._unstage = unstage
-        self._mode = mode
+        self._mode = context.options.load
         self._backlog_s = backlog_s
         self._under_way: WeakSet[PieceLoad] = WeakSet()
         self._copies: dict[int, asyncio.Task[None]] = {}

@@ -31,26 +31,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable
+from collections.abc import Collection, Coroutine, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.pacer import give_way
-from prefixd.cache import TieredCache, Trie
+from prefixd.cache import Trie
 from prefixd.cache.index.trie import NO_SLOT, Rows
-from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.loading.load_choice import LoadMeter
 from prefixd.serving.request.request import Request, RequestState
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
 
 log = logging.getLogger(__name__)
-
-PreemptionMode = Literal["auto", "swap", "recompute"]
 
 _MOVED_AT_ONCE = 256  # blocks: some milliseconds on the event loop; their frames are free before the next ones move
 _LEAVING = (RequestState.PREEMPTING, RequestState.CANCELLING)
@@ -87,31 +84,17 @@ class Preemption:
     """Takes the frames of running requests, by rank; see the top of this file.
 
     Args:
-        cache: where the blocks are.
-        share: knows the running requests of all models, and the frames that they have.
-        cost: says whether a swap pays, and learns what it costs.
-        clock: seconds.
-        look: called when frames may have become free.
-        mode: "swap" or "recompute" for every request, or "auto": by cost.
+        context: the dispatcher's.
     """
 
-    def __init__(
-        self,
-        cache: TieredCache,
-        share: TierShare,
-        cost: CostModel,
-        clock: Callable[[], float],
-        look: Callable[[], None],
-        *,
-        mode: PreemptionMode,
-    ) -> None:
+    def __init__(self, context: DispatchContext) -> None:
         self.counters = PreemptionCounters()
-        self._cache = cache
-        self._share = share
-        self._cost = cost
-        self._meter = LoadMeter(clock)
-        self._look = look
-        self._mode = mode
+        self._cache = context.cache
+        self._share = context.share
+        self._cost = context.cost
+        self._meter = LoadMeter(context.clock)
+        self._look = context.look
+        self._mode = context.options.preemption
         self._tasks: set[asyncio.Task[None]] = set()
         self._parked: set[int] = set()  # ids of requests that were preempted since a run ended last
 

@@ -1,40 +1,77 @@
-"""Enters what running requests compute into the cache, block by block, and lets go of what they have passed."""
+"""Enters what running requests compute into the cache, block by block, and lets go of what they have passed.
+
+A state takes as much memory as the KV of hundreds of tokens and serves prefixes of exactly one length, so few are kept
+(Marconi, section 4.1):
+
+- after the last full block of the prompt that a request with the same prompt can resume from;
+- where the prompt leaves a path that others have computed: who shares that beginning comes again, perhaps;
+- every so many tokens, if the settings say so;
+- after the last full block of prompt and output (the tail), for who continues the conversation, and for the request
+  itself if it has to give its frames to others.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
 from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import Rows
-from prefixd.serving.dispatch.state_keeping import StateKeeping
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.dispatch.options import StatePolicy
 from prefixd.serving.kv_shape import ONE_FRAME
 from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.request.request import Request
-from prefixd.serving.request.run import Suspect
 
 
 class Recorder:
     """Keeps the cache and the footprints of running requests in step with what the worker has filled.
 
     Args:
-        cache: the cache.
-        states: knows which states are kept.
+        context: the dispatcher's.
 
     Attributes:
+        states: chooses the states that are kept.
         computing: running requests that still compute blocks of their prompts, by id.
         needs: what is needed of the GPU tier; set with it.
     """
 
-    def __init__(self, cache: TieredCache, states: StateKeeping) -> None:
+    def __init__(self, context: DispatchContext) -> None:
+        self.states = StateKeeping(context.cache, context.options.states)
         self.computing: dict[int, Request] = {}
         self.needs = KvNeeds(ONE_FRAME, 0)
-        self._cache = cache
-        self._states = states
+        self._cache = context.cache
+        self._cost = context.cost
+
+    def backlog_s(self) -> float:
+        """Estimated seconds that the worker computes what is left of the prompts that it has."""
+        left = (request.prompt_tokens - request.run.computed_tokens for request in self.computing.values())
+        return self._cost.compute_s(sum(tokens for tokens in left if tokens > 0)) or 0.0
+
+    def begin(self, request: Request) -> None:
+        """A request runs: its prompt's blocks are its caller's to keep, and those not cached are computed."""
+        self.retain(request, request.rows, 0)
+        if len(request.rows) < request.run.computes:
+            self.computing[request.id] = request
+
+    def record_step(self, request: Request, filled: int, kept: list[int]) -> None:
+        """The worker has computed a step of a request: `filled` blocks are full, and the states after `kept` blocks
+        are kept."""
+        self.record(request, filled)
+        if request.image_holds is not None:
+            request.footprint.give(request.image_holds.filled())
+        self.states.record_step(request, kept)
+        self._let_go_of_passed(request)
+
+    def end(self, request: Request, tail_blocks: int) -> None:
+        """A run has ended, whatever the reason, and the state after `tail_blocks` blocks is in the frames for it."""
+        self.computing.pop(request.id, None)
+        self.states.record_tail(request, tail_blocks)
 
     def record(self, request: Request, filled: int) -> None:
-        """The worker has filled the first so many blocks: they go into the trie, and those passed over are held."""
+        """Enters the first `filled` blocks, which are full, into the trie, and holds those that were passed over."""
         tail = request.tail
         if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
             self._record_computed(request, tail.limit)
@@ -61,7 +98,7 @@ class Recorder:
             wanted = np.full(len(rows), groups, np.uint8)
         self.retain(request, rows, first)
         request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
-        ends = self._states.ends(request)
+        ends = self.states.ends(request)
         self._cache.mover.placement.extend(trie, request.rows, groups, ends)
         self.needs.recorded(trie, request.rows, request.prompt_ends)
         return len(rows) == filled - first
@@ -72,7 +109,7 @@ class Recorder:
             of_prompt = request.prompt_tokens // request.trie.block_tokens - first_block
             request.wish.apply(rows[: max(of_prompt, 0)], first_block)
 
-    def let_go_of_passed(self, request: Request) -> None:
+    def _let_go_of_passed(self, request: Request) -> None:
         """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
         run, part_mask = request.run, request.trie.part_mask
         if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
@@ -93,22 +130,88 @@ def _parent(request: Request) -> int | None:
     return request.footprint.own_row(len(rows) - 1)
 
 
-def suspects_of(request: Request) -> list[Suspect]:
-    """The first block of each prefix that a request holds, or will load, when it is handed over.
+@dataclass(slots=True)
+class StateCounters:
+    """What happened since the start; `StateStats` in `admin.proto` says what each counts."""
 
-    No token can be chosen from logits that are not finite. Of a run that used cached blocks, or another run's, those
-    may be the reason: it is run again without, and leaves nothing in the cache then. If that gives a token, they were
-    the reason: they are refused (`RefusedBlocks`). If it does not, the model is, and they stay.
+    kept: int = 0
+    kept_bytes: int = 0
+    resumed: int = 0
+    resumed_tokens: int = 0
+    without_room: int = 0
+
+
+class StateKeeping:
+    """Chooses the states that the worker keeps, and enters them into the cache.
+
+    Args:
+        cache: where they go.
+        policy: how many.
     """
-    behind = () if request.beside is None else request.beside.rows[:1].tolist()
-    found = [(request.trie, row) for row in request.rows[:1].tolist() or behind]
-    if (images := request.image_holds) is not None:
-        found += [(images.kv.trie, row) for row in images.first_rows]
-    return [Suspect(trie, row, int(trie.generation[row])) for trie, row in found]
 
+    def __init__(self, cache: TieredCache, policy: StatePolicy) -> None:
+        self.counters = StateCounters()
+        self._cache = cache
+        self._policy = policy
 
-def refuse(cache: TieredCache, request: Request) -> None:
-    """A request has its tokens now that it runs without what it used before."""
-    suspects, request.suspects = request.suspects, []
-    for suspect in suspects:
-        cache.refused.refuse(suspect.trie, suspect.row, suspect.generation)
+    def choose(self, request: Request) -> list[int]:
+        """The states of a prompt to keep, ascending: after so many blocks each. For a request that is handed over."""
+        block_tokens, cached = request.trie.block_tokens, len(request.rows)
+        last = (request.prompt_tokens - 1) // block_tokens
+        path = len(request.path)
+        every = -(-self._policy.every_tokens // block_tokens)
+        blocks = [last, path, *(range(last // every * every, cached, -every) if every else ())]
+        wanted = dict.fromkeys(count for count in blocks if count > cached)
+        return sorted(list(wanted)[: self._policy.per_prompt])
+
+    def ends(self, request: Request) -> list[int]:
+        """Blocks of a prompt after which somebody is likely to resume: its end, and each so many tokens."""
+        every = -(-self._policy.every_tokens // request.trie.block_tokens)
+        last = request.prompt_ends[-1]
+        return [*request.prompt_ends, *(range(every, last, every) if every and request.kv.state_frames else ())]
+
+    @property
+    def keeps_tails(self) -> bool:
+        """Whether the state at the end of a request is kept."""
+        return self._policy.per_prompt > 0
+
+    def count_resumed(self, request: Request) -> None:
+        """A request runs; it resumes from a state if some of its blocks are cached."""
+        if len(request.rows):
+            self.counters.resumed += 1
+            self.counters.resumed_tokens += len(request.rows) * request.trie.block_tokens
+
+    def record_step(self, request: Request, kept: list[int]) -> None:
+        """The worker has computed a step of a request, and kept the states after so many blocks."""
+        states = request.run.states
+        if states is None:
+            return
+        if states.resuming:  # it has copied the state by now
+            states.resuming = False
+            group = int(request.trie.part_mask[len(request.kv.block_widths)])
+            request.footprint.let_go(slice(0, len(request.rows)), group)
+        for blocks in kept:
+            if (frames := states.keep.pop(blocks, None)) is not None:
+                self._enter(request, blocks, frames)
+
+    def record_tail(self, request: Request, tail_blocks: int) -> None:
+        """A run has ended, whatever the reason, and the state after so many blocks is in the frames for its tail."""
+        states = request.run.states
+        if states is not None and states.tail and tail_blocks:
+            tail, states.tail = states.tail, []
+            self._enter(request, tail_blocks, tail)
+
+    def _enter(self, request: Request, blocks: int, frames: list[int]) -> None:
+        """Enters a state behind the blocks that it belongs to, if they are in the trie and it is not.
+
+        What the request has computed does not become a common block's.
+        """
+        rows = request.rows
+        ends = self.ends(request)
+        mine = len(rows) >= blocks and request.trie.namespace[rows[blocks - 1]] == request.namespace.ordinal
+        if mine and self._cache.record_state(request.trie, rows[:blocks], frames, ends):
+            request.footprint.give(frames)
+            self.counters.kept += 1
+            self.counters.kept_bytes += request.kv.state_frames * self._cache.tiers.frames.frame_bytes
+        else:
+            request.footprint.free(frames)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.request.request import Request
 
 
@@ -21,10 +22,6 @@ class Sharer(Protocol):
     """A model's dispatcher, as the others see it."""
 
     running: dict[int, Request]
-
-    @property
-    def taken_frames(self) -> int:
-        """Frames that its requests have and keep."""
 
     @property
     def moving(self) -> bool:
@@ -50,10 +47,12 @@ class TierShare:
         self._members: list[Sharer] = []
         self._line: list[Sharer] = []
         self._turns = 0
+        self._budgets: list[FrameBudget] = []
 
-    def join(self, member: Sharer) -> None:
-        """Adds a model's dispatcher."""
+    def join(self, member: Sharer, budgets: Iterable[FrameBudget] = ()) -> None:
+        """Adds a model's dispatcher, and what counts the frames that its requests have and keep."""
         self._members.append(member)
+        self._budgets += budgets
 
     @property
     def members(self) -> int:
@@ -73,7 +72,7 @@ class TierShare:
     @property
     def taken_frames(self) -> int:
         """Frames that requests of all models have and keep."""
-        return sum(member.taken_frames for member in self._members)
+        return sum(budget.taken for budget in self._budgets)
 
     @property
     def moving(self) -> bool:

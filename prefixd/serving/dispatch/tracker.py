@@ -98,7 +98,8 @@ class PrefixTracker:
     # -- one request --------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Begins to watch a request that waits; looks it up if that was never done, else reads what was found."""
+        """Begins to watch a request that waits, or is about to be queued; looks it up if that was never done, else
+        reads what was found."""
         if not self._caching:
             return
         slot = self._free.pop() if self._free else self._new_slot()
@@ -132,6 +133,10 @@ class PrefixTracker:
         before = request.found
         self._read(request)
         return request.found is not before
+
+    def has_grown_since(self, request: Request) -> bool:
+        """As `has_grown`; False at once if nothing has moved since the request was looked at."""
+        return request.seen_epoch != self._cache.mover.epoch and self.has_grown(request)
 
     def has_grown(self, request: Request) -> bool:
         """Whether the block behind the request's cached prefix is cached now."""
@@ -203,6 +208,8 @@ class PrefixTracker:
         composed = self._common >= 0
         for namespaces in (self._namespace, self._common):
             asked = slots[namespaces[slots] >= 0]
+            if not len(asked):
+                continue
             rows = trie.find_all(namespaces[asked], self._key[asked])
             asked, rows = asked[rows >= 0], rows[rows >= 0]
             there = trie.has_rules | (trie.nearest[rows] != NONE)  # see `has_grown`
@@ -331,8 +338,12 @@ class PrefixTracker:
         lacks = None if key is None else (request.namespace.root, key)
         ready_s = math.inf if self._ready_s is None else self._ready_s(request)
         now = (weight, cached_tokens, prefix, lacks, ready_s)
-        if now != (queued.weight, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
+        if now == (queued.weight, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
+            return
+        if request.id in self._queue:
             self._queue.update(request.id, weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
+        else:  # it is looked up before it is queued, so that it enters the order once
+            queued.set_cached(weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
 
     def _count_header(self, request: Request) -> None:
         """A prompt has come, or one of which nothing was cached is back in the queue."""

@@ -118,9 +118,7 @@ class Generation:
         self._draining = draining
         self._clock = clock
 
-        def tenants() -> int:
-            return cache.tenants.calling
-
+        tenants = partial(getattr, cache.tenants, "calling")  # no frame of its own: it is asked with every token
         self._images = SharedBytes(most_image_bytes, "images", "worker.images_bytes", tenants)
         self._messages = SharedBytes(MOST_MESSAGE_BYTES, "prompt and parameters", "the daemon", tenants)
         self._unread = SharedLimit(MOST_UNREAD_OF_ALL, tenants)

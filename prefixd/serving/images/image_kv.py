@@ -190,7 +190,7 @@ class ImageHolds:
     def yield_frames(self) -> None:
         """See `Footprint.yield_frames`."""
         for hold in self._held.values():
-            self.budget.remove(self.kv.trie, hold.rows)
+            self.budget.remove(hold.rows)
         self._counted = False
 
     def claim_frames(self, own: list[int]) -> list[ImageFrames]:
@@ -241,5 +241,5 @@ class ImageHolds:
 
     def _end(self, hold: Hold) -> None:
         if self._counted:
-            self.budget.remove(self.kv.trie, hold.rows)
+            self.budget.remove(hold.rows)
         hold.end()

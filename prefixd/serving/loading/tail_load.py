@@ -146,7 +146,7 @@ class TailLoad:
             self._timer.cancel()
         self._closed = True
         self._load.drop()
-        self._budget.remove(self._trie, self._hold.rows)
+        self._budget.remove(self._hold.rows)
         self._hold.end()
         self._nodes.end()
 
@@ -185,7 +185,7 @@ class TailLoad:
         self._closed = True
         self._load.drop(late=self.abandoned)
         arrived = len(self._load.arrived_rows())
-        self._budget.remove(self._trie, self._hold.rows[arrived:])
+        self._budget.remove(self._hold.rows[arrived:])
         self._hold.shrink(arrived)
         self.limit = self.end_block - arrived
 

@@ -308,10 +308,10 @@ class TierResize:
 
     def _frames_changed(self) -> None:
         for dispatcher in self._dispatchers:
-            dispatcher.frames_changed()
+            dispatcher.look()
 
     def _begun_frames(self) -> int:
-        return max(dispatcher.begun_frames() for dispatcher in self._dispatchers)
+        return max(dispatcher.requests.begun_frames() for dispatcher in self._dispatchers)
 
     def _what_holds(self) -> str:
         text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"

@@ -371,13 +371,13 @@ class Request:
     @property
     def rows(self) -> Rows:
         """The cached blocks from the first on: those it holds in the GPU tier, or else those found at the last look."""
-        return self.found if self._footprint is None else self._footprint.rows
+        return self.found if self._footprint is None else self._footprint.hold.rows
 
     @property
     def wanted(self) -> GroupMask | None:
         """The KV groups of each of these blocks that its prefix needs; None for all."""
         if self._footprint is not None:
-            return self._footprint.wanted
+            return self._footprint.hold.wanted
         return self.trie.needed(len(self.found)) if self.trie.has_rules else None
 
     @property
@@ -506,7 +506,7 @@ class Request:
             return
         footprint, self._footprint, self._run = self._footprint, None, None
         self.beside = None
-        self.found = footprint.rows
+        self.found = footprint.hold.rows
         self.generations = self.trie.generation[self.found]
         self.seen_epoch = -1
         footprint.end()

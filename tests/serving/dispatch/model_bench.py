@@ -15,6 +15,7 @@ import numpy as np
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.dispatch.dispatcher import Dispatcher
+from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.images.image_kv import ImageKv, image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
@@ -58,10 +59,7 @@ class ModelBench:
             CostModel(),
             self._messages_append,
             time.monotonic,
-            max_running=8,
-            look_ahead=8,
-            load="always",
-            preemption="swap",
+            DispatchOptions(max_running=8, look_ahead=8, load="always", preemption="swap"),
         )
         self.paused = False
         self._messages: list[ToWorker] = []

@@ -39,7 +39,7 @@ async def test_an_answer_from_end_to_end(make_bench: MakeBench, events: Events, 
     assert (run.start.cached_blocks, len(run.start.frames)) == (0, 5)
     await bench.finish(request)
     assert events(request) == (expected(COLD, 11), "length")
-    assert (bench.dispatcher.finished, request.generated) == (1, 11)
+    assert (bench.dispatcher.counters.finished, request.generated) == (1, 11)
     # 17 + 11 tokens, the last of them never computed: 6 full blocks, of which the prompt's 4 are asked for.
     again = bench.submit(COLD, max_tokens=1)
     assert (await bench.running(again)).start.cached_blocks == 4
@@ -75,7 +75,11 @@ async def test_a_step_brings_several_tokens_of_a_request_where_a_draft_proposed_
     assert bench.cost.compute_s(100) is None
     assert (request.generated, request.run.computed_tokens) == (6, 8)
     dispatcher = bench.dispatcher
-    assert (dispatcher.passes, dispatcher.proposed_tokens, dispatcher.accepted_tokens) == (2, 8, 4)
+    assert (dispatcher.counters.passes, dispatcher.counters.proposed_tokens, dispatcher.counters.accepted_tokens) == (
+        2,
+        8,
+        4,
+    )
     bench.dispatcher.on_step(Step([Update(request.id, [1], 0)], 5, 0.5))
     assert bench.cost.compute_s(100) == pytest.approx(10.0)
 

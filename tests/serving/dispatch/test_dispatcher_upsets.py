@@ -105,7 +105,7 @@ async def test_what_a_dead_worker_ran_is_run_again(make_bench: MakeBench, events
         assert (run.start.cached_blocks, run.start.generated) == (5, 5)
     await bench.finish(*requests)
     assert [events(request) for request in requests] == [(expected(p, 9), "length") for p in (ONE, TWO)]
-    assert bench.dispatcher.resumed == 2
+    assert bench.dispatcher.counters.resumed == 2
 
 
 async def test_a_request_that_kills_every_worker_is_ended(make_bench: MakeBench, events: Events) -> None:
@@ -322,7 +322,7 @@ async def test_cancelled_while_it_is_preempted(make_bench: MakeBench, events: Ev
     await bench.finish(old, young)
     assert events(young)[1] == "cancelled"
     assert events(old)[1] == "length"
-    assert bench.dispatcher.resumed == int(answered)
+    assert bench.dispatcher.counters.resumed == int(answered)
 
 
 async def test_cancelled_when_its_worker_is_dead(make_bench: MakeBench, events: Events) -> None:
@@ -360,7 +360,7 @@ async def test_an_error_of_the_worker_is_the_callers(make_bench: MakeBench, even
     assert tokens == []
     assert isinstance(error, UnavailableError)
     assert "not finite" in str(error)
-    assert bench.dispatcher.finished == 0
+    assert bench.dispatcher.counters.finished == 0
 
 
 # -- damaged blocks -------------------------------------------------------------------------------------------------
@@ -400,7 +400,11 @@ async def test_without_memory_for_one_more_fewer_run_and_all_are_served(
     del bench.runs[refused.id]
     bench.dispatcher.on_done(Done(refused.id, "no_memory", "too many mappings; raise vm.max_map_count"))
     assert events(refused) == ([], None)
-    assert (bench.dispatcher.resumed, refused.resumed, bench.dispatcher.preemption.counters.preempted) == (1, 1, 0)
+    assert (bench.dispatcher.counters.resumed, refused.resumed, bench.dispatcher.preemption.counters.preempted) == (
+        1,
+        1,
+        0,
+    )
     assert (
         troubles.what(concurrency_limit.PART)
         == "1 of 4 requests run at once: too many mappings; raise vm.max_map_count"

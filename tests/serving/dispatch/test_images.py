@@ -106,7 +106,7 @@ async def test_the_content_of_an_image_decides_what_is_found(make_bench: MakeBen
     other = await run(bench, [1, 2], DOG, text)
     assert [cached(bench, request) for request in (again, other)] == [4, 0]
     assert [again.encoded_images, other.encoded_images] == [0, 1]
-    assert (bench.dispatcher.asked_images, bench.dispatcher.encoded_images) == (3, 2)
+    assert (bench.dispatcher.counters.asked_images, bench.dispatcher.counters.encoded_images) == (3, 2)
 
 
 async def test_what_stands_before_an_image_is_shared(make_bench: MakeBench) -> None:

@@ -155,7 +155,7 @@ def check(bench: Bench, requests: list[Request]) -> None:
     assert len(set(own)) == len(own)
     widths = (*bench.kv.block_widths, *bench.kv.state_widths)
     frames = sum(widths[part] for _, part in parts) + bench.cache.tiers.gpu.frames_of(own)
-    assert dispatcher._budget.taken == frames
+    assert dispatcher.context.budget.taken == frames
     dispatcher.queue.check_integrity(bench.now)
     check_integrity(bench.cache)
 
@@ -207,7 +207,7 @@ def test_nothing_is_lost_whatever_happens(
             await asyncio.wait_for(operator.ended(), 60)
             await bench.quiet()  # a copy for a request that was withdrawn may have moved on
             check(bench, requests)
-            assert bench.dispatcher._budget.taken == 0
+            assert bench.dispatcher.context.budget.taken == 0
             for request in requests:
                 assert request.state is S.ENDED
                 tokens, end = events(request)

@@ -89,7 +89,7 @@ async def test_what_moves_when_the_request_ends_is_let_go(make_bench: MakeBench,
     assert request.state is RequestState.ENDED
     bench.engine.open.set()
     await bench.quiet()
-    assert bench.dispatcher._budget.taken == 0
+    assert bench.dispatcher.context.budget.taken == 0
 
 
 async def test_the_worker_dies_in_the_middle(make_bench: MakeBench, expected: Expected, events: Any) -> None:

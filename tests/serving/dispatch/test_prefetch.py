@@ -261,7 +261,7 @@ def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
         await until(lambda: all(in_cpu(request) == 128 for request in waiting))
         await asyncio.sleep(1.0)
         nbytes = 128 * BLOCK_BYTES
-        assert daemon.dispatcher._cost.load_s(nbytes, Distance.DISK) == pytest.approx(nbytes / 1e6, rel=0.01)
+        assert daemon.dispatcher.context.cost.load_s(nbytes, Distance.DISK) == pytest.approx(nbytes / 1e6, rel=0.01)
         for request in (before, *waiting):
             daemon.dispatcher.cancel(request)
 

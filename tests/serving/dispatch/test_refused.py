@@ -138,7 +138,7 @@ async def test_who_waits_does_not_begin_with_what_is_refused_meanwhile(plain: Su
     async with opened(plain, tmp_path) as bench:
         await bench.generate(prompt_of(0), NEW)
         path = bench.path(prompt_of(0))
-        bench.dispatcher._ready = False
+        bench.dispatcher.requests.ready = False
         request = bench.submit(prompt_of(0), NEW)
         assert len(request.found) == BLOCKS
         with bench.cache.mover.placement.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):

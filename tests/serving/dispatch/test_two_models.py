@@ -76,7 +76,7 @@ async def test_two_names_of_the_same_weights_share_what_they_compute(make_bench:
         await copy.running(again)
         await finish((first, copy))
         assert again.hit_tokens == [2 * BLOCK, 0, 0, 0]
-        assert [bench.dispatcher.finished for bench in (first, copy)] == [1, 2]
+        assert [bench.dispatcher.counters.finished for bench in (first, copy)] == [1, 2]
     finally:
         await copy.dispatcher.stop()
         copy.dispatcher.abandon()
@@ -90,7 +90,7 @@ async def test_requests_that_each_have_a_part_of_the_tier_end(pair: Pair) -> Non
     await a.running(runs[0])
     await b.running(runs[1])
     await finish(pair)
-    assert [bench.dispatcher.finished for bench in pair] == [1, 1]
+    assert [bench.dispatcher.counters.finished for bench in pair] == [1, 1]
     assert b.dispatcher.preemption.counters.preempted == 1, "who was handed over last"
     assert not a.dispatcher.preemption.counters.preempted
 
@@ -111,4 +111,4 @@ async def test_a_busy_model_does_not_starve_the_other(pair: Pair) -> None:
         await asyncio.sleep(0.003)
     assert a.dispatcher.waiting, "there was always more to do for a"
     await finish(pair)
-    assert [bench.dispatcher.finished for bench in pair] == [len(busy), 1]
+    assert [bench.dispatcher.counters.finished for bench in pair] == [len(busy), 1]

@@ -219,7 +219,10 @@ async def test_what_a_dead_worker_ran_keeps_the_tier_as_large_as_it_needs(
     await bench.running(large)
     bench.step()
     bench.die()
-    assert large.id in bench.dispatcher._interrupted and bench.dispatcher.begun_frames() == large.most_blocks == 10
+    assert (
+        large.id in bench.dispatcher.requests.interrupted
+        and bench.dispatcher.requests.begun_frames() == large.most_blocks == 10
+    )
     await bench.until(lambda: large.state is RequestState.WAITING)
     shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
     await bench.until(lambda: bench.cache.tiers.frames.capacity == 10)
@@ -281,7 +284,7 @@ async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> Non
         trie.pinned[trie.match(bench.namespace.root, request.chain).rows] = True
 
     async def ended(request: Request) -> str:
-        await bench.until(lambda: bench.dispatcher._lacking == (request.id, bench.now))
+        await bench.until(lambda: bench.dispatcher._supply._lacking == (request.id, bench.now))
         bench.now += 31
         await bench.until(lambda: request.state in (RequestState.CANCELLING, RequestState.ENDED))
         bench.answer_cancels()

@@ -65,7 +65,7 @@ class FakeFootprint:
     """Records what is done with it."""
 
     def __init__(self) -> None:
-        self.rows = ROWS
+        self.hold = SimpleNamespace(rows=ROWS, wanted=None)
         self.done: list[object] = []
 
     def yield_frames(self) -> None:

@@ -15,9 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-import numpy as np
-
-from prefixd.base.errors import ExhaustedError, PrefixdError, UnavailableError
+from prefixd.base.errors import PrefixdError, UnavailableError
 from prefixd.base.pacer import give_way
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
@@ -29,11 +27,6 @@ from prefixd.serving.dispatch.hand_over import HandOver
 from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.dispatch.places import (
     ConcurrencyLimit,
-    GpuQuotas,
-    Places,
-    computing_next_block,
-    embeds_image,
-    keeps_state,
 )
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.prefetcher import Prefetcher
@@ -41,24 +34,17 @@ from prefixd.serving.dispatch.recorder import Recorder
 from prefixd.serving.dispatch.requests import Requests
 from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.dispatch.tracker import PrefixTracker
+from prefixd.serving.dispatch.window import DispatchWindow
 from prefixd.serving.dispatch.worker_results import WorkerResults
-from prefixd.serving.frame_budget import FrameBudget
-from prefixd.serving.images.image_kv import NO_ROWS
 from prefixd.serving.kv_shape import ONE_FRAME
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
 from prefixd.worker_protocol.protocol import Cancel, Done, Step, ToWorker
-from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue
-from prefixd_swap import FramePool
+from prefixd_scheduler import CostModel, RequestQueue
 
 log = logging.getLogger(__name__)
 
 _END_S = 5.0
-_REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
-_NEAR_ROWS = 16  # and what looking costs at one whose prefix the CPU tier holds already
-_HAND_OVER = 4  # what handing a block over costs, in rows looked at
-_RETRY_S = 0.02
 _ASKED = 0.08  # of what computing a prompt takes, spent on asking a shared store about it
-_QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
 
 
 class Dispatcher:
@@ -113,7 +99,17 @@ class Dispatcher:
         self._concurrency = ConcurrencyLimit(options.max_running, cache.tiers.troubles, self.requests.look)
         self._endings = Endings(context, self._prefetcher)
         self._supply = FrameSupply(context, self._prefetcher, self.preemption, self._endings)
-        self._hand_over = HandOver(context, self._prefetcher, self.recorder, self.preemption)
+        self._window = DispatchWindow(
+            context,
+            self._tracker,
+            self._prefetcher,
+            self.recorder,
+            self.preemption,
+            self._concurrency,
+            self._supply,
+            HandOver(context, self._prefetcher, self.recorder, self.preemption),
+            self._endings,
+        )
         self.results = WorkerResults(
             context,
             self._tracker,
@@ -124,9 +120,7 @@ class Dispatcher:
             self._supply,
             self._endings,
         )
-        self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
         self._weighed: Trie | None = None  # the eviction policy knows what computing takes of its blocks
-        self._newcomer = False  # of a tenant of which none waited, since a look at the queue
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -246,7 +240,7 @@ class Dispatcher:
         """Queues a request. Raises QueueFullError."""
         tenant = request.queued.tenant
         self.queue.check_room(tenant)
-        self._newcomer |= not self.queue.waiting_of(tenant)
+        self._window.newcomer |= not self.queue.waiting_of(tenant)
         if request.trie is not self._weighed:
             self._weighed = request.trie
             self._cache.policy.observe_compute_time(request.trie, self.context.cost.compute_s)
@@ -288,163 +282,8 @@ class Dispatcher:
             await self.requests.wait_for_change()
             self._advance_loads()
             if self.requests.taking and await self._supply.extend_starved():
-                await self._dispatch()
+                await self._window.dispatch()
             await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
-
-    async def _dispatch(self) -> None:
-        self._newcomer = False
-        if not self.waiting:
-            self._share.leave(self)
-            return
-        self._tracker.refresh()
-        of_all = Places(self._concurrency.limit, self._cache.tenants.calling, self.running.values())
-        places = max(0, of_all.free)
-        ahead = self.context.look_ahead.requests(self._concurrency.limit)
-        quotas = GpuQuotas(self._cache.mover.use, self._cache.tiers.gpu, self._share.running())
-        window = self._window(places, places + ahead, quotas)
-        beyond = len(window)  # from this place on the GPU tier has no room
-        await self._prefetcher.keep_only(window)
-        self.context.budget.begin_round()
-        self.context.image_budget.begin_round()
-        for request, refusal in quotas.never:
-            self._endings.end_waiting(request, refusal)
-        frames = self._cache.tiers.frames.lasting
-        left = frames - self._share.taken_frames
-        full = lacks = coming = False
-        for place, request in enumerate(window):
-            if not self.requests.taking:
-                break
-            demanded = place < places  # the worker would run it now
-            if demanded and request.state is RequestState.STAGING:
-                self._prefetcher.hurry(request)
-            if request.state not in _QUEUED or not self._is_current(request):
-                continue  # it was cancelled while others ran, or its prefix is on its way up
-            if request.most_frames > frames:  # it fitted when it came, and the tier has shrunk since
-                self._endings.end_waiting(request, _never_fits(request, self._cache.tiers.frames))
-                continue
-            if self.preemption.waits(request, self._share.running()):
-                beyond = place
-                await self._prefetcher.unstage_ready(window[place:])
-                break
-            if not self._share.may_hand_over(self):
-                lacks, beyond = demanded, place
-                await self._prefetcher.unstage_ready(window[place:])
-                break
-            left -= request.first_frames
-            left -= self.context.budget.weigh(request.trie, request.rows, request.wanted)
-            left -= _weigh_images(
-                request, self.context.image_budget, caching=self.context.caching and not request.uncached
-            )
-            if left < 0:
-                lacks, beyond = demanded, place
-                await self._prefetcher.unstage_ready(window[place:])
-                break
-            if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
-                self._prefetcher.stage(request, demanded=demanded, places=place + 1 - places)
-            # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever. But
-            # where the free places are kept for other tenants, those pass.
-            kept_waiting = of_all.keeps_waiting(request)
-            full = full or not (kept_waiting or of_all.has_for(request))
-            may_run = not (full or kept_waiting)
-            if request.state is RequestState.READY and may_run and not await self._hand_over.hand_over(request):
-                lacks, beyond = True, place + 1
-                await self._prefetcher.unstage_all_but(request)
-                self._supply.note_lack(request)
-                break
-            coming = coming or (demanded and request.state is RequestState.STAGING)
-            handed_over = request.state is RequestState.RUNNING
-            if handed_over:
-                self._supply.note_success()
-                of_all.take(request)
-                if quotas.left_out:
-                    self.requests.look()  # others of its tenant may need less beside it: what they share is held now
-                if self._newcomer:  # room was made meanwhile, for a second if need be: it may be another one's turn
-                    self.requests.look()
-                    beyond = place + 1
-                    break
-            await self.context.pacer.worked(
-                _REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks)
-            )
-        await self._keep_place(lacks, coming)
-        await self._bring_near(window if ahead else [], beyond, places)
-
-    def _window(self, places: int, n: int, quotas: GpuQuotas) -> list[Request]:
-        """The next `n` requests, where `places` are free: first those that could run in them now.
-
-        Of a tenant whose requests wait because places are kept for others, many may come before the others' first one.
-        """
-        runnable: dict[int, Request] = {}
-        if self._cache.tenants.calling > 1 and places:
-            trial = Places(self._concurrency.limit, self._cache.tenants.calling, self.running.values())
-
-            def may_run(queued: QueuedRequest) -> bool:
-                request = self.waiting[queued.id]
-                if trial.keeps_waiting(request) or not quotas.admits(request):
-                    return False
-                trial.take(request)
-                return True
-
-            runnable = {
-                each.id: self.waiting[each.id] for each in self.queue.window(places, self.context.clock(), may_run)
-            }
-        admitted = self.queue.window(
-            n, self.context.clock(), lambda queued: queued.id in runnable or quotas.admits(self.waiting[queued.id])
-        )
-        others = [self.waiting[each.id] for each in admitted if each.id not in runnable]
-        return [*runnable.values(), *others][:n]
-
-    async def _bring_near(self, window: list[Request], beyond: int, places: int) -> None:
-        """The prefetcher's second stage, of the window from the place `beyond` on."""
-        if beyond >= len(window) and not self._prefetcher.any_near:
-            return
-        self._prefetcher.begin_near(beyond - places)
-        for place, request in enumerate(window[beyond:], beyond):
-            if not self.requests.taking:
-                break
-            if request.state is not RequestState.WAITING or self._prefetcher.keep_near(request):
-                continue
-            near = self._prefetcher.is_near(request)  # then it is held, and looked at anew when its turn is near
-            if near or self._is_current(request):
-                if not self._prefetcher.bring_near(request, place + 1 - places):
-                    break
-                await self.context.pacer.worked(_NEAR_ROWS if near else _REQUEST_ROWS + request.blocks)
-        self._prefetcher.end_near()
-
-    async def _keep_place(self, lacks: bool, coming: bool) -> None:
-        """Waits in the line of the models for frames that the next request `lacks`, or for its prefix, which is on its
-        way up (`coming`); else leaves the line."""
-        if not self._share.shared:
-            return
-        if lacks and self.requests.taking:
-            self._share.wait(self)
-            await self._share.clear(self)
-            if self._retry is None:
-                self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._look_again)
-        elif not coming:
-            self._share.leave(self)
-
-    def _look_again(self) -> None:
-        self._retry = None
-        self.requests.look()
-
-    def _is_current(self, request: Request) -> bool:
-        """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.
-
-        What was found may have gone or come while others ran, so this is asked right before the request is staged.
-        """
-        if request.state is not RequestState.WAITING or request.uncached:
-            return True
-        if self._is_computed(request) or (self.context.caching and embeds_image(request, self.running.values())):
-            return False
-        return not (self._tracker.verify(request) and self._is_computed(request))
-
-    def _is_computed(self, request: Request) -> bool:
-        if request.kv.state_frames:
-            return keeps_state(request, self.running.values())
-        other = computing_next_block(request, self.recorder.computing.values())
-        if other is not None:
-            request.fork_of = other.id
-        return other is not None
 
     def _advance_loads(self) -> None:
         """Loads on beside the requests that compute, and tells the worker of what has come when both meet."""
@@ -452,24 +291,3 @@ class Dispatcher:
             if arrived is not None:
                 self.context.send(arrived)
             self._supply.want(request)
-
-
-def _weigh_images(request: Request, budget: FrameBudget, *, caching: bool) -> int:
-    """How many more frames a queued request takes for its images, besides those taken or weighed in this round."""
-    kv, holds = request.image_kv, request.image_holds
-    if kv is None:
-        return 0
-    if holds is not None:
-        return holds.missing_blocks * kv.width + budget.weigh(kv.trie, holds.held)
-    found = [kv.find(digest) if caching else NO_ROWS for digest in kv.chains]
-    missing = sum(kv.size for rows in found if not len(rows))
-    return missing + budget.weigh(kv.trie, np.concatenate([NO_ROWS, *found]))
-
-
-def _never_fits(request: Request, pool: FramePool) -> ExhaustedError:
-    tokens, frame_bytes = request.most_blocks * request.trie.block_tokens, pool.frame_bytes
-    return ExhaustedError(
-        f"prompt and output, up to {tokens} tokens, need up to {request.most_frames * frame_bytes} bytes of the GPU "
-        f"tier, which was resized to {pool.lasting * frame_bytes}; shorten the prompt, lower max_tokens or resize the "
-        "tier"
-    )

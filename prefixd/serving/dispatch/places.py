@@ -55,9 +55,9 @@ class Places:
         """Whether as many are free as a request takes."""
         return self._needed(request) <= self.free
 
-    def keeps_waiting(self, request: Request) -> bool:
-        """Whether a request does not keep others waiting: the places that are left are kept for other tenants, or it is
-        a second wide search. Later ones of its tenant wait with it."""
+    def must_wait(self, request: Request) -> bool:
+        """True if the places that are left are kept for other tenants, or it is a second wide search. Later requests of
+        its tenant wait with it."""
         tenant = request.queued.tenant
         if tenant not in self._waiting and self._waits(request):
             self._waiting.add(tenant)

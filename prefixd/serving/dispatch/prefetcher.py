@@ -40,6 +40,7 @@ class Prefetcher:
 
     Attributes:
         loader: decides what is loaded.
+        cpu_stage: the second stage.
     """
 
     def __init__(self, context: DispatchContext, tracker: PrefixTracker, backlog_s: Callable[[], float]) -> None:
@@ -53,11 +54,11 @@ class Prefetcher:
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
         self.loader = Loader(context, self._staged, self.unstage, backlog_s)
-        self._cpu_stage = CpuStage(context, self.loader.claims)
+        self.cpu_stage = CpuStage(context, self.loader.claims)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
-        await self._cpu_stage.stop()
+        await self.cpu_stage.stop()
         await self.loader.stop()
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ class Prefetcher:
         request.stage(Footprint(self._cache, self._context.budget, owner, trie, rows, images, behind))
         self._staged[request.id] = request
         if not request.read_only:
-            if request not in self._cpu_stage:  # else it was touched when it came near
+            if request not in self.cpu_stage:  # else it was touched when it came near
                 self._mover.placement.touch(trie, rows, request.count_use(len(rows)))
             if images is not None:
                 images.touch()
@@ -117,7 +118,7 @@ class Prefetcher:
         under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
         staged = ((number, self._staged.get(number)) for number in self._reading)
         self._reading = {number for number, request in staged if request is not None and request.state in under_way}
-        others = (self._reading | self._cpu_stage.reading) - {request.id}  # what is read for it already goes on
+        others = (self._reading | self.cpu_stage.reading) - {request.id}  # what is read for it already goes on
         return len(others) < _READS
 
     def hurry(self, request: Request) -> None:
@@ -134,7 +135,7 @@ class Prefetcher:
 
     def withdraw(self, request: Request, event: Event) -> None:
         """Ends a request that waits. A copy under way keeps its footprint until it has ended."""
-        self._cpu_stage.end(request)
+        self.cpu_stage.end(request)
         if request.state is RequestState.STAGING:
             request.withdraw(event)
             return
@@ -145,7 +146,7 @@ class Prefetcher:
     def hand_over(self, request: Request, run: Run, own: list[int]) -> None:
         """The worker gets a request that is READY."""
         request.hand_over(run, own)
-        self._cpu_stage.end(request)
+        self.cpu_stage.end(request)
         del self._staged[request.id]
 
     def grew(self, request: Request) -> bool:
@@ -161,39 +162,6 @@ class Prefetcher:
         """Unstages what is READY and not in the window."""
         inside = {request.id for request in window}
         await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
-
-    def is_near(self, request: Request) -> bool:
-        """Whether the second stage has the request."""
-        return request in self._cpu_stage
-
-    @property
-    def any_near(self) -> bool:
-        """Whether the second stage has any request."""
-        return len(self._cpu_stage) > 0
-
-    def begin_near(self, places: int) -> None:
-        """A look at the requests beyond the GPU tier's room begins, in the order of their turns. The tier has room for
-        the first of them when so many others have had their turns."""
-        self._cpu_stage.begin_round(self._look_ahead.until_turn_s(places))
-
-    def keep_near(self, request: Request) -> bool:
-        """A request that waits, of which the second stage has all; False where it has to be brought near."""
-        return self._cpu_stage.keep(request)
-
-    def bring_near(self, request: Request, places: int) -> bool:
-        """The second stage of a request that waits, `found` being exact; False when the CPU tier has no room for it.
-
-        Its turn comes after `places` others.
-        """
-        return self._cpu_stage.add(request, due_s=self.due_s(places), may_read=self.may_bring_ahead(request))
-
-    def end_near(self) -> None:
-        """Lets go of requests that are not in the window any more."""
-        self._cpu_stage.end_round()
-
-    def due_s(self, places: int) -> float:
-        """When the turn of a request comes, before which so many others are handed over."""
-        return self._clock() + self._look_ahead.until_turn_s(places)
 
     async def unstage_all_but(self, head: Request) -> None:
         """`head` lacks frames: READY requests that wait behind it may not keep theirs. Looks again soon."""

@@ -21,7 +21,9 @@ from prefixd.serving.request.request import Request
 class Sharer(Protocol):
     """A model's dispatcher, as the others see it."""
 
-    running: dict[int, Request]
+    @property
+    def running(self) -> dict[int, Request]:
+        """Requests that its worker has, by id."""
 
     @property
     def moving(self) -> bool:

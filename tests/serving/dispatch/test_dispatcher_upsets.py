@@ -12,7 +12,7 @@ from prefixd.base.errors import ExhaustedError, UnavailableError
 from prefixd.base.tenants import Tenants
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.serving.dispatch import dispatcher
+from prefixd.serving.dispatch import endings, worker_results
 from prefixd.serving.dispatch import places as concurrency_limit
 from prefixd.serving.generation import inbox
 from prefixd.serving.request.request import RequestState
@@ -176,7 +176,7 @@ async def test_what_a_dead_worker_still_says_is_ignored(make_bench: MakeBench) -
 
 async def test_a_death_is_dealt_with_a_slice_at_a_time(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is given to the next worker before all that the dead one ran is put back, and others run in between."""
-    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)
+    monkeypatch.setattr(worker_results, "_INTERRUPTED_ROWS", 1)
     bench = await make_bench(40)
     requests = [bench.submit(range(1000 * k, 1000 * k + 17), max_tokens=9) for k in range(1, 5)]
     for request in requests:
@@ -201,7 +201,7 @@ async def test_a_death_is_dealt_with_a_slice_at_a_time(make_bench: MakeBench, mo
 async def test_a_crowd_is_told_a_slice_at_a_time(
     make_bench: MakeBench, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_ENDED_AT_ONCE", 2)
+    monkeypatch.setattr(endings, "_ENDED_AT_ONCE", 2)
     bench = await make_bench(24, ready=False)
     crowd = [bench.submit(range(k, k + 9)) for k in range(7)]
     bench.die(gave_up=True)
@@ -219,7 +219,7 @@ async def test_a_crowd_is_told_a_slice_at_a_time(
 async def test_a_stop_while_a_death_is_dealt_with_ends_everything(
     make_bench: MakeBench, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)
+    monkeypatch.setattr(worker_results, "_INTERRUPTED_ROWS", 1)
     bench = await make_bench(24)
     requests = [bench.submit(ONE), bench.submit(TWO)]
     for request in requests:

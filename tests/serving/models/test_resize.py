@@ -11,7 +11,7 @@ import pytest
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnavailableError
 from prefixd.base.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
-from prefixd.serving.dispatch import dispatcher
+from prefixd.serving.dispatch import worker_results
 from prefixd.serving.models import tier_resize
 from prefixd.serving.models.tier_resize import ResizeProgress, TierResize
 from prefixd.serving.request.request import Request, RequestState
@@ -214,7 +214,7 @@ async def test_what_a_dead_worker_ran_keeps_the_tier_as_large_as_it_needs(
 ) -> None:
     """It was told that it fits, and has told its caller tokens."""
     bench, _, resize = await resizing(24)
-    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)  # one request a callback
+    monkeypatch.setattr(worker_results, "_INTERRUPTED_ROWS", 1)  # one request a callback
     small, large = bench.submit(range(8)), bench.submit(range(100, 124), max_tokens=16)
     await bench.running(large)
     bench.step()

@@ -38,7 +38,7 @@ from prefixd.serving.dispatch.window import DispatchWindow
 from prefixd.serving.dispatch.worker_results import WorkerResults
 from prefixd.serving.kv_shape import ONE_FRAME
 from prefixd.serving.request.request import Request
-from prefixd.worker_protocol.protocol import Cancel, Done, Step, ToWorker
+from prefixd.worker_protocol.protocol import Cancel, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ class Dispatcher:
 
     Attributes:
         requests: those that wait and those that run.
+        queue: the order of those that wait.
+        waiting: those that wait, by id.
+        running: those that the worker has, by id.
         context: what the parts share.
         counters: what happened since the start.
         least_frames: frames that the smallest request of the worker's model needs; set with the GPU tier.
@@ -81,6 +84,7 @@ class Dispatcher:
         share: TierShare | None = None,
     ) -> None:
         self.requests = Requests(queue)
+        self.queue, self.waiting, self.running = queue, self.requests.waiting, self.requests.running
         share = share or TierShare()
         self.context = context = DispatchContext(cache, self.requests, cost, send, clock, options, share, self)
         self.counters = context.counters
@@ -120,24 +124,10 @@ class Dispatcher:
             self._supply,
             self._endings,
         )
+        self.on_step, self.on_done, self.on_death = self.results.on_step, self.results.on_done, self.results.on_death
         self._weighed: Trie | None = None  # the eviction policy knows what computing takes of its blocks
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def queue(self) -> RequestQueue:
-        """The order of the requests that wait."""
-        return self.requests.queue
-
-    @property
-    def waiting(self) -> dict[int, Request]:
-        """Requests that wait, by id."""
-        return self.requests.waiting
-
-    @property
-    def running(self) -> dict[int, Request]:
-        """Requests that the worker has, by id."""
-        return self.requests.running
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -189,18 +179,6 @@ class Dispatcher:
         """The worker takes requests."""
         self.requests.ready = not self._stopping
         self.requests.look()
-
-    def on_step(self, step: Step) -> None:
-        """Results of one forward pass."""
-        self.results.on_step(step)
-
-    def on_done(self, done: Done) -> None:
-        """A request ended; nothing maps its frames any more."""
-        self.results.on_done(done)
-
-    def on_death(self, why: str, gave_up: bool) -> None:
-        """The worker is gone; its requests are run again by the next one, if there is one."""
-        self.results.on_death(why, gave_up)
 
     # -- other models -------------------------------------------------------------------------------------------
     # As `Sharer` says.
@@ -280,8 +258,9 @@ class Dispatcher:
     async def _run(self) -> None:
         while not self._stopping:
             await self.requests.wait_for_change()
-            self._advance_loads()
-            if self.requests.taking and await self._supply.extend_starved():
+            if self.loader.beside:
+                self._advance_loads()
+            if self.requests.taking and (not self.running or await self._supply.extend_starved()):
                 await self._window.dispatch()
             await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
 

@@ -48,8 +48,6 @@ class FrameSupply:
 
     async def extend_starved(self) -> bool:
         """Gives frames to those that run and need them; False when one gets none: then no other gets any."""
-        if not self._running:
-            return True
         for request in self._preemption.in_rank(self._running.values()):
             if not self._starves(request):
                 continue  # it has its frames, or ended while the others got theirs

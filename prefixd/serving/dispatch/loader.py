@@ -75,7 +75,8 @@ class Loader:
         self._under_way: WeakSet[PieceLoad] = WeakSet()
         self._copies: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, PieceLoad] = {}
-        self._beside: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
+        self.beside: dict[int, Request] = {}
+        """Running requests beside which a part of their prefixes is loaded."""
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
@@ -91,16 +92,19 @@ class Loader:
             demanded: it could run at once.
             turn_s: in so many seconds its turn comes.
         """
-        rows = request.found
-        request.beside = None
+        trie, rows = request.trie, request.found
+        request.beside = request.choice = None
+        if not trie.lacking(rows, self._cache.tiers.compute.level, request.wanted).any():  # nothing to load
+            request.cut = False
+            return rows
         request.choice = LoadChoice(tuple(self._stretches(request)), self._clock())
         if demanded:
             self.want(request)
         if self._mode == "always":
             chosen = rows
         elif self._mode == "never":
-            chosen = request.usable(rows, request.trie.there[rows, self._cache.tiers.compute.level])
-        elif request.trie.has_rules or request.image_kv is not None:
+            chosen = request.usable(rows, trie.there[rows, self._cache.tiers.compute.level])
+        elif trie.has_rules or request.image_kv is not None:
             chosen = self._worth_loading(request, turn_s + self._backlog_s())
         else:
             chosen = self._planned(request, request.choice.stretches, demanded, turn_s)
@@ -306,16 +310,16 @@ class Loader:
         name = f"request {request.name}"
         args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._look)
         request.footprint.begin_tail(TailLoad(*args))
-        self._beside[request.id] = request
+        self.beside[request.id] = request
 
     def advance(self) -> list[tuple[Request, Arrived | None]]:
         """Loads on beside the requests that compute. Returns these, each with what its worker is to be told when what
         it computes and what was loaded meet."""
         advanced: list[tuple[Request, Arrived | None]] = []
-        for request in list(self._beside.values()):
+        for request in list(self.beside.values()):
             tail = request.tail
             if tail is None or tail.joined:
-                del self._beside[request.id]
+                del self.beside[request.id]
             elif request.state in (RequestState.RUNNING, RequestState.STARVED):
                 meet = tail.advance(request.run.blocks, request.filled_blocks)
                 advanced.append((request, self._join(request, tail) if meet else None))

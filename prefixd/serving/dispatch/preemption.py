@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Hashable, Iterable
+from collections.abc import Coroutine, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -226,9 +226,9 @@ class Preemption:
         """A run has ended for good, or all of them with their worker: who was preempted may run again."""
         self._parked.clear()
 
-    def waits(self, request: Request, running: Collection[Request]) -> bool:
-        """Whether a request that is next may not run yet, because it was preempted."""
-        if request.id not in self._parked or not running:
+    def must_wait(self, request: Request) -> bool:
+        """True if a request that is next may not run yet, because it was preempted."""
+        if request.id not in self._parked or not (running := self._share.running()):
             return False
         growth = sum(other.growth_frames for other in running)
         return self._share.taken_frames + growth + request.most_frames > self._cache.tiers.frames.lasting

@@ -24,6 +24,7 @@ from prefixd.serving.dispatch.options import StatePolicy
 from prefixd.serving.kv_shape import ONE_FRAME
 from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.run import Run
 
 
 class Recorder:
@@ -52,8 +53,9 @@ class Recorder:
 
     def begin(self, request: Request) -> None:
         """A request runs: its prompt's blocks are its caller's to keep, and those not cached are computed."""
-        self.retain(request, request.rows, 0)
-        if len(request.rows) < request.run.computes:
+        rows = request.rows
+        self.retain(request, rows, 0)
+        if len(rows) < request.run.computes:
             self.computing[request.id] = request
 
     def record_step(self, request: Request, filled: int, kept: list[int]) -> None:
@@ -81,16 +83,18 @@ class Recorder:
         self._record_computed(request, filled)
 
     def _record_computed(self, request: Request, filled: int) -> None:
-        run, first = request.run, len(request.rows)
+        run, rows = request.run, request.rows
+        first = len(rows)
         if run.recording and first < filled:
-            parent = _parent(request)
-            run.recording = parent is not None and self._enter(request, parent, first, filled)
-        if not run.recording or len(request.rows) >= run.computes:
+            parent = _parent(request, rows)
+            run.recording = parent is not None and self._enter(request, run, parent, first, filled)
+            first = filled
+        if not run.recording or first >= run.computes:
             self.computing.pop(request.id, None)
 
-    def _enter(self, request: Request, parent: int, first: int, filled: int) -> bool:
+    def _enter(self, request: Request, run: Run, parent: int, first: int, filled: int) -> bool:
         """Enters the blocks from `first` to `filled` behind the row `parent`; whether all of them could be."""
-        run, trie = request.run, request.trie
+        trie = request.trie
         homes = run.homes(first, filled)
         rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
         wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
@@ -98,9 +102,10 @@ class Recorder:
             wanted = np.full(len(rows), groups, np.uint8)
         self.retain(request, rows, first)
         request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
-        ends = self.states.ends(request)
-        self._cache.mover.placement.extend(trie, request.rows, groups, ends)
-        self.needs.recorded(trie, request.rows, request.prompt_ends)
+        path, prompt_ends = request.rows, request.prompt_ends
+        ends = self.states.ends(request, prompt_ends)
+        self._cache.mover.placement.extend(trie, path, groups, ends)
+        self.needs.recorded(trie, path, prompt_ends)
         return len(rows) == filled - first
 
     def retain(self, request: Request, rows: Rows, first_block: int) -> None:
@@ -111,18 +116,18 @@ class Recorder:
 
     def _let_go_of_passed(self, request: Request) -> None:
         """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
-        run, part_mask = request.run, request.trie.part_mask
         if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
+            run, part_mask = request.run, request.trie.part_mask
             for first, last, passed in request.kv.passed(run.computed_tokens):
                 blocks, homes = run.pass_blocks(first, last, passed)
                 if homes:
                     request.footprint.let_go(blocks, int(part_mask[first]), homes)
 
 
-def _parent(request: Request) -> int | None:
+def _parent(request: Request, rows: Rows) -> int | None:
     """The row that the block after `request.rows` continues, one of its own namespace. None where a key of its prefix
     is another block's: then nothing behind it can be cached."""
-    namespace, rows = request.namespace, request.rows
+    namespace = request.namespace
     if not len(rows):
         return namespace.root
     if request.trie.namespace[rows[-1]] == namespace.ordinal:
@@ -164,11 +169,11 @@ class StateKeeping:
         wanted = dict.fromkeys(count for count in blocks if count > cached)
         return sorted(list(wanted)[: self._policy.per_prompt])
 
-    def ends(self, request: Request) -> list[int]:
-        """Blocks of a prompt after which somebody is likely to resume: its end, and each so many tokens."""
+    def ends(self, request: Request, prompt_ends: tuple[int, int]) -> list[int]:
+        """Blocks of a prompt after which a request is likely to resume: its end, and each so many tokens."""
         every = -(-self._policy.every_tokens // request.trie.block_tokens)
-        last = request.prompt_ends[-1]
-        return [*request.prompt_ends, *(range(every, last, every) if every and request.kv.state_frames else ())]
+        last = prompt_ends[-1]
+        return [*prompt_ends, *(range(every, last, every) if every and request.kv.state_frames else ())]
 
     @property
     def keeps_tails(self) -> bool:
@@ -207,7 +212,7 @@ class StateKeeping:
         What the request has computed does not become a common block's.
         """
         rows = request.rows
-        ends = self.ends(request)
+        ends = self.ends(request, request.prompt_ends)
         mine = len(rows) >= blocks and request.trie.namespace[rows[blocks - 1]] == request.namespace.ordinal
         if mine and self._cache.record_state(request.trie, rows[:blocks], frames, ends):
             request.footprint.give(frames)

@@ -21,9 +21,7 @@ from prefixd.serving.request.request import Request
 class Sharer(Protocol):
     """A model's dispatcher, as the others see it."""
 
-    @property
-    def running(self) -> dict[int, Request]:
-        """Requests that its worker has, by id."""
+    running: dict[int, Request]
 
     @property
     def moving(self) -> bool:

@@ -150,7 +150,7 @@ class DispatchWindow:
         if request.most_frames > frames.lasting:  # it fitted when it came, and the tier has shrunk since
             self._endings.end_waiting(request, _never_fits(request, frames))
             return True
-        if self._preemption.waits(request, self._share.running()):
+        if self._preemption.must_wait(request):
             this.beyond = place
             await self._prefetcher.unstage_ready(this.window[place:])
             return False
@@ -261,7 +261,9 @@ class DispatchWindow:
         if request.state is not RequestState.WAITING or request.uncached:
             return True
         if self._is_computed(request) or (
-            self._context.caching and embeds_image(request, self._requests.running.values())
+            request.image_kv is not None
+            and self._context.caching
+            and embeds_image(request, self._requests.running.values())
         ):
             return False
         return not (self._tracker.verify(request) and self._is_computed(request))
@@ -269,6 +271,8 @@ class DispatchWindow:
     def _is_computed(self, request: Request) -> bool:
         if request.kv.state_frames:
             return keeps_state(request, self._requests.running.values())
+        if not self._recorder.computing:
+            return False
         other = computing_next_block(request, self._recorder.computing.values())
         if other is not None:
             request.fork_of = other.id

@@ -18,8 +18,9 @@ from prefixd.planner.models import PlannedModel
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
+from prefixd.serving.request.events import Event, NewTokens
 from prefixd.serving.request.kv_needs import KvNeeds
-from prefixd.serving.request.request import Event, NewTokens, Request
+from prefixd.serving.request.request import Request
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest

@@ -52,7 +52,8 @@ from prefixd.serving.images.image_kv import image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.served_model import ServedModel
-from prefixd.serving.request.request import Ended, NewTokens, Request
+from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request import Request
 from prefixd.serving.text.text_stream import TextStream
 from prefixd.serving.text.tokenization import TextCodec, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads

@@ -25,7 +25,8 @@ from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.serving.models.worker_process import WorkerProcess
-from prefixd.serving.request.request import Ended, NewTokens, Request
+from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request import Request
 from prefixd.worker_protocol.protocol import (
     Arrived,
     Cancel,

@@ -24,7 +24,8 @@ from prefixd.cache.rules import GroupMask
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency

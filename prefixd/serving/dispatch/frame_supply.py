@@ -8,7 +8,8 @@ from prefixd.serving.dispatch.endings import Endings
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.prefetcher import Prefetcher
 from prefixd.serving.frame_budget import name_holders
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend
 
 _PATIENCE_S = 30.0

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixd.cache import NONE, TieredCache
-from prefixd.cache.index.trie import NO_SLOT
+from prefixd.cache.index.trie import NO_SLOT, Rows
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.prefetcher import Prefetcher
 from prefixd.serving.dispatch.recorder import Recorder
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.request.request import Request
 from prefixd.serving.request.run import Run, RunStates, Suspect
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Start
 
 
@@ -79,11 +81,10 @@ class HandOver:
 
     def _start(self, request: Request, run: Run, fresh: FirstFrames) -> None:
         context, rows, images = self._context, request.rows, request.image_holds
-        resume = state_to_resume(self._cache, request)
         context.share.leave(context.member)
         self._requests.start(request)
         request.turn = context.share.next_turn()
-        run.suspects = _suspects_of(request)
+        run.suspects = _suspects_of(request, rows, images)
         run.forked = request.kv.plain and request.fork_of in self._requests.running and not request.uncached
         context.counters.found_images += 0 if images is None else images.found
         beside = request.beside
@@ -96,7 +97,7 @@ class HandOver:
         self._recorder.begin(request)
         request.handed_over_s = request.handed_over_s or context.clock()
         if not request.resumed:
-            self._count_hits(request)
+            self._count_hits(request, len(rows))
         context.send(
             Start(
                 id=request.id,
@@ -105,7 +106,7 @@ class HandOver:
                 cached_blocks=len(rows),
                 frames=list(run.frames),
                 sampling=request.sampling,
-                state=None if run.states is None else run.states.frames_for_worker(resume),
+                state=None if run.states is None else run.states.frames_for_worker(),
                 fork_of=request.fork_of if run.forked else -1,
                 images=[] if request.images is None else request.images.for_worker(request.namespace),
                 image_frames=[] if images is None else images.claim_frames(fresh.of_images),
@@ -115,9 +116,9 @@ class HandOver:
             self._loader.load_beside(request, beside)
             self._requests.look()
 
-    def _count_hits(self, request: Request) -> None:
+    def _count_hits(self, request: Request, blocks: int) -> None:
         # A block that turned out damaged or did not fit is not in `rows`, and was no hit.
-        tiers, counters = request.hit_tiers[: len(request.rows)], self._cache.counters
+        tiers, counters = request.hit_tiers[:blocks], self._cache.counters
         found = (np.bincount(tiers, minlength=NONE)[:NONE] * request.trie.block_tokens).tolist()
         request.hit_tokens, request.hit_tiers = found, tiers[:0]
         counters.asked_tokens += request.prompt_tokens
@@ -151,10 +152,11 @@ async def take_first(cache: TieredCache, request: Request, states: int) -> First
     """Frames for a request that is READY and for so many states of its run; None where there are not enough."""
     kv, images = request.kv, request.image_holds
     tenant = cache.mover.use.tenant_of(request.namespace)
-    near = request.trie.slots[request.rows[-1:], cache.tiers.compute.level, : len(kv.block_widths)].ravel().tolist()
+    rows = request.rows
+    near = request.trie.slots[rows[-1:], cache.tiers.compute.level, : len(kv.block_widths)].ravel().tolist()
     wants = [
         (0, ()) if images is None else (images.missing_blocks, (images.kv.width,)),
-        (request.first_blocks - len(request.rows), kv.block_widths),
+        (request.first_blocks - len(rows), kv.block_widths),
         (states, kv.state_widths),
     ]
     beside = [count * sum(widths) for count, widths in wants]
@@ -178,32 +180,22 @@ async def take_first(cache: TieredCache, request: Request, states: int) -> First
 def first_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: list[int], *, caching: bool) -> Run:
     """The run of a request that is READY, with these frames.
 
+    Its cached blocks keep their frames where the request holds them; -1 stands for the others, which may go while it
+    runs.
+
     keep: by blocks of the prompt, the states that it keeps.
     """
-    return Run(
-        [*_homes_of_prefix(cache, request), *fresh.of_blocks],
-        request.usable_blocks if caching else 0,
-        caching,
-        request.kv.block_widths,
-        _share_out(request, fresh.of_states, keep),
-    )
-
-
-def state_to_resume(cache: TieredCache, request: Request) -> list[int]:
-    """Where the state after its cached blocks lies."""
-    slots = request.trie.slots[request.rows[-1:], cache.tiers.compute.level, len(request.kv.block_widths) :]
-    frames: list[int] = slots.ravel().tolist()
-    return frames
-
-
-def _homes_of_prefix(cache: TieredCache, request: Request) -> list[int]:
-    """Where what is held of its cached blocks lies; -1 for the rest, which may go while it runs."""
-    trie, parts = request.trie, len(request.kv.block_widths)
-    slots = trie.slots[request.rows, cache.tiers.compute.level, :parts]
-    if request.wanted is not None:
-        slots = np.where((request.wanted[:, None] & trie.part_mask[:parts]) != 0, slots, NO_SLOT)
-    homes: list[int] = slots.ravel().tolist()
-    return homes
+    trie, widths, rows, wanted = request.trie, request.kv.block_widths, request.rows, request.wanted
+    parts = len(widths)
+    slots = trie.slots[rows, cache.tiers.compute.level]
+    homes = slots[:, :parts]
+    if wanted is not None:
+        homes = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, homes, NO_SLOT)
+    states = _share_out(request, fresh.of_states, keep)
+    if states is not None:
+        states.resume = slots[-1:, parts:].ravel().tolist()
+    frames = [*homes.ravel().tolist(), *fresh.of_blocks]
+    return Run(frames, request.usable_blocks if caching else 0, caching, widths, states)
 
 
 def _share_out(request: Request, slots: list[int], keep: list[int]) -> RunStates | None:
@@ -217,7 +209,7 @@ def _share_out(request: Request, slots: list[int], keep: list[int]) -> RunStates
     return RunStates(own, dict(zip(keep, kept, strict=True)), tail[0] if tail else [], frames=kv.state_frames)
 
 
-def _suspects_of(request: Request) -> list[Suspect]:
+def _suspects_of(request: Request, rows: Rows, images: ImageHolds | None) -> list[Suspect]:
     """The first block of each prefix that a request holds, or will load, when it is handed over.
 
     No token can be chosen from logits that are not finite. Of a run that used cached blocks, or another run's, those
@@ -225,7 +217,7 @@ def _suspects_of(request: Request) -> list[Suspect]:
     the reason: they are refused (`RefusedBlocks`). If it does not, the model is, and they stay.
     """
     behind = () if request.beside is None else request.beside.rows[:1].tolist()
-    found = [(request.trie, row) for row in request.rows[:1].tolist() or behind]
-    if (images := request.image_holds) is not None:
+    found = [(request.trie, row) for row in rows[:1].tolist() or behind]
+    if images is not None:
         found += [(images.kv.trie, row) for row in images.first_rows]
     return [Suspect(trie, row, int(trie.generation[row])) for trie, row in found]

@@ -25,7 +25,8 @@ from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.loading.load_choice import LoadChoice, LoadClaims, LoadCounters, LoadMeter
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Arrived
 from prefixd_scheduler import LOADED_FROM, Distance, LoadPlan, Stretch, plan_load
 from prefixd_swap import SwapError

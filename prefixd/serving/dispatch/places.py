@@ -18,7 +18,8 @@ from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenants import Tenant
 from prefixd.cache.placement.tenant_use import TenantUse
 from prefixd.cache.troubles import Troubles
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd_swap.tiers import GpuTier
 
 

@@ -43,7 +43,8 @@ from prefixd.cache import Trie
 from prefixd.cache.index.trie import NO_SLOT, Rows
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.loading.load_choice import LoadMeter
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
 

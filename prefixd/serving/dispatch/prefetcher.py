@@ -17,9 +17,11 @@ from prefixd.serving.dispatch.cpu_stage import CpuStage
 from prefixd.serving.dispatch.loader import Loader
 from prefixd.serving.dispatch.tracker import PrefixTracker
 from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.request.events import Event
 from prefixd.serving.request.footprint import Footprint
-from prefixd.serving.request.request import Event, Request, RequestState, hit_tiers
+from prefixd.serving.request.request import Request, hit_tiers
 from prefixd.serving.request.run import Run
+from prefixd.serving.request.states import RequestState
 from prefixd_scheduler import Distance
 from prefixd_swap.transfers import Urgency
 

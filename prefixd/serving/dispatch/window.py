@@ -30,7 +30,8 @@ from prefixd.serving.dispatch.recorder import Recorder
 from prefixd.serving.dispatch.tracker import PrefixTracker
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import NO_ROWS
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool
 

@@ -16,7 +16,9 @@ from prefixd.serving.dispatch.places import ConcurrencyLimit
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.recorder import Recorder
 from prefixd.serving.dispatch.tracker import PrefixTracker
-from prefixd.serving.request.request import Ended, Event, NewTokens, Request, RequestState
+from prefixd.serving.request.events import Ended, Event, NewTokens
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done, KvUsage, Step, Update
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from prefixd.serving.generation.events import SequenceFinished, Tokens
 from prefixd.serving.generation.stop_strings import StopSearch, StopStrings
-from prefixd.serving.request.request import Ended, FinishReason, NewTokens, Request
+from prefixd.serving.request.events import Ended, FinishReason, NewTokens
+from prefixd.serving.request.request import Request
 from prefixd.serving.text.text_stream import TextStream
 from prefixd.worker_protocol.protocol import BeamResult, TokenLogprobs
 

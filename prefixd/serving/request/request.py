@@ -1,44 +1,10 @@
-"""A generation request from its arrival to its last token.
-
-Its life is a state, which only the transitions below change. While it waits:
-
-```
-    NEW --enqueue--> WAITING --stage--> STAGING --staged--> READY --hand_over--> RUNNING
-                      ^   ^                |                  |
-                      |   +----unstage-----+                  |
-                      +--------unstage------------------------+
-```
-
-While it runs on the worker:
-
-```
-             +--starve--> STARVED
-             |               |
-          RUNNING <--extend--+
-             |
-             +--preempt (from STARVED too)--> PREEMPTING
-             |                                    |
-             +--cancel (from STARVED too)--> CANCELLING <--cancel--+ (from PREEMPTING)
-```
-
-And from there:
-
-```
-    RUNNING, STARVED, PREEMPTING                         --put_back--> WAITING
-    WAITING, READY, RUNNING, STARVED, PREEMPTING, CANCELLING  --end--> ENDED
-    STAGING, RUNNING, STARVED, PREEMPTING, CANCELLING    --withdraw--> WITHDRAWN --let_go--> ENDED
-```
-
-A request has a footprint in the GPU tier in every state but NEW, WAITING and ENDED, and a run while the worker has it.
-"""
+"""A generation request from its arrival to its last token; `states` draws its life."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,88 +20,16 @@ from prefixd.serving.images.prompt_images import PromptImages
 from prefixd.serving.kv_shape import ONE_FRAME, KvShape
 from prefixd.serving.loading.load_choice import LoadChoice
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
+from prefixd.serving.request.events import Ended, Event, EventSink
 from prefixd.serving.request.footprint import Footprint
 from prefixd.serving.request.run import Run, Suspect
-from prefixd.worker_protocol.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
+from prefixd.serving.request.states import ON_WORKER, TRANSITIONS, IllegalTransitionError, RequestState
+from prefixd.worker_protocol.protocol import Sampling, blocks_needed
 from prefixd_scheduler import Distance, QueuedRequest
 
-FinishReason = Literal["stop", "length", "cancelled"]
 _NO_ROWS = np.empty(0, np.int64)
 _NO_GENERATIONS = np.empty(0, np.int32)
 _NO_TIERS = np.empty(0, np.int8)
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens that were sampled, and the logprobs of each if they were asked for."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The last event of a request; `beams` are what a beam search has found, the best sequence first."""
-
-    reason: FinishReason
-    beams: Sequence[BeamResult] = ()
-
-
-Event = NewTokens | Ended | Exception
-
-
-class EventSink(Protocol):
-    """Where a request's events go: a queue of its own, or one that several share."""
-
-    def put_nowait(self, event: Event, /) -> None: ...
-
-
-class RequestState(Enum):
-    """Where a request is in its life."""
-
-    NEW = auto()
-    """Not submitted yet."""
-    WAITING = auto()
-    """In the queue, without a footprint; what is cached of it may move and go."""
-    STAGING = auto()
-    """In the queue; its prefix is held in the GPU tier, and a copy brings up what is missing there."""
-    READY = auto()
-    """In the queue; its prefix is held in the GPU tier and is there."""
-    RUNNING = auto()
-    """The worker has it."""
-    STARVED = auto()
-    """The worker has it; it needs another frame soon."""
-    PREEMPTING = auto()
-    """The worker was told to end it, so that others get its frames; it runs again later."""
-    CANCELLING = auto()
-    """The worker was told to end it; its outcome is known."""
-    WITHDRAWN = auto()
-    """Its caller has had the last event, but a copy or the worker still uses its frames."""
-    ENDED = auto()
-    """Its caller has had the last event, and it has no footprint."""
-
-
-_S = RequestState
-_ON_WORKER = frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING, _S.CANCELLING})
-_TRANSITIONS: dict[str, tuple[frozenset[RequestState], RequestState]] = {
-    "enqueue": (frozenset({_S.NEW}), _S.WAITING),
-    "stage": (frozenset({_S.WAITING}), _S.STAGING),
-    "staged": (frozenset({_S.STAGING}), _S.READY),
-    "unstage": (frozenset({_S.STAGING, _S.READY}), _S.WAITING),
-    "hand_over": (frozenset({_S.READY}), _S.RUNNING),
-    "starve": (frozenset({_S.RUNNING}), _S.STARVED),
-    "extend": (frozenset({_S.STARVED}), _S.RUNNING),
-    "preempt": (frozenset({_S.RUNNING, _S.STARVED}), _S.PREEMPTING),
-    "cancel": (frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING}), _S.CANCELLING),
-    "put_back": (frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING}), _S.WAITING),
-    "end": (_ON_WORKER | {_S.WAITING, _S.READY}, _S.ENDED),
-    "withdraw": (_ON_WORKER | {_S.STAGING}, _S.WITHDRAWN),
-    "let_go": (frozenset({_S.WITHDRAWN}), _S.ENDED),
-}
-
-
-class IllegalTransitionError(RuntimeError):
-    """A request was to change in a way that its state does not allow: a defect."""
 
 
 @dataclass(slots=True, eq=False)
@@ -393,7 +287,7 @@ class Request:
     @property
     def on_worker(self) -> bool:
         """Whether the worker has it and its caller still listens."""
-        return self.state in _ON_WORKER
+        return self.state in ON_WORKER
 
     @property
     def image_holds(self) -> ImageHolds | None:
@@ -491,14 +385,14 @@ class Request:
         self._end_footprint()
 
     def _go(self, transition: str) -> None:
-        sources, target = _TRANSITIONS[transition]
+        sources, target = TRANSITIONS[transition]
         if self.state not in sources:
             allowed = ", ".join(state.name for state in RequestState if state in sources)
             raise IllegalTransitionError(
                 f"`{transition}` of request {self.name} while it is {self.state.name}; only allowed from {allowed}"
             )
         self.state = target
-        if target is _S.ENDED and self.images is not None:
+        if target is RequestState.ENDED and self.images is not None:
             self.images.leave()
 
     def _end_footprint(self) -> None:

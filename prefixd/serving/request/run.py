@@ -20,6 +20,7 @@ class RunStates:
         own: what the state lies in.
         keep: by blocks of the prompt, where the state after so many of them will be kept.
         tail: where the state after the last full block is kept; empty: nowhere.
+        resume: where the state lies from which it resumes; empty: from none.
         resuming: the worker may still read the state that it resumes from.
         frames: of a state, of which the lists above have the slots.
     """
@@ -27,6 +28,7 @@ class RunStates:
     own: list[int]
     keep: dict[int, list[int]] = field(default_factory=dict)
     tail: list[int] = field(default_factory=list)
+    resume: list[int] = field(default_factory=list)
     resuming: bool = True
     frames: int = 0
 
@@ -40,10 +42,10 @@ class RunStates:
         """Frames of these."""
         return self.extra_states * self.frames
 
-    def frames_for_worker(self, resume: list[int]) -> StateFrames:
-        """What the worker is told at the start; `resume` is where the state lies from which it resumes."""
+    def frames_for_worker(self) -> StateFrames:
+        """What the worker is told at the start."""
         keep = [KeptState(blocks, frames) for blocks, frames in self.keep.items()]
-        return StateFrames(own=self.own, resume=resume, keep=keep, tail=self.tail)
+        return StateFrames(own=self.own, resume=self.resume, keep=keep, tail=self.tail)
 
 
 @dataclass(frozen=True, slots=True)

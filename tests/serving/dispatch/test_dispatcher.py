@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.placement.retention import Retention
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Start, Step, Update
 from prefixd_scheduler import Distance, QueueFullError
 

@@ -15,7 +15,7 @@ from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.serving.dispatch import endings, worker_results
 from prefixd.serving.dispatch import places as concurrency_limit
 from prefixd.serving.generation import inbox
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, Done, Start
 from prefixd_scheduler import SharedLimit
 

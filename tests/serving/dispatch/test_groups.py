@@ -10,7 +10,7 @@ import pytest
 from prefixd.cache.index.trie import CPU, GPU
 from prefixd.serving.dispatch.options import StatePolicy
 from prefixd.serving.dispatch.recorder import StateCounters
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend, Start
 from prefixd_scheduler import Distance
 from tests.serving.conftest import BLOCK, MODELS

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prefixd.images import identity
 from prefixd.images.decoding import InputArray, Pixels
 from prefixd.serving.images.prompt_images import PromptLayout
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, PromptImage, Start
 from tests.serving.conftest import BLOCK, MODELS, PLACEHOLDER, next_token, seen_tokens
 

@@ -15,7 +15,8 @@ from prefixd.base.errors import ExhaustedError, PreconditionError
 from prefixd.cache import check_integrity
 from prefixd.serving.loading import piece_load, tail_load
 from prefixd.serving.models import tier_resize
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done
 from prefixd_scheduler import Distance
 from tests.serving.conftest import BLOCK, MODELS, Bench, Supervisor

@@ -11,7 +11,7 @@ import pytest
 from prefixd.cache.moving import mover
 from prefixd.cache.placement.retention import Retention
 from prefixd.serving.loading import piece_load, tail_load
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Extend, Start
 from prefixd_scheduler import Distance
 from prefixd_swap.transfers import Urgency

@@ -18,7 +18,9 @@ from prefixd.planner.hardware import MeasuredCosts, Way, Ways
 from prefixd.planner.models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis
-from prefixd.serving.request.request import Event, Request, RequestState
+from prefixd.serving.request.events import Event
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
 from prefixd_scheduler import Distance

@@ -21,7 +21,8 @@ from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.server.services.prefixes import Prefix, describe
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv, image_namespace
-from prefixd.serving.request.request import Ended, Request
+from prefixd.serving.request.events import Ended
+from prefixd.serving.request.request import Request
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.worker import test_images as worker_tests

@@ -14,7 +14,8 @@ from prefixd.cache import check_integrity
 from prefixd.serving.dispatch import worker_results
 from prefixd.serving.models import tier_resize
 from prefixd.serving.models.tier_resize import ResizeProgress, TierResize
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd_swap import NewFrames, OutOfMemoryError
 from tests.serving.conftest import GEOMETRY, Bench, Supervisor
 

@@ -11,7 +11,7 @@ import pytest
 from prefixd.cache.index.trie import GPU
 from prefixd.serving.dispatch.options import EVERY_BLOCK
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import FullAttention, Need, RecurrentState, SlidingWindow
 from tests.serving.conftest import BLOCK, GEOMETRY, MODELS
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from prefixd.cache import NONE
-from prefixd.serving.request.request import Ended, IllegalTransitionError, Request, RequestState
+from prefixd.serving.request.events import Ended
+from prefixd.serving.request.request import Request
 from prefixd.serving.request.run import Run
+from prefixd.serving.request.states import IllegalTransitionError, RequestState
 from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 

@@ -257,10 +257,10 @@ class Dispatcher:
 
     async def _run(self) -> None:
         while not self._stopping:
-            await self.requests.wait_for_change()
+            taking = await self.requests.wait_for_change()
             if self.loader.beside:
                 self._advance_loads()
-            if self.requests.taking and (not self.running or await self._supply.extend_starved()):
+            if taking and (not self.running or await self._supply.extend_starved()):
                 await self._window.dispatch()
             await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
 

@@ -58,32 +58,32 @@ class Recorder:
         if len(rows) < request.run.computes:
             self.computing[request.id] = request
 
-    def record_step(self, request: Request, filled: int, kept: list[int]) -> None:
+    def record_step(self, request: Request, run: Run, filled: int, kept: list[int]) -> None:
         """The worker has computed a step of a request: `filled` blocks are full, and the states after `kept` blocks
         are kept."""
-        self.record(request, filled)
-        if request.image_holds is not None:
-            request.footprint.give(request.image_holds.filled())
-        self.states.record_step(request, kept)
-        self._let_go_of_passed(request)
+        self._record(request, run, filled)
+        if (images := request.image_holds) is not None:
+            request.footprint.give(images.filled())
+        self.states.record_step(request, run, kept)
+        self._let_go_of_passed(request, run)
 
     def end(self, request: Request, tail_blocks: int) -> None:
         """A run has ended, whatever the reason, and the state after `tail_blocks` blocks is in the frames for it."""
         self.computing.pop(request.id, None)
         self.states.record_tail(request, tail_blocks)
 
-    def record(self, request: Request, filled: int) -> None:
+    def _record(self, request: Request, run: Run, filled: int) -> None:
         """Enters the first `filled` blocks, which are full, into the trie, and holds those that were passed over."""
         tail = request.tail
         if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
-            self._record_computed(request, tail.limit)
-            if request.run.recording:  # else the tail goes on holding what the run has passed over
+            self._record_computed(request, run, tail.limit)
+            if run.recording:  # else the tail goes on holding what the run has passed over
                 request.footprint.end_tail()
                 self.retain(request, request.rows[tail.limit :], tail.limit)
-        self._record_computed(request, filled)
+        self._record_computed(request, run, filled)
 
-    def _record_computed(self, request: Request, filled: int) -> None:
-        run, rows = request.run, request.rows
+    def _record_computed(self, request: Request, run: Run, filled: int) -> None:
+        rows = request.rows
         first = len(rows)
         if run.recording and first < filled:
             parent = _parent(request, rows)
@@ -114,10 +114,10 @@ class Recorder:
             of_prompt = request.prompt_tokens // request.trie.block_tokens - first_block
             request.wish.apply(rows[: max(of_prompt, 0)], first_block)
 
-    def _let_go_of_passed(self, request: Request) -> None:
+    def _let_go_of_passed(self, request: Request, run: Run) -> None:
         """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
         if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
-            run, part_mask = request.run, request.trie.part_mask
+            part_mask = request.trie.part_mask
             for first, last, passed in request.kv.passed(run.computed_tokens):
                 blocks, homes = run.pass_blocks(first, last, passed)
                 if homes:
@@ -186,9 +186,9 @@ class StateKeeping:
             self.counters.resumed += 1
             self.counters.resumed_tokens += len(request.rows) * request.trie.block_tokens
 
-    def record_step(self, request: Request, kept: list[int]) -> None:
+    def record_step(self, request: Request, run: Run, kept: list[int]) -> None:
         """The worker has computed a step of a request, and kept the states after so many blocks."""
-        states = request.run.states
+        states = run.states
         if states is None:
             return
         if states.resuming:  # it has copied the state by now

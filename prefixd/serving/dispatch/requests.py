@@ -87,10 +87,11 @@ class Requests:
             self._idle.set()
         self._wake.set()
 
-    async def wait_for_change(self) -> None:
-        """Returns once `look` has been called since the last return."""
+    async def wait_for_change(self) -> bool:
+        """Waits until `look` has been called since the last return; returns `taking`."""
         await self._wake.wait()
         self._wake.clear()
+        return self.ready and not self.interrupted
 
     async def wait_idle(self) -> None:
         """Returns when no request waits or runs."""

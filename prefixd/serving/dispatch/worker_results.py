@@ -105,8 +105,9 @@ class WorkerResults:
                 request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
         filled_tokens = update.filled_blocks * request.trie.block_tokens
         # The last token that was sampled is in no memory yet.
-        request.run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
-        self._recorder.record_step(request, update.filled_blocks, update.kept)
+        run = request.run
+        run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
+        self._recorder.record_step(request, run, update.filled_blocks, update.kept)
         self._supply.want(request)
 
     # -- the end of a run ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixd.serving.models.worker_process import describe_memory
+from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker import serve
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.spec.model_spec import read_model_spec

@@ -95,7 +95,7 @@ class Dispatcher:
         cache.claims.append(self._claims)
         self.recorder = Recorder(context)
         self._tracker = PrefixTracker(
-            cache, queue, caching=options.caching, ready_s=lambda each: self.loader.ready_s(each)
+            cache, queue, caching=options.caching, ready_s=lambda each: self.loader.planner.ready_s(each)
         )
         self._prefetcher = Prefetcher(context, self._tracker, self.recorder.backlog_s)
         self.loader = self._prefetcher.loader

@@ -88,7 +88,7 @@ class HandOver:
         run.forked = request.kv.plain and request.fork_of in self._requests.running and not request.uncached
         context.counters.found_images += 0 if images is None else images.found
         beside = request.beside
-        self._loader.want(request)
+        self._loader.planner.want(request)
         self._prefetcher.hand_over(request, run, fresh.all)
         context.look_ahead.handed_over(bool(self._requests.waiting))
         self._preemption.resumed(request, len(rows))

@@ -74,7 +74,7 @@ class Prefetcher:
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
         turn_s = self._look_ahead.until_turn_s(places)
-        trie, rows = request.trie, self.loader.choose(request, demanded=demanded, turn_s=turn_s)
+        trie, rows = request.trie, self.loader.planner.choose(request, demanded=demanded, turn_s=turn_s)
         tiers = trie.distances(rows)
         if not request.resumed:
             request.hit_tiers = hit_tiers(trie, rows, request.tiers_at_arrival(tiers))

@@ -100,7 +100,7 @@ class WorkerResults:
             request.append(np.array(update.tokens, "<u4").tobytes())
             if request.first_token_s is None:
                 request.first_token_s = self._context.clock()
-                self._loader.judge(request)
+                self._loader.planner.judge(request)
             if request.on_worker:
                 request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
         filled_tokens = update.filled_blocks * request.trie.block_tokens

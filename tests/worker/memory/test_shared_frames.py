@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixd.serving.models.worker_process import describe_memory
+from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker_protocol.protocol import (
     Connection,
     Done,

@@ -38,7 +38,7 @@ class RequestQueue:
 
     **Computed once.** Of a tenant's requests that lack the same block next (`QueuedRequest.lacks`) only one stands in
     the order, the first one by `Policy.first_of`: it computes what the others then find. They stand behind it, so that
-    a thousand of them do not hide the next request, and whoever is earliest takes its place when it leaves. Nobody
+    a thousand of them do not hide the next request, and the earliest takes its place when it leaves. Nobody
     stands behind another tenant's request, which may be long in coming up.
 
     Args:
@@ -191,9 +191,9 @@ class RequestQueue:
                 raise IntegrityError(
                     f"request {request_id}: {request.cached_tokens} cached of {request.prompt_tokens} tokens"
                 )
-        strangers = self._readmitted - self._requests.keys()
-        if strangers:
-            raise IntegrityError(f"requests {sorted(strangers)} are marked as readmitted but do not wait")
+        unknown = self._readmitted - self._requests.keys()
+        if unknown:
+            raise IntegrityError(f"requests {sorted(unknown)} are marked as readmitted but do not wait")
         admitted = len(self._requests) - len(self._readmitted)
         if admitted > self.limit:
             raise IntegrityError(f"{admitted} admitted requests wait, over the limit of {self.limit}")

@@ -9,7 +9,7 @@ class SharedLimit:
     """Counts what each tenant has of something that is limited.
 
     One half is divided evenly: of T tenants each has 1 / 2T of the limit to itself, and at least one where there are as
-    many. The other half is for whoever comes first. With one tenant the limit is all there is.
+    many. The other half is for those who come first. With one tenant the limit is all there is.
 
     ```
     limit 80, T = 4     [ 10 | 10 | 10 | 10 ][         40         ]

@@ -149,7 +149,7 @@ class FirstFrames:
 
 
 async def take_first(cache: TieredCache, request: Request, states: int) -> FirstFrames | None:
-    """Frames for a request that is READY and for so many states of its run; None where there are not enough."""
+    """Frames for a request that is READY and for `states` states of its run; None where there are not enough."""
     kv, images = request.kv, request.image_holds
     tenant = cache.mover.use.tenant_of(request.namespace)
     rows = request.rows
@@ -188,13 +188,13 @@ def first_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: li
     trie, widths, rows, wanted = request.trie, request.kv.block_widths, request.rows, request.wanted
     parts = len(widths)
     slots = trie.slots[rows, cache.tiers.compute.level]
-    homes = slots[:, :parts]
+    held = slots[:, :parts]
     if wanted is not None:
-        homes = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, homes, NO_SLOT)
+        held = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, held, NO_SLOT)
     states = _share_out(request, fresh.of_states, keep)
     if states is not None:
         states.resume = slots[-1:, parts:].ravel().tolist()
-    frames = [*homes.ravel().tolist(), *fresh.of_blocks]
+    frames = [*held.ravel().tolist(), *fresh.of_blocks]
     return Run(frames, request.usable_blocks if caching else 0, caching, widths, states)
 
 

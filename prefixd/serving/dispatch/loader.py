@@ -136,7 +136,7 @@ class Loader:
         return sum(load.claimed_bytes for load in self._under_way)
 
     def _arrived(self, request: Request, there: int, given_up: bool) -> None:
-        """A copy has ended, and so many blocks of the prefix are in the GPU tier."""
+        """A copy has ended, and the first `there` blocks of the prefix are in the GPU tier."""
         del self._copies[request.id]
         if request.state is RequestState.WITHDRAWN:
             del self._staged[request.id]

@@ -17,7 +17,7 @@ class StatePolicy:
 
     Attributes:
         per_prompt: at most so many of a prompt; 0 keeps none, nor the tail.
-        every_tokens: besides, one each so many tokens of the prompt, the last ones first; 0: none.
+        every_tokens: besides, one after each multiple of this many tokens of the prompt, the last ones first; 0: none.
     """
 
     per_prompt: int = 4

@@ -14,8 +14,8 @@ and nobody else holds; a prefix that it found, or shares with another, stays. A 
 (`Room.send_down`). Recompute drops copies, leaves first; a block that has a copy further down is still loaded later.
 Its last block, which is not full, is computed again in either case: a tier takes full blocks only.
 
-**When it runs again.** When a run has ended since, or nobody runs, or there are frames for all that it and those that
-run may still generate. Until then it waits, and with it all that come after it in the queue.
+**When it runs again.** When a run has ended since, or no request runs, or there are frames for all that it and those
+that run may still generate. Until then it waits, and with it all that come after it in the queue.
 
 **Why all requests end.** The first in rank never gives way while others run. A resumed request is handed over anew, so
 it is behind all of its priority; only one of a higher priority goes in front of those that run. So a request gives way
@@ -130,7 +130,7 @@ class Preemption:
             return None
         last = ranked[-1]
         # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
-        twice = not last.footprint.own.isdisjoint(last.run.homes(0, len(last.rows)))
+        twice = not last.footprint.own.isdisjoint(last.run.frame_ids(0, len(last.rows)))
         return last if len(ranked) > 1 or twice else None
 
     # -- where its KV goes ------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ class Preemption:
         self.counters.preempted += 1
         request.lost_tokens = request.run.computed_tokens
         first, rows = request.others_blocks or 0, request.rows
-        homes, width = request.run.homes(first, len(rows)), request.run.slots
+        frame_ids, width = request.run.frame_ids(first, len(rows)), request.run.slots
         rows = rows[first:]
-        frames = np.array(homes, np.int64).reshape(len(rows), width)
+        frames = np.array(frame_ids, np.int64).reshape(len(rows), width)
         # A block that another request recorded first is in that one's frame.
         slots = request.trie.slots[rows, self._cache.tiers.compute.level, :width]
         computed: Rows = rows[((slots == frames) & (frames != NO_SLOT)).any(axis=1)]

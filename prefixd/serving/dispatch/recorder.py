@@ -95,13 +95,13 @@ class Recorder:
     def _enter(self, request: Request, run: Run, parent: int, first: int, filled: int) -> bool:
         """Enters the blocks from `first` to `filled` behind the row `parent`; whether all of them could be."""
         trie = request.trie
-        homes = run.homes(first, filled)
-        rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
+        frames = run.frame_ids(first, filled)
+        rows, taken = self._cache.record(request.namespace, parent, request.chain, first, frames, filled - first)
         wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
         if trie.has_rules:
             wanted = np.full(len(rows), groups, np.uint8)
         self.retain(request, rows, first)
-        request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
+        request.footprint.record(rows, compress(frames, taken.tolist()), wanted)
         path, prompt_ends = request.rows, request.prompt_ends
         ends = self.states.ends(request, prompt_ends)
         self._cache.mover.placement.extend(trie, path, groups, ends)
@@ -119,9 +119,9 @@ class Recorder:
         if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
             part_mask = request.trie.part_mask
             for first, last, passed in request.kv.passed(run.computed_tokens):
-                blocks, homes = run.pass_blocks(first, last, passed)
-                if homes:
-                    request.footprint.let_go(blocks, int(part_mask[first]), homes)
+                blocks, frames = run.pass_blocks(first, last, passed)
+                if frames:
+                    request.footprint.let_go(blocks, int(part_mask[first]), frames)
 
 
 def _parent(request: Request, rows: Rows) -> int | None:
@@ -160,7 +160,7 @@ class StateKeeping:
         self._policy = policy
 
     def choose(self, request: Request) -> list[int]:
-        """The states of a prompt to keep, ascending: after so many blocks each. For a request that is handed over."""
+        """The states to keep of the prompt of a request that is handed over: the blocks before each, ascending."""
         block_tokens, cached = request.trie.block_tokens, len(request.rows)
         last = (request.prompt_tokens - 1) // block_tokens
         path = len(request.path)
@@ -200,7 +200,7 @@ class StateKeeping:
                 self._enter(request, blocks, frames)
 
     def record_tail(self, request: Request, tail_blocks: int) -> None:
-        """A run has ended, whatever the reason, and the state after so many blocks is in the frames for its tail."""
+        """A run has ended, and the state after `tail_blocks` blocks is in the frames for its tail."""
         states = request.run.states
         if states is not None and states.tail and tail_blocks:
             tail, states.tail = states.tail, []

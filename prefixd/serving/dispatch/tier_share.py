@@ -6,7 +6,7 @@ some may have become free. Two rules keep every request going:
 - **Running requests have one rank, whatever their model.** Where one lacks a frame, the last in rank gives way
   (`preemption.py`), so two models that have each a part of what they need do not wait for each other.
 - **A model whose next request lacks frames joins a line.** Others hand no new request over until it is their turn, so
-  what ends gives its frames to whoever has lacked them for longest, not to a busy model's next request.
+  what ends gives its frames to the model that has lacked them for longest, not to a busy model's next request.
 """
 
 from __future__ import annotations

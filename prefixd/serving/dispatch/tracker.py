@@ -152,7 +152,7 @@ class PrefixTracker:
             if not trie.has_rules and request.images is None and not trie.refused:
                 return bool(trie.nearest[row] != NONE)
         else:  # the tail may be of the other namespace, and the block behind it be there in either
-            rows = [trie.find(home, key) for home in (namespace.ordinal, namespace.common.ordinal)]
+            rows = [trie.find(each, key) for each in (namespace.ordinal, namespace.common.ordinal)]
             if not any(row is not None and (trie.has_rules or trie.nearest[row] != NONE) for row in rows):
                 return False
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a

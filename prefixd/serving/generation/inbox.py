@@ -112,5 +112,5 @@ class _Sink:
         self._inbox = inbox
 
     def put_nowait(self, event: Event) -> None:
-        """See `Inbox.put`."""
+        """Adds an event at the end."""
         self._inbox.put(self._index, event)

@@ -125,8 +125,8 @@ class RequestMaker:
         is no room runs without."""
         cache = self._cache
         try:
-            return *model.homes(cache.register, cache, images, tenant, salt), True
+            return *model.register(cache.register, cache, images, tenant, salt), True
         except ExhaustedError as error:
             log.debug("a request is not cached: %s", error)
             cache.mover.lost["too many namespaces"] += prompt_tokens // model.hello.block_tokens
-            return *model.homes(cache.unlisted, cache, images, tenant, salt), False
+            return *model.register(cache.unlisted, cache, images, tenant, salt), False

@@ -188,14 +188,14 @@ class ImageHolds:
                 self._end(hold)
 
     def yield_frames(self) -> None:
-        """See `Footprint.yield_frames`."""
+        """The request can give its frames up from now on."""
         for hold in self._held.values():
             self.budget.remove(hold.rows)
         self._counted = False
 
     def claim_frames(self, own: list[int]) -> list[ImageFrames]:
-        """See `Footprint.claim_frames`: `own` are for the images that it does not hold. Returns where all of them are,
-        in the prompt's order."""
+        """The request keeps its frames from now on, and gets these, in flight, for itself. `own` are for the images
+        that it does not hold. Returns where all of them are, in the prompt's order."""
         kv, level = self.kv, self.cache.tiers.compute.level
         for hold in self._held.values():
             self.budget.add(kv.trie, hold.rows)

@@ -6,7 +6,7 @@ offset   0            1 GiB        2 GiB        3 GiB
           decoding     a request's  (ended)      a request's
 ```
 
-Each image gets a place that no image had before: whoever reads a place after its end finds zeros, and never what is
+Each image gets a place that no image had before: a reader of a place after its end finds zeros, and never what is
 another's. A place has 1 GiB of addresses in the file, which cost nothing.
 """
 

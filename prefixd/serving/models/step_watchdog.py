@@ -35,7 +35,7 @@ class StepWatchdog:
         self._asked_s = None
 
     def look(self, now_s: float) -> Literal["wait", "ask", "hangs"]:
-        """What to do now. Time in which nobody looked, because this process stood still, counts for nothing."""
+        """What to do now. Time in which this process stood still, so that it did not look, counts for nothing."""
         stood_still_s = max(0.0, now_s - self._looked_s - self.limit_s / 2)
         self._looked_s = now_s
         self._heard_s += stood_still_s

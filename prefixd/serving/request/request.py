@@ -67,7 +67,7 @@ class Request:
         uncached: it uses nothing of the cache and leaves nothing there: what it used before may be damaged, or there is
             no room for another namespace.
         suspects: that, until it is known.
-        lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
+        lost_tokens: tokens that had been computed when it was preempted; 0 when it was not, or runs again.
     """
 
     id: int

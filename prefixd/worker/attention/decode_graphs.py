@@ -80,7 +80,7 @@ class DecodeStep:
         raise NotImplementedError("a captured pass runs with flash attention alone")
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
-        """See `VirtualStep.varlen_arguments`."""
+        """Sequence i begins at `starts[i]`, and `seqused_k` says how far it reaches."""
         return lambda layer: (self._flat[:, layer, 0], self._flat[:, layer, 1]), {
             "cu_seq_k": self._starts,
             "max_k": self._most_keys,

@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def both_ways(self) -> Sequence[tuple[int, int]]:
-        """See `PassImages`."""
+        """[start, stop) of the images in the segment whose tokens attend to each other in both directions."""
         return () if self.images is None else self.images.both_ways
 
 

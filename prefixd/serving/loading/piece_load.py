@@ -33,7 +33,7 @@ _INEXACT = 0.5
 disk that reads six blocks at a time takes as long for one block as for six, and twice as long for seven."""
 
 _GIVEN_UP = 2.0
-"""A load that was given up counts as this many times as long as it had taken: how long it would have gone on is unknown.
+"""A load that was given up counts as this many times as long as it had taken: how long it would have taken is unknown.
 Counted as long as it had taken, it made the next load seem faster than it is, which was given up even earlier."""
 
 

@@ -21,7 +21,7 @@ from prefixd_scheduler import SharedLimit
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]

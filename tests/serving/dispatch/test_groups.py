@@ -13,11 +13,11 @@ from prefixd.serving.dispatch.recorder import StateCounters
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend, Start
 from prefixd_scheduler import Distance
-from tests.serving.conftest import BLOCK, MODELS
+from tests.serving.fake_worker import BLOCK, MODELS
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]

@@ -19,11 +19,11 @@ from prefixd.images.decoding import InputArray, Pixels
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, PromptImage, Start
-from tests.serving.conftest import BLOCK, MODELS, PLACEHOLDER, next_token, seen_tokens
+from tests.serving.fake_worker import BLOCK, MODELS, PLACEHOLDER, next_token, seen_tokens
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     BenchOf = Callable[..., AbstractAsyncContextManager[Bench]]

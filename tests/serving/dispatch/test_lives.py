@@ -19,7 +19,8 @@ from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done
 from prefixd_scheduler import Distance
-from tests.serving.conftest import BLOCK, MODELS, Bench, Supervisor
+from tests.serving.bench import Bench, Supervisor
+from tests.serving.fake_worker import BLOCK, MODELS
 from tests.slow import slow_but
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Extend, Start
 from prefixd_scheduler import Distance
 from prefixd_swap.transfers import Urgency
-from tests.serving.conftest import BLOCK, GEOMETRY, Bench
+from tests.serving.bench import Bench
+from tests.serving.fake_worker import BLOCK, GEOMETRY
 
 MakeBench = Callable[..., Awaitable[Bench]]
 Expected = Callable[[Sequence[int], int], list[int]]

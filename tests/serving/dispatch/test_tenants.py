@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prefixd.worker_protocol.protocol import Cancel, Start
 
 if TYPE_CHECKING:
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
 

@@ -12,7 +12,8 @@ import pytest
 
 from prefixd.cache import NamespaceSpec
 from prefixd.serving.dispatch.tier_share import TierShare
-from tests.serving.conftest import BLOCK, GEOMETRY, Bench
+from tests.serving.bench import Bench
+from tests.serving.fake_worker import BLOCK, GEOMETRY
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request

@@ -17,7 +17,8 @@ from prefixd.serving.models.tier_resize import ResizeProgress, TierResize
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd_swap import NewFrames, OutOfMemoryError
-from tests.serving.conftest import GEOMETRY, Bench, Supervisor
+from tests.serving.bench import Bench, Supervisor
+from tests.serving.fake_worker import GEOMETRY
 
 FRAME = GEOMETRY.block_bytes
 

@@ -13,10 +13,10 @@ from prefixd.serving.dispatch.options import EVERY_BLOCK
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import FullAttention, Need, RecurrentState, SlidingWindow
-from tests.serving.conftest import BLOCK, GEOMETRY, MODELS
+from tests.serving.fake_worker import BLOCK, GEOMETRY, MODELS
 
 if TYPE_CHECKING:
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
 

@@ -110,9 +110,9 @@ class Recorder:
 
     def retain(self, request: Request, rows: Rows, first_block: int) -> None:
         """Does as its caller wishes for those of `rows`, blocks from `first_block` on, that are its prompt's."""
-        if request.wish is not None:
+        if request.retention is not None:
             of_prompt = request.prompt_tokens // request.trie.block_tokens - first_block
-            request.wish.apply(rows[: max(of_prompt, 0)], first_block)
+            request.retention.apply(rows[: max(of_prompt, 0)], first_block)
 
     def _let_go_of_passed(self, request: Request, run: Run) -> None:
         """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""

@@ -169,7 +169,7 @@ class Generation:
         name, refused = requests[0].name, ""
         await dispatcher.look_in_store(requests[0])  # all of them have one prompt
         if params.retention:
-            wish = granted.enter_context(await self._wish(requests, params.retention))
+            wish = granted.enter_context(await self._grant_retention(requests, params.retention))
             refused = wish.refused
         self._take_work()
         self._check_name(tenant, name)
@@ -193,8 +193,8 @@ class Generation:
             inbox.close()
             requests.clear()  # the inbox refers to them and they to it: what they use would stay until it is collected
 
-    async def _wish(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:
-        """Grants what the caller wishes for the blocks of the requests' prompt, which is one."""
+    async def _grant_retention(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:
+        """Grants the retention that the caller requests for the blocks of the requests' prompt, which is one."""
         first = requests[0]
         groups = 0  # of a read-only request nothing is stored
         if not first.read_only:
@@ -202,7 +202,7 @@ class Generation:
         blocks = first.prompt_tokens // first.trie.block_tokens
         wish = await self._cache.wish(first.namespace, first.chain, blocks, groups, retention)
         for request in requests:
-            request.wish = None if wish.refused else wish
+            request.retention = None if wish.refused else wish
         return wish
 
     def cancel(self, request_id: str, tenant: Tenant | None = None) -> bool:

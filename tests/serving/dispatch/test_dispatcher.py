@@ -56,7 +56,7 @@ async def test_what_a_request_finds_and_computes_of_its_prompt_is_retained(make_
     request = bench.request(COLD, max_tokens=9)
     wishes = [Retention(0, 12, 7), Retention(12, 0, -2)]
     with await bench.cache.wish(bench.namespace, request.chain, 4, 1, wishes) as wish:
-        request.wish = wish
+        request.retention = wish
         bench.dispatcher.submit(request)
         await bench.finish(request)
     rows = trie.nodes(bench.namespace.root, request.chain)

@@ -57,7 +57,9 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     bench = await make_bench(24)
     request = await begun(bench)
     trie = bench.cache.trie(bench.namespace)
-    wish = request.wish = await bench.cache.wish(bench.namespace, request.chain, BLOCKS, 1, [Retention(priority=5)])
+    wish = request.retention = await bench.cache.wish(
+        bench.namespace, request.chain, BLOCKS, 1, [Retention(priority=5)]
+    )
     start = next(message for message in bench.sent if isinstance(message, Start))
     assert (start.cached_blocks, len(start.frames)) == (0, 2)
     bench.step()

@@ -109,7 +109,8 @@ class Recorder:
         return len(rows) == filled - first
 
     def retain(self, request: Request, rows: Rows, first_block: int) -> None:
-        """Does as its caller wishes for those of `rows`, blocks from `first_block` on, that are its prompt's."""
+        """Applies the retention that its caller requested to those of `rows` that are its prompt's. `rows` are the
+        blocks from `first_block` on."""
         if request.retention is not None:
             of_prompt = request.prompt_tokens // request.trie.block_tokens - first_block
             request.retention.apply(rows[: max(of_prompt, 0)], first_block)

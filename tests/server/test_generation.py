@@ -54,8 +54,7 @@ from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.request.events import Ended, NewTokens
 from prefixd.serving.request.request import Request
-from prefixd.serving.text.text_stream import TextStream
-from prefixd.serving.text.tokenization import TextCodec, TokenIds
+from prefixd.serving.text.tokenization import TextCodec, TextStream, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd.worker_protocol.protocol import (
     BeamResult,

@@ -173,7 +173,8 @@ class Request(Prompt):
     @property
     def next_key(self) -> bytes | None:
         """Key of the first usable block that is not cached."""
-        return self.chain.key(len(self.rows)) if len(self.rows) < self.usable_blocks else None
+        blocks = len(self.rows)
+        return self.chain.key(blocks) if blocks < self.usable_blocks else None
 
     @property
     def on_worker(self) -> bool:

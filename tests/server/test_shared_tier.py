@@ -238,8 +238,8 @@ class Member:
     async def unstage_all(self) -> None:
         self.told.append("unstage")
 
-    def look(self) -> None:
-        self.told.append("look")
+    def wake(self) -> None:
+        self.told.append("wake")
 
 
 async def test_models_that_lack_frames_take_turns() -> None:
@@ -259,7 +259,7 @@ async def test_models_that_lack_frames_take_turns() -> None:
     await share.clear(a)
     assert b.told == ["unstage"]
     share.leave(a)
-    assert share.may_hand_over(b) and not share.may_hand_over(a) and b.told == ["unstage", "look"]
+    assert share.may_hand_over(b) and not share.may_hand_over(a) and b.told == ["unstage", "wake"]
     share.wait(a)
     assert not share.may_hand_over(a), "a busy model goes behind the other"
     share.leave(b)

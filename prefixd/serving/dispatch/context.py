@@ -73,7 +73,7 @@ class DispatchContext:
         self.look_ahead = LookAhead(self.cost, self.clock, self.options.look_ahead)
         self.budget, self.image_budget = FrameBudget(self._frames_of_parts), FrameBudget(self._frames_of_parts)
         self.pacer = Pacer(SLICE_ROWS)
-        self.look = self.requests.look
+        self.wake = self.requests.wake
 
     @property
     def caching(self) -> bool:

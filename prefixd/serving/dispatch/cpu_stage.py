@@ -82,7 +82,7 @@ class CpuStage:
         self._coming = coming
         self._claims = LoadClaims()
         self._share = context.share
-        self._look = context.look
+        self._wake = context.wake
         self._budget = FrameBudget(context.cache.tiers.shared.footprint)
         self._near: dict[int, _Near] = {}
         self._copies: set[asyncio.Task[None]] = set()
@@ -235,7 +235,7 @@ class CpuStage:
         self._copies.discard(copy)
         if self._near.get(near.request.id) is near:
             self._reading.discard(near.request.id)
-        self._look()
+        self._wake()
 
     async def _bring(
         self, near: _Near, rows: Rows, groups: GroupMask, claimed: npt.NDArray[np.bool_], due_s: float

@@ -100,7 +100,7 @@ class Dispatcher:
         self._prefetcher = Prefetcher(context, self._tracker, self.recorder.backlog_s)
         self.loader = self._prefetcher.loader
         self.preemption = Preemption(context)
-        self._concurrency = ConcurrencyLimit(options.max_running, cache.tiers.troubles, self.requests.look)
+        self._concurrency = ConcurrencyLimit(options.max_running, cache.tiers.troubles, self.requests.wake)
         self._endings = Endings(context, self._prefetcher)
         self._supply = FrameSupply(context, self._prefetcher, self.preemption, self._endings)
         self._window = DispatchWindow(
@@ -141,7 +141,7 @@ class Dispatcher:
         self._concurrency.close()
         self._stopping = True  # not cancelled: it may be waiting for a copy, whose memory goes next
         self.requests.ready = False
-        self.requests.look()
+        self.requests.wake()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._prefetcher.stop()
@@ -165,7 +165,7 @@ class Dispatcher:
             await give_way()
         for request in list(self.requests.running.values()):
             self._endings.end_run(request, error)
-        self.requests.look()
+        self.requests.wake()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.idle(), _END_S)
 
@@ -178,7 +178,7 @@ class Dispatcher:
     def on_ready(self) -> None:
         """The worker takes requests."""
         self.requests.ready = not self._stopping
-        self.requests.look()
+        self.requests.wake()
 
     # -- other models -------------------------------------------------------------------------------------------
     # As `Sharer` says.
@@ -202,15 +202,15 @@ class Dispatcher:
     def run_ended(self) -> None:
         """A run has ended, of whichever model: requests that were preempted may run again."""
         self.preemption.run_ended()
-        self.requests.look()
+        self.requests.wake()
 
     async def unstage_all(self) -> None:
         """Ends the holds of waiting requests."""
         await self._prefetcher.keep_only(())
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Frames may have become free, or its turn has come."""
-        self.requests.look()
+        self.requests.wake()
 
     # -- callers' side ------------------------------------------------------------------------------------------
 
@@ -232,8 +232,8 @@ class Dispatcher:
         """How many of a tenant's requests (sequences) wait, and how many run."""
         return self.requests.of_tenant(tenant)
 
-    async def look_in_store(self, request: Request) -> None:
-        """Has the trie know what a shared store has of a request's prompt, before it is queued.
+    async def ask_store(self, request: Request) -> None:
+        """Asks a shared store what it has of a request's prompt, before that is queued; the trie knows it then.
 
         Its answer is waited for no longer than a twelfth of what computing the prompt takes.
         """

@@ -34,7 +34,7 @@ class Endings:
             self.end_waiting(request, Ended("cancelled"))
         elif request.on_worker:
             self.end_run(request, Ended("cancelled"))
-        self._requests.look()
+        self._requests.wake()
 
     def end_waiting(self, request: Request, event: Event) -> None:
         """Ends a request that waits; its caller gets `event`."""
@@ -54,5 +54,5 @@ class Endings:
         """Ends waiting requests, as many as one callback may; returns whether more wait."""
         for request in list(islice(self._requests.waiting.values(), _ENDED_AT_ONCE)):
             self.end_waiting(request, error)
-        self._requests.look()
+        self._requests.wake()
         return bool(self._requests.waiting)

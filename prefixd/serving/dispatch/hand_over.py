@@ -47,13 +47,13 @@ class HandOver:
         are no frames for it."""
         if self._prefetcher.grew(request):
             self._prefetcher.unstage(request)
-            self._requests.look()
+            self._requests.wake()
             return True
         keeps = self._context.caching and request.keeps
         if request.namespace.common is not None and keeps:
             await request.footprint.make_own_rows(request.namespace, request.chain)
             if not self._may_start(request):
-                self._requests.look()
+                self._requests.wake()
                 return True
         keep = self._states.choose(request) if request.kv.state_frames and keeps else []
         wanted = len(keep) + self._states.keeps_tails if request.kv.state_frames and keeps else 0
@@ -68,7 +68,7 @@ class HandOver:
         # It was cancelled, or the worker died, meanwhile, or the tier shrinks below what it may need.
         if not self._may_start(request) or request.most_frames > self._cache.tiers.frames.lasting:
             self._cache.tiers.compute.free(fresh.all)
-            self._requests.look()
+            self._requests.wake()
             return True
         run = first_run(self._cache, request, fresh, keep, caching=keeps)
         self._start(request, run, fresh)
@@ -114,7 +114,7 @@ class HandOver:
         )
         if beside is not None:
             self._loader.load_beside(request, beside)
-            self._requests.look()
+            self._requests.wake()
 
     def _count_hits(self, request: Request, blocks: int) -> None:
         # A block that turned out damaged or did not fit is not in `rows`, and was no hit.

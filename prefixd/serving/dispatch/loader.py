@@ -68,7 +68,7 @@ class Loader:
         self._cost = context.cost
         self._clock = context.clock
         self._meter = LoadMeter(context.clock)
-        self._look = context.look
+        self._wake = context.wake
         self._unstage = unstage
         self._mode = context.options.load
         self._under_way: WeakSet[PieceLoad] = WeakSet()
@@ -141,10 +141,10 @@ class Loader:
         if request.state is RequestState.WITHDRAWN:
             del self._staged[request.id]
             request.let_go()
-            self._look()
+            self._wake()
         elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
             request.staged()
-            self._look()
+            self._wake()
         elif given_up:
             self.counters.abandoned += 1
             log.info("the load for request %s fell behind: %d blocks are used", request.name, there)
@@ -160,7 +160,7 @@ class Loader:
         request.setbacks += 1
         if request.setbacks < _SETBACKS:
             self._unstage(request)
-            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._wake)
         else:
             self._cut(request, there)
 
@@ -170,19 +170,19 @@ class Loader:
         while (blocks := request.uncut(len(request.rows))) < len(request.rows):
             request.footprint.shorten(blocks)
         if request.image_holds is not None:
-            request.image_holds.let_go_of_missing()
+            request.image_holds.release_missing()
         request.cut, request.beside = True, None
         request.staged()
-        self._look()
+        self._wake()
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
     def load_beside(self, request: Request, plan: TailPlan) -> None:
         """A request was handed over that computes the front of its prefix: starts loading the back."""
         first = len(request.rows)
-        load = self._load(request, Urgency.DEMAND, self._look)
+        load = self._load(request, Urgency.DEMAND, self._wake)
         name = f"request {request.name}"
-        args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._look)
+        args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._wake)
         request.footprint.begin_tail(TailLoad(*args))
         self.beside[request.id] = request
 

@@ -40,14 +40,14 @@ class Places:
         self._wide = False
         self._waiting: set[Hashable] = set()
         for request in running:
-            self.take(request)
+            self.add(request)
 
     @property
     def free(self) -> int:
         """How many nobody has; below 0 where the limit has fallen."""
         return self._limit - self._taken.total()
 
-    def take(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """A request runs."""
         self._taken[request.queued.tenant] += self._needed(request)
         self._wide |= request.places > self._most
@@ -167,14 +167,14 @@ class ConcurrencyLimit:
     Args:
         most: what is configured.
         troubles: told when the limit falls, and when one more has not failed for a while.
-        look: called when there may be a place.
+        wake: called when there may be a place.
     """
 
-    def __init__(self, most: int, troubles: Troubles, look: Callable[[], None]) -> None:
+    def __init__(self, most: int, troubles: Troubles, wake: Callable[[], None]) -> None:
         self.limit = most
         self._most = most
         self._troubles = troubles
-        self._look = look
+        self._wake = wake
         self._timer: asyncio.TimerHandle | None = None
 
     def shrink(self, running: int, why: str) -> None:
@@ -194,7 +194,7 @@ class ConcurrencyLimit:
             self._later(RETRY_S, self._grow)
         else:
             self._later(CALM_S, lambda: self._troubles.end(PART))
-        self._look()
+        self._wake()
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         self.close()

@@ -94,7 +94,7 @@ class Preemption:
         self._share = context.share
         self._cost = context.cost
         self._meter = LoadMeter(context.clock)
-        self._look = context.look
+        self._wake = context.wake
         self._mode = context.options.preemption
         self._tasks: set[asyncio.Task[None]] = set()
         self._parked: set[int] = set()  # ids of requests that were preempted since a run ended last
@@ -135,7 +135,7 @@ class Preemption:
 
     # -- where its KV goes ------------------------------------------------------------------------------------------
 
-    def let_go(self, request: Request) -> Rows:
+    def release(self, request: Request) -> Rows:
         """The worker has let go of a request that is PREEMPTING and will be put back now.
 
         Returns the blocks in its frames that it has computed, in this run or an earlier one.
@@ -154,7 +154,7 @@ class Preemption:
     def make_way(self, request: Request, computed: Rows) -> None:
         """Frees the frames of a request that was put back, for others that run: as fast as its blocks can go.
 
-        `computed` is what `let_go` returned.
+        `computed` is what `release` returned.
         """
         self._parked.add(request.id)
         trie, level = request.trie, self._cache.tiers.compute.level
@@ -190,7 +190,7 @@ class Preemption:
 
     def _moved(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._look()
+        self._wake()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a preempted request's blocks were not all moved", exc_info=error)
 
@@ -212,13 +212,13 @@ class Preemption:
                 if copied:
                     self._cost.observe_store(distance, nbytes * copied // len(rows), elapsed_s)
             self.counters.swapped_blocks += copied
-            self._look()
+            self._wake()
 
     async def _drop(self, blocks: _Blocks) -> None:
         placement, compute = self._cache.mover.placement, self._cache.tiers.compute
         for start in range(0, len(blocks.rows), _MOVED_AT_ONCE):
             placement.drop(blocks.trie, blocks.next(start), compute, expendable=True)
-            self._look()
+            self._wake()
             await give_way()
 
     # -- when it runs again -----------------------------------------------------------------------------------------

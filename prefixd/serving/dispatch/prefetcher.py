@@ -166,9 +166,9 @@ class Prefetcher:
         await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
 
     async def unstage_all_but(self, head: Request) -> None:
-        """`head` lacks frames: READY requests that wait behind it may not keep theirs. Looks again soon."""
+        """`head` lacks frames: READY requests that wait behind it may not keep theirs. Wakes the dispatcher soon."""
         await self.unstage_ready(request for request in self._staged.values() if request is not head)
-        asyncio.get_running_loop().call_later(_RETRY_S, self._context.look)
+        asyncio.get_running_loop().call_later(_RETRY_S, self._context.wake)
 
     async def unstage_ready(self, requests: Iterable[Request]) -> None:
         """Unstages those of the requests that are READY."""

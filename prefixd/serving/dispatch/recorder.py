@@ -63,9 +63,9 @@ class Recorder:
         are kept."""
         self._record(request, run, filled)
         if (images := request.image_holds) is not None:
-            request.footprint.give(images.filled())
+            request.footprint.give_to_trie(images.filled())
         self.states.record_step(request, run, kept)
-        self._let_go_of_passed(request, run)
+        self._release_passed(request, run)
 
     def end(self, request: Request, tail_blocks: int) -> None:
         """A run has ended, whatever the reason, and the state after `tail_blocks` blocks is in the frames for it."""
@@ -115,14 +115,14 @@ class Recorder:
             of_prompt = request.prompt_tokens // request.trie.block_tokens - first_block
             request.retention.apply(rows[: max(of_prompt, 0)], first_block)
 
-    def _let_go_of_passed(self, request: Request, run: Run) -> None:
+    def _release_passed(self, request: Request, run: Run) -> None:
         """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
         if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
             part_mask = request.trie.part_mask
             for first, last, passed in request.kv.passed(run.computed_tokens):
                 blocks, frames = run.pass_blocks(first, last, passed)
                 if frames:
-                    request.footprint.let_go(blocks, int(part_mask[first]), frames)
+                    request.footprint.release(blocks, int(part_mask[first]), frames)
 
 
 def _parent(request: Request, rows: Rows) -> int | None:
@@ -195,7 +195,7 @@ class StateKeeping:
         if states.resuming:  # it has copied the state by now
             states.resuming = False
             group = int(request.trie.part_mask[len(request.kv.block_widths)])
-            request.footprint.let_go(slice(0, len(request.rows)), group)
+            request.footprint.release(slice(0, len(request.rows)), group)
         for blocks in kept:
             if (frames := states.keep.pop(blocks, None)) is not None:
                 self._enter(request, blocks, frames)
@@ -216,7 +216,7 @@ class StateKeeping:
         ends = self.ends(request, request.prompt_ends)
         mine = len(rows) >= blocks and request.trie.namespace[rows[blocks - 1]] == request.namespace.ordinal
         if mine and self._cache.record_state(request.trie, rows[:blocks], frames, ends):
-            request.footprint.give(frames)
+            request.footprint.give_to_trie(frames)
             self.counters.kept += 1
             self.counters.kept_bytes += request.kv.state_frames * self._cache.tiers.frames.frame_bytes
         else:

@@ -33,7 +33,7 @@ class Requests:
         self.running: dict[int, Request] = {}
         self.interrupted: dict[int, Request] = {}
         self.ready = False
-        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -59,7 +59,7 @@ class Requests:
     def enter(self, request: Request) -> None:
         """Adds a request that is in the queue now to those that wait."""
         self.waiting[request.id] = request
-        self.look()
+        self.wake()
 
     def start(self, request: Request) -> None:
         """Moves a request from the queue to those that run; its tenant is charged for the prompt."""
@@ -77,20 +77,20 @@ class Requests:
         self.interrupted.update(self.running)
         self.running.clear()
 
-    # -- when to look -----------------------------------------------------------------------------------------------
+    # -- waking the dispatcher --------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Has the dispatcher look at its requests: something may have changed."""
         if self.waiting or self.running or self.interrupted:
             self._idle.clear()
         else:
             self._idle.set()
-        self._wake.set()
+        self._changed.set()
 
     async def wait_for_change(self) -> bool:
-        """Waits until `look` has been called since the last return; returns `taking`."""
-        await self._wake.wait()
-        self._wake.clear()
+        """Waits until `wake` has been called since the last return; returns `taking`."""
+        await self._changed.wait()
+        self._changed.clear()
         return self.ready and not self.interrupted
 
     async def wait_idle(self) -> None:

@@ -36,7 +36,7 @@ class Sharer(Protocol):
     async def unstage_all(self) -> None:
         """Lets go of what waiting requests hold."""
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Frames may have become free, or its turn has come."""
 
 
@@ -121,7 +121,7 @@ class TierShare:
         if member in self._line:
             self._line.remove(member)
             for other in self._others(member):
-                other.look()
+                other.wake()
 
     def _others(self, but: Sharer) -> Iterable[Sharer]:
         return [member for member in self._members if member is not but]

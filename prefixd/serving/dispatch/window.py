@@ -177,11 +177,11 @@ class DispatchWindow:
         handed_over = request.state is RequestState.RUNNING
         if handed_over:
             self._supply.note_success()
-            this.running.take(request)
+            this.running.add(request)
             if this.quotas.left_out:
-                self._requests.look()  # others of its tenant may need less beside it: what they share is held now
+                self._requests.wake()  # others of its tenant may need less beside it: what they share is held now
             if self.newcomer:  # room was made meanwhile, for a second if need be: it may be another tenant's turn
-                self._requests.look()
+                self._requests.wake()
                 this.beyond = place + 1
                 return False
         blocks = request.blocks
@@ -209,7 +209,7 @@ class DispatchWindow:
                 request = waiting[queued.id]
                 if trial.must_wait(request) or not quotas.admits(request):
                     return False
-                trial.take(request)
+                trial.add(request)
                 return True
 
             runnable = {each.id: waiting[each.id] for each in queue.window(places, now_s, may_run)}
@@ -246,13 +246,13 @@ class DispatchWindow:
             self._share.wait(member)
             await self._share.clear(member)
             if self._retry is None:
-                self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._look_again)
+                self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._wake_again)
         elif not this.coming:
             self._share.leave(member)
 
-    def _look_again(self) -> None:
+    def _wake_again(self) -> None:
         self._retry = None
-        self._requests.look()
+        self._requests.wake()
 
     def _is_current(self, request: Request) -> bool:
         """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.

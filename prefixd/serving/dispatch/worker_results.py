@@ -80,7 +80,7 @@ class WorkerResults:
             request = self._requests.running.get(update.id)
             if request is not None:
                 self._update(request, update)
-        self._requests.look()
+        self._requests.wake()
 
     def _charge_searches(self, step: Step) -> None:
         """Charges beam searches, which tell of no token before their end, and learns what computing takes."""
@@ -124,7 +124,7 @@ class WorkerResults:
         if request.state is RequestState.WITHDRAWN:
             request.let_go()
         elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
-            computed = self._preemption.let_go(request)
+            computed = self._preemption.release(request)
             self._put_back(request)
             if self._context.share.running():  # else no other waits for its frames any more
                 self._preemption.make_way(request, computed)
@@ -137,7 +137,7 @@ class WorkerResults:
             self._put_back(request)
         else:
             self._finish(request, done)
-        self._requests.look()
+        self._requests.wake()
 
     def _finish(self, request: Request, done: Done) -> None:
         if done.beams:
@@ -199,7 +199,7 @@ class WorkerResults:
             left = self._endings.end_some_waiting(error)
         if left:
             asyncio.get_running_loop().call_soon(self._after_death, why, gave_up)
-        self._requests.look()
+        self._requests.wake()
 
 
 def _may_run_uncached(request: Request) -> bool:

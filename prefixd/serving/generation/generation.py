@@ -113,7 +113,7 @@ class Generation:
         tenant = params.tenant or self._cache.tenants.default
         self._rates.count(tenant)
         chosen = self._choose(params.model)
-        self._take_work()
+        self._check_not_draining()
         of_images = image_bytes(params)
         with (
             self._images.held(tenant, of_images),
@@ -146,7 +146,7 @@ class Generation:
             granted.callback(images.leave)
             params = replace(params, images=())  # they are decoded
         await self._maker.make_namespace_room(model, tenant, params.salt)
-        self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
+        self._check_not_draining()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await chosen.model()
         self._check_name(tenant, params.request_id)
         values = 1 if params.logprobs is None else 2 + params.logprobs
@@ -167,11 +167,11 @@ class Generation:
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]
         name, refused = requests[0].name, ""
-        await dispatcher.look_in_store(requests[0])  # all of them have one prompt
+        await dispatcher.ask_store(requests[0])  # all of them have one prompt
         if params.retention:
             wish = granted.enter_context(await self._grant_retention(requests, params.retention))
             refused = wish.refused
-        self._take_work()
+        self._check_not_draining()
         self._check_name(tenant, name)
         self._check_waiting(tenant, len(requests))
         _submit(dispatcher, requests, tenant)
@@ -239,7 +239,7 @@ class Generation:
         if tenant.name in self._live.get(name, ()):
             raise AlreadyExistsError(f"request_id {name!r} is running; choose another or leave it empty")
 
-    def _take_work(self) -> None:
+    def _check_not_draining(self) -> None:
         if self._draining.is_set():
             raise UnavailableError("the daemon drains and takes no new requests; try again when it is back")
 

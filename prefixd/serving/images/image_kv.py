@@ -179,7 +179,7 @@ class ImageHolds:
         tiers: list[int] = self.kv.trie.nearest[self.held].tolist()
         return tiers
 
-    def let_go_of_missing(self) -> None:
+    def release_missing(self) -> None:
         """Lets go of the images that did not come to the GPU tier whole: the worker computes them."""
         level = self.cache.tiers.compute.level
         for digest, hold in list(self._held.items()):

@@ -67,7 +67,7 @@ class TailLoad:
         plan: what to load.
         first: so many blocks of the prompt come before these.
         load: moves them.
-        look: called when `advance` should be.
+        wake: called when `advance` should be.
 
     Attributes:
         limit: blocks from this one on have been begun; the run gets no frames for them.
@@ -85,7 +85,7 @@ class TailLoad:
         plan: TailPlan,
         first: int,
         load: PieceLoad,
-        look: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         holds = cache.mover.placement.holds
         self.plan = plan
@@ -96,7 +96,7 @@ class TailLoad:
         self._cost = cost
         self._trie = trie
         self._load = load
-        self._look = look
+        self._wake = wake
         self._closed = False  # nothing more is begun
         self._block_bytes = int(np.max(trie.group_bytes))
         nbytes, distance = len(plan.rows) * self._block_bytes, Distance(int(plan.tiers.max(initial=0)))
@@ -177,7 +177,7 @@ class TailLoad:
         block_tokens, blocks = self._trie.block_tokens, len(self.held) - len(self._load.arrived_rows())
         left_s = self._load.behind_in_s(self._cost.compute_s(blocks * block_tokens, self.limit * block_tokens))
         if left_s is not None and left_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(max(left_s, _LEAST_WAIT_S), self._look)
+            self._timer = asyncio.get_running_loop().call_later(max(left_s, _LEAST_WAIT_S), self._wake)
         return left_s is not None and left_s <= 0
 
     def _give_up(self) -> None:

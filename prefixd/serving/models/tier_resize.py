@@ -308,7 +308,7 @@ class TierResize:
 
     def _frames_changed(self) -> None:
         for dispatcher in self._dispatchers:
-            dispatcher.look()
+            dispatcher.wake()
 
     def _begun_frames(self) -> int:
         return max(dispatcher.requests.begun_frames() for dispatcher in self._dispatchers)

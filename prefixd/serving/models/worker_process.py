@@ -296,7 +296,7 @@ class WorkerProcess:
             if self.state is not WorkerState.READY:
                 watchdog.heard(loop.time())
                 continue
-            found = watchdog.look(loop.time())
+            found = watchdog.check(loop.time())
             if found == "ask":
                 self.send(Ping())
             elif found == "hangs":

@@ -140,7 +140,7 @@ class Footprint:
             self.tail.end()
             self.tail = None
 
-    def let_go(self, blocks: slice, groups: int, frames: Sequence[int] = ()) -> None:
+    def release(self, blocks: slice, groups: int, frames: Sequence[int] = ()) -> None:
         """Lets go of what some KV groups, a mask, have of some blocks, and frees those of the `frames` that are its
         own."""
         released = self.hold.release(blocks, groups)
@@ -148,7 +148,7 @@ class Footprint:
             self._budget.remove(self.hold.rows[blocks], released)
         self.free(self.own.intersection(frames))
 
-    def give(self, frames: Sequence[int]) -> None:
+    def give_to_trie(self, frames: Sequence[int]) -> None:
         """These of the own frames are the trie's now, and not held."""
         self.own.difference_update(frames)
         if self._counted:
@@ -157,7 +157,7 @@ class Footprint:
     def free(self, frames: Iterable[int]) -> None:
         """Frees some of the own frames."""
         gone = list(frames)
-        self.give(gone)
+        self.give_to_trie(gone)
         self._cache.tiers.compute.free(gone)
 
     def shorten(self, blocks: int) -> None:

@@ -134,7 +134,7 @@ async def test_a_load_that_hangs_is_given_up_and_its_back_computed(
         await bench.quiet_but_for_copies()
     assert 0 < tail.limit < BLOCKS
     bench.now += 1000.0
-    bench.dispatcher.look()
+    bench.dispatcher.wake()
     await bench.finish(request)
     assert events(request) == (expected(PROMPT, 3), "length")
     assert not any(isinstance(message, Arrived) for message in bench.sent)
@@ -214,7 +214,7 @@ async def test_a_damaged_block_in_the_middle_ends_the_load_before_it(make_bench:
     request = await begun(bench)
     tail = request.tail
     tail._load.failed = True  # as when a piece came in part
-    bench.dispatcher.look()
+    bench.dispatcher.wake()
     await bench.until(lambda: request.tail is None or tail.limit == tail.end_block)
     bench.engine.open.set()
     await bench.finish(request)

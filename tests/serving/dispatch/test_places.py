@@ -21,7 +21,7 @@ def started(places: Places, tenant: str, beams: int = 1) -> int:
     """How many of a tenant's can start one after the other."""
     count = 0
     while may_start(places, tenant, beams):
-        places.take(request(tenant, beams))
+        places.add(request(tenant, beams))
         count += 1
     return count
 
@@ -53,7 +53,7 @@ def test_places_are_nobodys_own_once_all_tenants_have_one() -> None:
 def test_a_wide_search_runs_beside_those_for_whom_places_are_kept() -> None:
     places = Places(8, 3, [])
     assert may_start(places, "a", 16)
-    places.take(request("a", 16))
+    places.add(request("a", 16))
     assert places.free == 2
     assert not may_start(places, "a") and not may_start(places, "b", 16)
     assert started(places, "b") == 1 and started(places, "c") == 1

@@ -28,7 +28,7 @@ async def pair(make_bench: Make) -> AsyncIterator[Pair]:
     share = TierShare()
     first = await make_bench(12, share=share)
     spec = NamespaceSpec("other", BLOCK, first.kv.parts(GEOMETRY.block_bytes))
-    other = Bench(first.cache, first.engine, first.cache.register(spec), first.kv)
+    other = Bench(first.cache, first.cache.register(spec), first.kv, first.engine)
     other._ids = itertools.count(1000)
     other.begin(share=share)
     yield first, other
@@ -65,7 +65,7 @@ async def test_two_names_of_the_same_weights_share_what_they_compute(make_bench:
     """Of a copy of a model the namespace is the same: each dispatcher reads the other's blocks and holds its own."""
     share = TierShare()
     first = await make_bench(12, share=share)
-    copy = Bench(first.cache, first.engine, first.namespace, first.kv)
+    copy = Bench(first.cache, first.namespace, first.kv, first.engine)
     copy._ids = itertools.count(1000)
     copy.begin(share=share)
     try:

@@ -12,18 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError
+from prefixd.serving.dispatch.computed_by_others import computing_next_block, embeds_image, keeps_state
+from prefixd.serving.dispatch.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.endings import Endings
 from prefixd.serving.dispatch.frame_supply import FrameSupply
 from prefixd.serving.dispatch.hand_over import HandOver
-from prefixd.serving.dispatch.places import (
-    ConcurrencyLimit,
-    GpuQuotas,
-    Places,
-    computing_next_block,
-    embeds_image,
-    keeps_state,
-)
+from prefixd.serving.dispatch.places import GpuQuotas, Places
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.prefetcher import Prefetcher
 from prefixd.serving.dispatch.recorder import Recorder

@@ -20,7 +20,7 @@ class FrameBudget:
     of each that count, [m]; None for all of them.
 
     Args:
-        frames: how many frames parts of so many bytes take.
+        frames: how many frames parts of these bytes take.
 
     Attributes:
         taken: frames of the blocks counted, each once, and of the requests' own frames.

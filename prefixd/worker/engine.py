@@ -66,7 +66,7 @@ class Engine:
         self._planner = StepPlanner(model, kv, self._runs, max_step_tokens, draft)
         self._computing = False
         self._later: list[Done] = []  # for requests to be ended after the pass that is being computed
-        self._unreported: list[_Pass] = []  # those that nobody has waited for yet
+        self._unreported: list[_Pass] = []  # those that have not been waited for yet
 
     @property
     def asynchronous(self) -> bool:

@@ -4,7 +4,7 @@ Start-time fair queueing (Goyal, Vin and Cheng, "Start-Time Fair Queueing", SIGC
 in Serving Large Language Models" (Sheng et al., VTC, OSDI 2024), of equal weights. Each tenant has a counter of the
 service that it has received, in tokens of prompts that were computed; a generated token counts as two (VTC, section
 4.1). The tenant whose counter is lowest is next. A request is charged for its prompt when it is handed over and for its
-output as it comes, since nobody knows before how long that will be.
+output as it comes, since its length is not known before.
 
 **No credit.** A tenant that begins to wait is lifted to the lowest counter among those that wait; where none does, to
 the counter of the one that waited last. What it did not use while it was idle is gone.
@@ -79,7 +79,7 @@ class FairShare:
         cost: Callable[[int], int],
         admits: Callable[[int], bool],
     ) -> Iterator[int]:
-        """The ids of all requests, as they would be served if nobody came and nothing was generated.
+        """The ids of all requests, as they would be served if no request came and nothing was generated.
 
         Args:
             waiting: tenants that wait, each with its requests in its own order.

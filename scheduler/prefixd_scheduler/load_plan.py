@@ -25,7 +25,7 @@ _WORTH = 0.88
 pass that began before the last block came has to end: it takes a sixth longer than its estimate, by more than loading
 alone does (`benchmarks.load_or_recompute`)."""
 _PROBED = 16
-"""A probe loads one part in so many."""
+"""A probe loads one part in this many."""
 
 
 @dataclass(frozen=True, slots=True)

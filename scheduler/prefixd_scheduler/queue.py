@@ -38,7 +38,7 @@ class RequestQueue:
 
     **Computed once.** Of a tenant's requests that lack the same block next (`QueuedRequest.lacks`) only one stands in
     the order, the first one by `Policy.first_of`: it computes what the others then find. They stand behind it, so that
-    a thousand of them do not hide the next request, and the earliest takes its place when it leaves. Nobody
+    a thousand of them do not hide the next request, and the earliest takes its place when it leaves. No request
     stands behind another tenant's request, which may be long in coming up.
 
     Args:
@@ -117,7 +117,7 @@ class RequestQueue:
         return self.remove(request_id)
 
     def charge(self, tenant: Hashable, output_tokens: int) -> None:
-        """So many tokens were generated for requests of a tenant that were handed over."""
+        """`output_tokens` tokens were generated for requests of a tenant that were handed over."""
         self._share.charge(tenant, OUTPUT_TOKEN * output_tokens)
 
     def waiting_of(self, tenant: Hashable) -> int:

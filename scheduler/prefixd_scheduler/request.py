@@ -26,7 +26,7 @@ class QueuedRequest:
         prefix: equal for requests that need the same cached prefix, such as the key of its last block; None
             when the request shares nothing.
         lacks: equal for requests that lack the same block next, behind what is cached, such as that block's key; None
-            when nobody else can lack it.
+            when no other can lack it.
         ready_s: estimated seconds of loading and computing until its first token; infinite while unknown.
         deadline_s: when its first token is due, on the clock of `arrival_s`; infinite for never.
         tenant: whose it is: tenants are served in turn, and all that is said here orders requests of one tenant alone.

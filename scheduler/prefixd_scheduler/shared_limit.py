@@ -18,7 +18,7 @@ class SharedLimit:
 
     Args:
         limit: what all have together.
-        tenants: how many there are now; whoever has something counts besides.
+        tenants: how many there are now; tenants that have something count besides.
     """
 
     def __init__(self, limit: int, tenants: Callable[[], int] = lambda: 1) -> None:

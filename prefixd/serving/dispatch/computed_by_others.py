@@ -9,7 +9,7 @@ from prefixd.serving.request.request import Request
 
 def computing_next_block(request: Request, computing: Iterable[Request]) -> Request | None:
     """The request among those that compute blocks of their prompts that computes the next block of this one's prefix,
-    or one after that; None if nobody does.
+    or one after that; None if none does.
 
     Asked right before a request is staged, of one that waits. Running requests are few, however long the queue is.
     """
@@ -23,7 +23,7 @@ def computing_next_block(request: Request, computing: Iterable[Request]) -> Requ
 def keeps_state(request: Request, running: Iterable[Request]) -> bool:
     """Whether a running request will keep a state from which this one can resume.
 
-    Without a state it has to compute those tokens itself, whoever computes them as well.
+    Without a state it has to compute those tokens itself, even if another computes them as well.
     """
     for other in running:
         states = other.run.states

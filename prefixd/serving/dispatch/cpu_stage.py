@@ -203,7 +203,7 @@ class CpuStage:
 
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
         trie, placement = request.trie, self._mover.placement
-        # What is in the GPU tier, too, goes after what nobody waits for.
+        # What is in the GPU tier, too, goes after what no request waits for.
         if not request.read_only:
             placement.touch(trie, request.found, request.count_use(len(request.found)))
         owner = f"request {request.name}, ahead"

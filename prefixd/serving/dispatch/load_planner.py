@@ -47,7 +47,7 @@ class LoadPlanner:
         Args:
             request: waits.
             demanded: it could run at once.
-            turn_s: in so many seconds its turn comes.
+            turn_s: seconds until its turn comes.
         """
         trie, rows = request.trie, request.found
         request.beside = request.choice = None

@@ -16,7 +16,7 @@ class StatePolicy:
     """How many states are kept of a model with recurrent layers.
 
     Attributes:
-        per_prompt: at most so many of a prompt; 0 keeps none, nor the tail.
+        per_prompt: the most states of a prompt; 0 keeps none, nor the tail.
         every_tokens: besides, one after each multiple of this many tokens of the prompt, the last ones first; 0: none.
     """
 

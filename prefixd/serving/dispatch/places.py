@@ -42,7 +42,7 @@ class Places:
 
     @property
     def free(self) -> int:
-        """How many nobody has; below 0 where the limit has fallen."""
+        """How many are free; below 0 where the limit has fallen."""
         return self._limit - self._taken.total()
 
     def add(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class Places:
         return min(request.places, self._most)
 
     def _kept(self, tenants: int) -> int:
-        """How many are kept for so many tenants that have none."""
+        """How many are kept for `tenants` tenants that have none."""
         return max(0, min(self._limit // 2, tenants))
 
 

@@ -10,7 +10,7 @@ nothing from another tenant, and the tenant whose requests have most gives way. 
 one that lacks the frame.
 
 **Where its KV goes.** Down the tiers ("swap"), or nowhere ("recompute"). Only blocks count that the request computed
-and nobody else holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction
+and no other holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction
 (`Room.send_down`). Recompute drops copies, leaves first; a block that has a copy further down is still loaded later.
 Its last block, which is not full, is computed again in either case: a tier takes full blocks only.
 
@@ -23,7 +23,7 @@ once more only after a run has ended or one of a higher priority was handed over
 need its frames. Two requests therefore cannot preempt each other in turn, and the highest priority, then the next one,
 and so on, ends: with n others of its priority and none above, a request gives way n + 1 times at most. (One that runs
 alone starts over when it has blocks twice; then it has them once.) With several tenants this holds for the first of
-each: nobody who is handed over later, of whichever tenant, is before it, but for one of its own tenant's with a higher
+each: no request that is handed over later, of any tenant, is before it, but for one of its own tenant's with a higher
 priority. When it has ended, its tenant's next one is the first.
 """
 
@@ -124,7 +124,7 @@ class Preemption:
         return [*firsts, *(request for _, _, request in sorted(others, key=lambda other: other[:2]))]
 
     def choose(self, running: Iterable[Request]) -> Request | None:
-        """Who gives way now. None when frames are about to be free, or when that would help nobody."""
+        """Who gives way now. None when frames are about to be free, or when that would not help."""
         ranked = self.in_rank(running)
         if not ranked or self._share.moving or any(request.state in _LEAVING for request in ranked):
             return None
@@ -235,7 +235,7 @@ class Preemption:
         return self._share.taken_frames + growth + request.most_frames > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:
-        """A request is handed over, with so many cached blocks."""
+        """A request is handed over, with `cached_blocks` blocks."""
         if request.others_blocks is None or cached_blocks < request.others_blocks:
             request.others_blocks = cached_blocks
         self.counters.recomputed_tokens += max(0, request.lost_tokens - cached_blocks * request.trie.block_tokens)

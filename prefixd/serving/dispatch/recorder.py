@@ -5,7 +5,7 @@ A state takes as much memory as the KV of hundreds of tokens and serves prefixes
 
 - after the last full block of the prompt that a request with the same prompt can resume from;
 - where the prompt leaves a path that others have computed: who shares that beginning comes again, perhaps;
-- every so many tokens, if the settings say so;
+- at regular distances, if the settings say so;
 - after the last full block of prompt and output (the tail), for who continues the conversation, and for the request
   itself if it has to give its frames to others.
 """
@@ -171,7 +171,7 @@ class StateKeeping:
         return sorted(list(wanted)[: self._policy.per_prompt])
 
     def ends(self, request: Request, prompt_ends: tuple[int, int]) -> list[int]:
-        """Blocks of a prompt after which a request is likely to resume: its end, and each so many tokens."""
+        """Blocks of a prompt after which a request is likely to resume: its end, and regular distances."""
         every = -(-self._policy.every_tokens // request.trie.block_tokens)
         last = prompt_ends[-1]
         return [*prompt_ends, *(range(every, last, every) if every and request.kv.state_frames else ())]
@@ -188,7 +188,7 @@ class StateKeeping:
             self.counters.resumed_tokens += len(request.rows) * request.trie.block_tokens
 
     def record_step(self, request: Request, run: Run, kept: list[int]) -> None:
-        """The worker has computed a step of a request, and kept the states after so many blocks."""
+        """The worker has computed a step of a request, and kept the states after `kept` blocks."""
         states = run.states
         if states is None:
             return

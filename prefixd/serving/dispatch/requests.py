@@ -48,7 +48,7 @@ class Requests:
         return [*self.running.values(), *self.interrupted.values()]
 
     def begun_frames(self) -> int:
-        """The most frames that a request may come to that has run: it can end with so many."""
+        """The most frames that a request may come to that has run: it can end with that many."""
         begun = self.begun + [request for request in self.waiting.values() if request.handed_over_s is not None]
         return max((request.most_frames for request in begun), default=0)
 

@@ -332,7 +332,7 @@ class PrefixTracker:
         prefix = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
         cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
         # A request whose model has windows or states, or which has images, may go on where another cannot. From one
-        # that leaves nothing in the cache nobody else finds anything.
+        # that leaves nothing in the cache no other finds anything.
         alone = trie.has_rules or request.images is not None or request.read_only
         key = None if alone else request.next_key
         lacks = None if key is None else (request.namespace.root, key)
@@ -380,7 +380,7 @@ def _key_of(found: Rows) -> Callable[[int], int]:
 
 
 def _weight(request: Request, gained: float, header: int) -> float:
-    """The weight of all that the request needs behind so many blocks, generated tokens too, given the gains of its
+    """The weight of all that the request needs behind `header` blocks, generated tokens too, given the gains of its
     cached blocks there."""
     block_tokens = request.trie.block_tokens
     return weight_class(1.0 + float(gained) * block_tokens / (request.chain.tokens - header * block_tokens))

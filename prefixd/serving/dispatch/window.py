@@ -43,7 +43,7 @@ class _Round:
 
     Attributes:
         window: the requests, the next one first.
-        places: so many of them could run now.
+        places: how many of them could run now.
         running: the places that are taken, and for whom others are kept.
         quotas: what tenants' runs may come to.
         left: frames that no request has.

@@ -17,7 +17,7 @@ class RequestRates:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # by tenant: tokens, and when there were so many
+        self._buckets: dict[str, tuple[float, float]] = {}  # by tenant: tokens, and when they were counted
 
     def count(self, tenant: Tenant) -> None:
         """Counts a request. Raises ExhaustedError when the tenant has sent too many."""

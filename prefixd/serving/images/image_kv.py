@@ -34,7 +34,7 @@ NO_ROWS: Rows = np.zeros(0, np.int64)
 
 
 def image_namespace(model: NamespaceSpec, frames: int, frame_bytes: int, *, whole_pages: bool = False) -> NamespaceSpec:
-    """The namespace for the images of a model, each of so many frames; of the same users as the model's.
+    """The namespace for the images of a model, each of `frames` frames; of the same users as the model's.
 
     A block there is a frame, or with `whole_pages` (see `Hello`) all frames of an image.
 

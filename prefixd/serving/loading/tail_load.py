@@ -29,7 +29,7 @@ from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd_scheduler import CostModel, Distance
 
 _LEAST_TOKENS = 64  # that a run gets frames for at a time
-_STEPS = 4  # the run gets a part in so many of what it is expected to compute
+_STEPS = 4  # the run gets one part in this many of what it is expected to compute
 _LEAST_WAIT_S = 0.002
 
 
@@ -65,7 +65,7 @@ class TailLoad:
         owner: whose it is, for people.
         trie: of the blocks.
         plan: what to load.
-        first: so many blocks of the prompt come before these.
+        first: how many blocks of the prompt come before these.
         load: moves them.
         wake: called when `advance` should be.
 

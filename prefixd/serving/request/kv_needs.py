@@ -1,4 +1,4 @@
-"""How much of the GPU tier's memory is allocated and needed by nobody (Jenga, section 7.3, figure 16)."""
+"""How much of the GPU tier's memory is allocated and not needed (Jenga, section 7.3, figure 16)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Unused:
     """Bytes of the GPU tier.
 
     Attributes:
-        spare: of cached blocks, needed by shorter prefixes only and held by nobody: they go before anything else does.
+        spare: of cached blocks, needed by shorter prefixes only and not held: they go before anything else does.
         unneeded: of the rest, what no layer of the model needs.
     """
 

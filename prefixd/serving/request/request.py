@@ -201,7 +201,7 @@ class Request(Prompt):
         return self._run
 
     def count_use(self, blocks: int) -> int:
-        """So many of its cached blocks are about to be used; returns how many of them were counted before."""
+        """`blocks` of its cached blocks are about to be used; returns how many of them were counted before."""
         counted, self.used_blocks = self.used_blocks, max(self.used_blocks, blocks)
         return counted
 
@@ -261,7 +261,7 @@ class Request(Prompt):
         self._end_footprint()
 
     def end(self, event: Event) -> None:
-        """The last event: nobody uses its frames any more."""
+        """The last event: no copy and no run uses its frames any more."""
         self._go("end")
         self.events.put_nowait(event)
         self._end_footprint()

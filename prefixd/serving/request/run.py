@@ -18,7 +18,7 @@ class RunStates:
 
     Attributes:
         own: what the state lies in.
-        keep: by blocks of the prompt, where the state after so many of them will be kept.
+        keep: by blocks of the prompt, where the state after that many of them will be kept.
         tail: where the state after the last full block is kept; empty: nowhere.
         resume: where the state lies from which it resumes; empty: from none.
         resuming: the worker may still read the state that it resumes from.

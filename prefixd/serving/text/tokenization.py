@@ -43,7 +43,7 @@ class TooManyTokensError(Exception):
 
 
 class Stopped(Exception):
-    """Nobody wants the token ids any more."""
+    """The token ids are not wanted any more."""
 
 
 class TextCodec:
@@ -75,7 +75,7 @@ class TextCodec:
         Args:
             text: the prompt.
             most: tokens that the caller can use. A few more may be returned; many more are not computed.
-            stop: set by another thread when nobody wants the result.
+            stop: set by another thread when the result is not wanted any more.
 
         Raises:
             TooManyTokensError: the text has more than about twice `most` tokens.

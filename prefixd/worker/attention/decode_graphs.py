@@ -120,7 +120,7 @@ class DecodeGraphs:
         return sorted({size for size, _ in self._captured})
 
     def fits(self, sequences: int) -> bool:
-        """Whether there is a graph for so many sequences, or can be."""
+        """Whether there is a graph for `sequences` sequences, or can be."""
         return bool(self._sizes) and sequences <= self._sizes[-1]
 
     def run(self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:

@@ -97,7 +97,7 @@ class GroupedKv:
             memory.copy(out, into, first, stop)
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """So many tokens are computed: give up the memory that sliding windows have left behind (`passed_blocks`)."""
+        """Give up what sliding windows have left behind once `tokens` tokens are computed (`passed_blocks`)."""
         for group, memory, part in zip(self._groups.attention, self._memories, _parts(sequence), strict=True):
             blocks = passed_blocks(group.shape, tokens, self._groups.block_tokens, self._margin)
             memory.give_up(part, blocks * self._groups.slots(group))

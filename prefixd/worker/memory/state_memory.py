@@ -64,7 +64,7 @@ class SequenceState:
         for blocks, frames in due:
             try:
                 buffer = self._memory.mapped(frames)
-            except SwapError as error:  # a state that is not kept harms nobody
+            except SwapError as error:  # a state that is not kept does no harm
                 log.warning("the state after %d blocks is not kept: %s", blocks, error)
                 continue
             mapped.append((blocks, buffer[0]))

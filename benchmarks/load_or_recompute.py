@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.common import harness
 from benchmarks.common.throttled import DiskRate, ThrottledDaemon
-from prefixd.client import AsyncClient, Finished, Tier, Tokens
+from prefixd.client import AsyncClient, Finished, Sampling, Tier, Tokens
 
 DESCRIPTION = """\
 Three daemons with the embedded model, each with a worker of its own, differ in scheduler.load alone: auto, always,
@@ -85,7 +85,7 @@ class Subject:
         """Seconds from sending the prompt to its first token. Raises BenchmarkError for blocks that are not on disk."""
         began_s = time.monotonic()
         first_s = 0.0
-        async for event in self._client.generate(prompt, max_tokens=1, ignore_eos=True):
+        async for event in self._client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):
             if isinstance(event, Tokens) and not first_s:
                 first_s = time.monotonic() - began_s
             if isinstance(event, Finished) and (left := event.hit_tokens[Tier.GPU]):

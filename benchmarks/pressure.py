@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common import harness
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, Tokens
+from prefixd.client import AsyncClient, Sampling, Tokens
 from prefixd.workloads.figures import digest
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
 
@@ -78,14 +78,14 @@ class Batch:
     def options(self, number: int) -> dict[str, Any]:
         """How the tokens of a request are chosen, and its priority; arguments of `AsyncClient.generate`."""
         sampled = number // 2 % 2 == 1
-        return {
-            "max_tokens": self.output_tokens,
-            "ignore_eos": True,
-            "temperature": 1.0 if sampled else 0.0,
-            "top_p": _TOP_P if sampled else 1.0,
-            "seed": number,
-            "priority": _LOW_PRIORITY if number % 4 == 3 else 0,
-        }
+        sampling = Sampling(
+            max_tokens=self.output_tokens,
+            ignore_eos=True,
+            temperature=1.0 if sampled else 0.0,
+            top_p=_TOP_P if sampled else 1.0,
+            seed=number,
+        )
+        return {"sampling": sampling, "priority": _LOW_PRIORITY if number % 4 == 3 else 0}
 
     def settings(self, mode: str) -> dict[str, object]:
         """Of the daemon for a run: "unpressed", or one of MODES."""
@@ -154,7 +154,8 @@ async def _send_all(address: str, batch: Batch, step: Callable[[], None]) -> tup
             step()
             return output
 
-        await _generate(client, [FIRST_TOKEN], max_tokens=1)  # the model is loaded then; nothing of it is cached
+        # The model is loaded then; nothing of it is cached.
+        await _generate(client, [FIRST_TOKEN], sampling=Sampling(max_tokens=1))
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(send(number, prompt)) for number, prompt in enumerate(batch.prompts())]

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import harness
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, ClientError, Tier, Tokens
+from prefixd.client import AsyncClient, ClientError, Sampling, Tier, Tokens
 
 DESCRIPTION = """\
 A daemon runs the embedded model in host memory. Clients send requests to generate, one after the other each, from a
@@ -169,7 +169,9 @@ async def _client(address: str, plan: Plan, number: int, load: Load, ended: asyn
 
 async def _answer(client: AsyncClient, plan: Plan, prompt: int) -> tuple[int, ...]:
     tokens: list[int] = []
-    async for event in client.generate(plan.tokens(prompt), max_tokens=plan.max_tokens, ignore_eos=True):
+    async for event in client.generate(
+        plan.tokens(prompt), sampling=Sampling(max_tokens=plan.max_tokens, ignore_eos=True)
+    ):
         if isinstance(event, Tokens):
             tokens += event.token_ids
     return tuple(tokens)

@@ -21,7 +21,7 @@ from benchmarks.tenancy.house import House
 from benchmarks.tenancy.left_behind import left_of_tenants
 from prefixd.base.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, NotFoundError
+from prefixd.client import Client, NotFoundError, Sampling
 from prefixd.v1 import admin_pb2
 
 DESCRIPTION = """\
@@ -254,7 +254,7 @@ class Soak:
             if worker.state == admin_pb2.WorkerStats.STATE_FAILED or time.monotonic() > deadline:
                 raise harness.BenchmarkError(f"the worker did not start{self._daemon.last_words()}")
             time.sleep(0.05)
-        list(self._admin.generate([1], max_tokens=1, timeout_s=_START_S))
+        list(self._admin.generate([1], sampling=Sampling(max_tokens=1), timeout_s=_START_S))
         return worker.pid
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common import harness
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Accepted, Client, Finished, Tokens
+from prefixd.client import Accepted, Client, Finished, Sampling, Tokens
 from prefixd.serving.models.embedded_model import VOCAB_SIZE
 
 DESCRIPTION = """\
@@ -52,7 +52,7 @@ class Seen:
 def ask(client: Client, prompt: Prompt) -> Seen:
     """Asks a prompt, and looks at the answer as closely as a client can."""
     first_s, begin_s = None, time.perf_counter()
-    for event in client.generate(prompt, max_tokens=1, ignore_eos=True, timeout_s=60):
+    for event in client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True), timeout_s=60):
         if isinstance(event, Tokens) and first_s is None:
             first_s = time.perf_counter() - begin_s
         if isinstance(event, Finished):

@@ -37,7 +37,7 @@ The trace is Mooncake's FAST'25 release: https://github.com/kvcache-ai/Mooncake,
 
 _DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 _TRACE_HELP = "the trace to replay (shared/traces/mooncake_conversation.jsonl beside the repository)"
-_TIER_NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
+_TIER_NAMES = {tier: tier.label for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
 
 
 class Replay:

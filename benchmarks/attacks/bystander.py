@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from benchmarks.attacks.people import Person, become
 from benchmarks.load.companion import Companion
-from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Tokens
+from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Sampling, Tokens
 
 BLOCK_TOKENS = 16
 _PART_BYTES = 8192
@@ -178,7 +178,9 @@ class _Client:
         prompt = _tokens(self._owner, 1_000_000 + number, 2 + number % 4) % 256
         got: list[int] = []
         async with aclosing(
-            self._client.generate(prompt, max_tokens=_OUTPUT_TOKENS, ignore_eos=True, timeout_s=_CALL_S)
+            self._client.generate(
+                prompt, sampling=Sampling(max_tokens=_OUTPUT_TOKENS, ignore_eos=True), timeout_s=_CALL_S
+            )
         ) as events:
             async for event in events:
                 if isinstance(event, Tokens):

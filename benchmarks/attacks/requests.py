@@ -20,7 +20,7 @@ from benchmarks.attacks.attacker import Given, Mallory
 from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import Scene, ask
 from benchmarks.engines import hybrid_models
-from prefixd.client import AsyncClient, BeamSearch, ClientError, FinishReason, Tokens
+from prefixd.client import AsyncClient, BeamSearch, ClientError, FinishReason, Sampling, Tokens
 from prefixd.serving.models.embedded_model import VOCAB_SIZE
 from prefixd.v1 import inference_pb2 as pb
 
@@ -89,9 +89,11 @@ class Beams(_Flood):
         """16 beams, or the best of 32."""
         prompt = [rng.randrange(256) for _ in range(64)]
         if rng.random() < 0.5:
-            await _drain(client, prompt, beam_search=BeamSearch(width=16), n=16, max_tokens=64, ignore_eos=True)
+            search = Sampling(beam_search=BeamSearch(width=16), max_tokens=64, ignore_eos=True)
+            await _drain(client, prompt, search, n=16)
         else:
-            await _drain(client, prompt, best_of=32, n=1, temperature=1.0, max_tokens=64, ignore_eos=True)
+            drawn = Sampling(temperature=1.0, max_tokens=64, ignore_eos=True)
+            await _drain(client, prompt, drawn, best_of=32, n=1)
 
 
 class StopStrings(_Flood):
@@ -106,7 +108,7 @@ class StopStrings(_Flood):
         letter = chr(rng.randrange(0x20, 0x7F))
         stop = [letter * (255 - index) + chr(0x21 + index) for index in range(16)]
         prompt = (letter * 64).encode()
-        await _drain(client, list(prompt), stop=stop, max_tokens=128, ignore_eos=True)
+        await _drain(client, list(prompt), Sampling(stop=stop, max_tokens=128, ignore_eos=True))
 
 
 class StopTokens(_Flood):
@@ -138,7 +140,8 @@ class QueueFlood(_Flood):
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
         """Long answers to short prompts."""
-        await _drain(client, [rng.randrange(256) for _ in range(20)], max_tokens=256, ignore_eos=True)
+        prompt = [rng.randrange(256) for _ in range(20)]
+        await _drain(client, prompt, Sampling(max_tokens=256, ignore_eos=True))
 
 
 class PriorityFlood(_Flood):
@@ -150,10 +153,10 @@ class PriorityFlood(_Flood):
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
         """The lowest number goes first."""
         prompt = [rng.randrange(256) for _ in range(200)]
-        await _drain(client, prompt, max_tokens=128, ignore_eos=True, priority=-(1 << 31))
+        await _drain(client, prompt, Sampling(max_tokens=128, ignore_eos=True), priority=-(1 << 31))
 
 
-class Sampling(Scenario):
+class SamplingExtremes(Scenario):
     """Temperatures at the ends of what a float holds: one token must not come out whatever the model says."""
 
     name = "sampling extremes"
@@ -164,8 +167,8 @@ class Sampling(Scenario):
         client = await mallory.client()
         prompt = list(b"the quick brown fox")
         greedy = await _tokens(client, prompt)
-        cold = [await _tokens(client, prompt, temperature=heat, seed=1) for heat in (5e-324, 1e-300, 1e-45, 1e-6)]
-        hot = [await _tokens(client, prompt, temperature=heat, seed=1) for heat in (1e30, 1e39, 1e308)]
+        cold = [await _tokens(client, prompt, heat) for heat in (5e-324, 1e-300, 1e-45, 1e-6)]
+        hot = [await _tokens(client, prompt, heat) for heat in (1e30, 1e39, 1e308)]
         mallory.in_place(greedy=greedy, cold=cold, hot=hot)
         await mallory.until_stopped()
         return {}
@@ -187,9 +190,10 @@ class HeldBackText(Scenario):
     async def attack(self, mallory: Mallory) -> None:
         """Half a character, forced; and an answer with a stop string that its last character begins."""
         client = await mallory.client()
-        half = await _text(client, list(b"prompt"), forced_tokens=list(b"abc\xe2\x82"))
-        whole = await _text(client, list(b"prompt"), max_tokens=8)
-        stopped = await _text(client, list(b"prompt"), max_tokens=8, stop=[whole[-1:] + "\n\n"])
+        half = await _text(client, list(b"prompt"), Sampling(forced_tokens=list(b"abc\xe2\x82"), ignore_eos=True))
+        whole = await _text(client, list(b"prompt"), Sampling(max_tokens=8, ignore_eos=True))
+        until = Sampling(max_tokens=8, ignore_eos=True, stop=[whole[-1:] + "\n\n"])
+        stopped = await _text(client, list(b"prompt"), until)
         mallory.in_place(half=half, whole=whole, stopped=stopped)
         await mallory.until_stopped()
 
@@ -212,7 +216,9 @@ class OthersRequests(Scenario):
         client = await mallory.client()
         cancelled = 0
         owned = [
-            asyncio.create_task(_status(_drain(client, [1], request_id=name, max_tokens=4000, ignore_eos=True)))
+            asyncio.create_task(
+                _status(_drain(client, [1], Sampling(max_tokens=4000, ignore_eos=True), request_id=name))
+            )
             for name in self.ids[4:]
         ]
         await asyncio.sleep(0.3)
@@ -274,7 +280,7 @@ class Images(_Flood):
             case _:  # as many of the largest as may be
                 images = [_png(4096, 4096, 4096)] * 16
         prompt = [*range(1, 20), *[hybrid_models.IMAGE_TOKEN] * min(len(images), 16)]
-        await _drain(client, prompt, images=images, max_tokens=2)
+        await _drain(client, prompt, Sampling(max_tokens=2), images=images)
 
 
 class Scans(Images):
@@ -289,7 +295,7 @@ class Scans(Images):
         images = [_scanned(rng.choice((50, 50, 3000)))]
         prompt = [*range(1, 20), hybrid_models.IMAGE_TOKEN]
         async with asyncio.timeout(rng.choice((0.5, 30.0))):
-            await _drain(client, prompt, images=images, max_tokens=2)
+            await _drain(client, prompt, Sampling(max_tokens=2), images=images)
 
 
 @cache
@@ -317,23 +323,24 @@ def _png(width: int, height: int, rows: int) -> bytes:
     )
 
 
-async def _drain(client: AsyncClient, prompt: Any, **how: Any) -> None:
-    async with aclosing(client.generate(prompt, timeout_s=30.0, **how)) as events:
+async def _drain(client: AsyncClient, prompt: Any, sampling: Sampling = Sampling(), **how: Any) -> None:
+    async with aclosing(client.generate(prompt, sampling=sampling, timeout_s=30.0, **how)) as events:
         async for _ in events:
             pass
 
 
-async def _tokens(client: AsyncClient, prompt: list[int], **how: Any) -> list[int]:
+async def _tokens(client: AsyncClient, prompt: list[int], temperature: float = 0.0) -> list[int]:
     got: list[int] = []
-    async with aclosing(client.generate(prompt, max_tokens=8, ignore_eos=True, **how)) as events:
+    sampling = Sampling(max_tokens=8, ignore_eos=True, temperature=temperature, seed=1)
+    async with aclosing(client.generate(prompt, sampling=sampling)) as events:
         async for event in events:
             got += event.token_ids if isinstance(event, Tokens) else ()
     return got
 
 
-async def _text(client: AsyncClient, prompt: list[int], **how: Any) -> str:
+async def _text(client: AsyncClient, prompt: list[int], sampling: Sampling) -> str:
     text = ""
-    async with aclosing(client.generate(prompt, ignore_eos=True, **how)) as events:
+    async with aclosing(client.generate(prompt, sampling=sampling)) as events:
         async for event in events:
             text += event.text if isinstance(event, Tokens) else ""
     return text

@@ -16,7 +16,7 @@ SCENARIOS: dict[str, Scenario] = {
         requests.StopTokens(),
         requests.QueueFlood(),
         requests.PriorityFlood(),
-        requests.Sampling(),
+        requests.SamplingExtremes(),
         requests.HeldBackText(),
         requests.OthersRequests(),
         namespaces.Poisoning(),

@@ -21,7 +21,7 @@ from benchmarks.common.footprint import footprint
 from benchmarks.common.harness import free_port
 from benchmarks.tenancy.house import House
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, ClientError, Finished, NamespaceSpec, PartSpec, Tokens
+from prefixd.client import Client, ClientError, Finished, NamespaceSpec, PartSpec, Sampling, Tokens
 from prefixd.v1 import admin_pb2
 
 PLAIN: Mapping[str, object] = {
@@ -200,11 +200,11 @@ def fresh_bytes(number: int, blocks: int = _NEWCOMER_BLOCKS, block_bytes: int = 
     return np.random.default_rng([78, number]).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
 
 
-def ask(client: Client, prompt: Any, **how: Any) -> tuple[list[int], Finished]:
+def ask(client: Client, prompt: Any, max_tokens: int = 4, **how: Any) -> tuple[list[int], Finished]:
     """The tokens that a greedy request gets, and its last event."""
     got: list[int] = []
-    options: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "timeout_s": _CALL_S, **how}
-    for event in client.generate(prompt, **options):
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    for event in client.generate(prompt, sampling=sampling, **{"timeout_s": _CALL_S, **how}):
         if isinstance(event, Tokens):
             got += event.token_ids
         elif isinstance(event, Finished):

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.fault_injection.result import Result
 from benchmarks.fault_injection.watch import Log, Watch
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, ClientError, Tokens
+from prefixd.client import Client, ClientError, Sampling, Tokens
 
 NAME = "worker out of mappings"
 PART = "worker memory"
@@ -87,7 +87,9 @@ def _generate(client: Client, number: int, result: Result) -> list[int]:
     begin = time.monotonic()
     result.calls += 1
     try:
-        events = list(client.generate(prompt, max_tokens=_NEW_TOKENS, ignore_eos=True, timeout_s=60.0))
+        events = list(
+            client.generate(prompt, sampling=Sampling(max_tokens=_NEW_TOKENS, ignore_eos=True), timeout_s=60.0)
+        )
     except ClientError as error:
         result.unserved += 1
         result.failures.append(f"generate: {type(error).__name__}: {error}")

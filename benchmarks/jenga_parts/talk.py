@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.engines import hybrid_models
 from benchmarks.jenga_parts.chats import Plan, picture
-from prefixd.client import AsyncClient, Tokens
+from prefixd.client import AsyncClient, Sampling, Tokens
 from prefixd.v1 import admin_pb2, cache_pb2
 
 SAMPLE_S = 0.1
@@ -112,7 +112,9 @@ class _Talk:
     async def run(self) -> Talked:
         """All phases, one after the other."""
         for endpoint in self._endpoints:  # the model is loaded then; nothing of it is cached
-            async for _ in self._clients[endpoint.address].generate([3], max_tokens=1, model=endpoint.model):
+            async for _ in self._clients[endpoint.address].generate(
+                [3], sampling=Sampling(max_tokens=1), model=endpoint.model
+            ):
                 pass
         gpu_blocks, elapsed_s = [], 0.0
         sampler = asyncio.create_task(self._sample())
@@ -146,10 +148,8 @@ class _Talk:
         self._taken[chat] += 1
         async for event in self._clients[endpoint.address].generate(
             said,
+            sampling=Sampling(max_tokens=self._plan.output_tokens, ignore_eos=True, temperature=0.0),
             images=shown,
-            max_tokens=self._plan.output_tokens,
-            ignore_eos=True,
-            temperature=0.0,
             model=endpoint.model,
         ):
             if isinstance(event, Tokens):

@@ -31,6 +31,7 @@ from prefixd.client import (
     NotFoundError,
     PreconditionError,
     Retention,
+    Sampling,
     ServerUnavailable,
     Tokens,
 )
@@ -378,7 +379,7 @@ class MixedLoad:
         got: list[int] = []
         length = rng.randint(1, 10)
         async with aclosing(
-            self._client.generate(prompt, max_tokens=length, ignore_eos=True, timeout_s=90.0)
+            self._client.generate(prompt, sampling=Sampling(max_tokens=length, ignore_eos=True), timeout_s=90.0)
         ) as events:
             async for event in events:
                 if isinstance(event, Tokens):

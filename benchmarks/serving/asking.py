@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from prefixd.client import AsyncClient, Finished, ServerError, Tier, Tokens
+from prefixd.client import AsyncClient, Finished, Sampling, ServerError, Tier, Tokens
 
 T = TypeVar("T")
 
@@ -56,10 +56,12 @@ async def ask(
     likeliest: list[int] = []
     events = client.generate(
         prompt,
-        forced_tokens=answer,
-        max_tokens=answer_tokens if answer is None else None,
-        logprobs=None if answer is None else 1,
-        ignore_eos=True,
+        sampling=Sampling(
+            forced_tokens=answer,
+            max_tokens=answer_tokens if answer is None else 0,
+            logprobs=None if answer is None else 1,
+            ignore_eos=True,
+        ),
     )
     async for event in events:
         if isinstance(event, Tokens):

@@ -16,7 +16,7 @@ from benchmarks.common.slow_link import SlowLink
 from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, Finished, Tier, Tokens
+from prefixd.client import Client, Finished, Sampling, Tier, Tokens
 
 WORST_RATIO = 1.1
 BLOCK_TOKENS = 16
@@ -81,7 +81,7 @@ class Subject:
             BenchmarkError: some of it was in the daemon's own tiers.
         """
         began_s, first_s = time.monotonic(), 0.0
-        for event in self._client.generate(prompt, max_tokens=1, ignore_eos=True):
+        for event in self._client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):
             if isinstance(event, Tokens) and not first_s:
                 first_s = time.monotonic() - began_s
             if isinstance(event, Finished):

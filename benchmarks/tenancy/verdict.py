@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from prefixd.base.tiers import Tier
 from prefixd.v1 import admin_pb2, cache_pb2
 
 ISOLATION = 0.8
@@ -124,4 +125,4 @@ def broken(result: Mapping[str, Any]) -> list[str]:
 
 
 def _name(tier: int) -> str:
-    return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
+    return Tier.from_wire(tier).label

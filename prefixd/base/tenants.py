@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prefixd.base.errors import ExhaustedError
+from prefixd.base.tiers import QUOTA_TIERS
 
 DEFAULT = "default"
 """Name of the tenant of callers that no setting maps to another one."""
@@ -22,9 +23,6 @@ COMMON = "(common)"
 LONGEST_NAME = 64
 _NAMED = 4  # tenants in an error, those with most of what it is about
 _NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{LONGEST_NAME - 1}}}")
-
-QUOTA_TIERS = ("gpu", "cpu", "disk")
-"""Tiers that have quotas, by level."""
 
 
 class Role(StrEnum):

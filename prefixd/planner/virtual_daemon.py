@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from prefixd.base.errors import ConfigError
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_integrity
 from prefixd.planner.figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.hardware import ComputeCosts, Way, Ways
@@ -22,7 +23,6 @@ from prefixd.serving.request.events import Event, NewTokens
 from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.request.request import Request
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool
 from prefixd_swap.simulated_time import SimulatedTimeLoop

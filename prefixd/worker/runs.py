@@ -68,8 +68,8 @@ class Runs:
                 return Done(message.id, "error", str(error))
             return failure(message.id, message.frames, error)
         run: Run | BeamRun
-        if message.sampling.beams:
-            run = BeamRun(message, self._kv, memory, block_tokens, spec, images)
+        if (search := message.sampling.beam_search) is not None:
+            run = BeamRun(message, search, self._kv, memory, block_tokens, spec, images)
         else:
             run = Run(message, memory, block_tokens, spec, images)
         self._by_id[run.id] = run

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from prefixd.base.sampling import Sampling
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import (
@@ -18,7 +19,6 @@ from prefixd.worker_protocol.protocol import (
     Extend,
     FullAttention,
     GroupShape,
-    Sampling,
     Start,
     Step,
     ToWorker,

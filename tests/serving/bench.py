@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, check_integrity
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.options import DispatchOptions
@@ -22,9 +23,6 @@ from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.serving.models.worker_process import WorkerProcess
 from prefixd.serving.request.request import Request
-from prefixd.worker_protocol.protocol import (
-    Sampling,
-)
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
 from prefixd_swap import (
     CopyEngine,

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.steps import Steps
-from prefixd.base.tenants import QUOTA_TIERS, Tenant
+from prefixd.base.tenants import Tenant
+from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cache.audit.findings import Findings
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.scan import memory_for_copies

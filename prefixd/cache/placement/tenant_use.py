@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.steps import Steps
-from prefixd.base.tenants import QUOTA_TIERS, Tenant, Tenants
+from prefixd.base.tenants import Tenant, Tenants
+from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie

@@ -198,12 +198,12 @@ async def _send_all(
 
 
 async def _send(client: AsyncClient, prompt: Sequence[int], output_tokens: int) -> RequestResult:
-    from prefixd.client import Finished, ServerError, Tier, Tokens
+    from prefixd.client import Finished, Sampling, ServerError, Tier, Tokens
 
     sent = time.monotonic()
     ttft_s = 0.0
     output: list[int] = []
-    async for event in client.generate(prompt, max_tokens=output_tokens, ignore_eos=True):
+    async for event in client.generate(prompt, sampling=Sampling(max_tokens=output_tokens, ignore_eos=True)):
         if isinstance(event, Tokens):
             ttft_s = ttft_s or time.monotonic() - sent
             output += event.token_ids

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 import prefixd
 from prefixd.base.pacer import SLICE_ROWS, Pacer, give_way
+from prefixd.base.tiers import Tier
 from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, TIERS
 from prefixd.server.figures.metrics import METRIC, METRICS
@@ -26,7 +27,8 @@ from prefixd.serving.models.worker_process import WorkerState
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
-from prefixd_swap.tiers import GpuTier, MemoryTier, Tier
+from prefixd_swap.tiers import GpuTier, MemoryTier
+from prefixd_swap.tiers import Tier as TierObject
 
 _MOST_NAMESPACES = 1000
 _NAMESPACES_BYTES = 4 << 20  # a quarter of what a message may have
@@ -108,7 +110,7 @@ class Snapshot:
             for trouble in self.cache.tiers.troubles
         ]
 
-    def _tier(self, tier: Tier, counts: _Counts) -> pb.TierStats:
+    def _tier(self, tier: TierObject, counts: _Counts) -> pb.TierStats:
         tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
         unused = Unused()
@@ -124,7 +126,7 @@ class Snapshot:
             in_flight = used - sum(_resident_bytes(trie, tier) for trie in self.cache.tries) - quarantined
         counters = tiers.counters(tier)
         return pb.TierStats(
-            tier=f"TIER_{tier.name.upper()}",
+            tier=Tier(level).wire,
             capacity_bytes=tier.capacity_bytes,
             used_bytes=used,
             blocks=counts.blocks[level],

@@ -24,6 +24,7 @@ from prefixd.base.errors import (
     UnavailableError,
 )
 from prefixd.base.pacer import Pacer, give_way
+from prefixd.base.tiers import Tier
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import MAX_BLOCKS, NO_OFFSET
 from prefixd.cache.index.trie import TIERS, Rows
@@ -407,9 +408,9 @@ def _tiers_of(runs: Sequence[pb.TierRun]) -> npt.NDArray[np.int8]:
     """[blocks]: the tier of each block of some runs, from the prompt's first on."""
     if len(runs) > _FOUND_RUNS:
         raise InvalidArgumentError(f"found has {len(runs)} runs; send the first {_FOUND_RUNS} at the most")
-    tiers, blocks = [run.tier - 1 for run in runs], [run.blocks for run in runs]
+    tiers, blocks = [run.tier - Tier.GPU.wire for run in runs], [run.blocks for run in runs]
     if (wrong := next((tier for tier in tiers if not 0 <= tier < TIERS), None)) is not None:
-        raise InvalidArgumentError(f"found has a run in tier {wrong + 1}; send those that Match answered")
+        raise InvalidArgumentError(f"found has a run in tier {wrong + Tier.GPU.wire}; send those that Match answered")
     if sum(blocks) > MAX_BLOCKS:
         raise InvalidArgumentError(f"found has {sum(blocks)} blocks; a prompt has {MAX_BLOCKS} at the most")
     return np.repeat(np.array(tiers, np.int8), np.array(blocks, np.int64))
@@ -442,6 +443,6 @@ async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
     lengths = np.diff(starts, append=len(tiers))
     runs, pacer = [], Pacer()
     for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True):
-        runs.append(pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=blocks))
+        runs.append(pb.TierRun(tier=Tier(tier).wire, blocks=blocks))
         await pacer.worked(1)
     return runs

@@ -27,7 +27,7 @@ from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.generation.answer import answer, finished_event, found_by_search
 from prefixd.serving.generation.events import Accepted, GenerationEvent
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
-from prefixd.serving.generation.params import GenerateParams, check_sampling, image_bytes
+from prefixd.serving.generation.params import GenerateParams, check_params, image_bytes
 from prefixd.serving.generation.prompt_ids import prompt_ids
 from prefixd.serving.generation.request_maker import RequestMaker
 from prefixd.serving.generation.request_rates import RequestRates
@@ -122,7 +122,7 @@ class Generation:
         ):
             model = await chosen.model()
             self._check_name(tenant, params.request_id)
-            check_sampling(params, model)
+            check_params(params, model)
             self._check_waiting(tenant, params.sequences)
             ids = await prompt_ids(params.prompt, model, tenant)
             params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
@@ -149,20 +149,21 @@ class Generation:
         self._check_not_draining()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await chosen.model()
         self._check_name(tenant, params.request_id)
-        values = 1 if params.logprobs is None else 2 + params.logprobs
+        sampling = params.sampling
+        values = 1 if sampling.logprobs is None else 2 + sampling.logprobs
         requests: list[Request] = []
         keeps = params.sequences > params.answers
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests), tenant, self._unread, keeps=keeps)
         requests += self._maker.make(params, tenant, arrival_s, ids, images, model, inbox)
-        stops = StopStrings(params.stop) if params.stop else None
-        searched = params.beam_width is not None
+        stops = StopStrings(sampling.stop_strings) if sampling.stop else None
+        searched = sampling.beam_search is not None
         sequences = [
             SequenceOutput(
                 index,
                 request,
                 model.codec.stream() if model.codec is not None else None,
                 stops,
-                tell_logprobs=params.logprobs is not None,
+                tell_logprobs=sampling.logprobs is not None,
             )
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]

@@ -56,14 +56,15 @@ class RequestMaker:
         """One for each sequence; they put their events into the inbox, with their numbers."""
         prompt_tokens = len(ids) if images is None else images.tokens
         # Chosen here, so that a run that is taken up again samples the same tokens.
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        asked = params.sampling
+        seed = asked.seed if asked.seed is not None else secrets.randbits(63)
         room = model.hello.max_model_tokens - prompt_tokens
-        if params.forced_tokens is not None and len(params.forced_tokens) > 4 * room:
+        if (forced := len(asked.forced_ids)) > room:
             raise InvalidArgumentError(
-                f"the prompt has {prompt_tokens} tokens and forced_tokens {len(params.forced_tokens) // 4}, but the "
-                f"model takes {model.hello.max_model_tokens} together; shorten one of them"
+                f"the prompt has {prompt_tokens} tokens and forced_tokens {forced}, but the model "
+                f"takes {model.hello.max_model_tokens} together; shorten one of them"
             )
-        samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
+        samplings = [params.sequence_sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
         longest = prompt_tokens + samplings[0].max_tokens
         of_images = 0

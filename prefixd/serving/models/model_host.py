@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prefixd.base.errors import ConfigError, ExhaustedError, UnavailableError
 from prefixd.base.model_fingerprint import fingerprint, fingerprint_of_both
+from prefixd.base.sampling import MOST_BEAMS
 from prefixd.base.steps import in_thread
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
@@ -31,7 +32,7 @@ from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads, step_back
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import MOST_BEAMS, Done, Hello
+from prefixd.worker_protocol.protocol import Done, Hello
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap import FramePool, SwapError, started_threads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
@@ -12,7 +13,7 @@ from prefixd.cache.rules import GroupMask
 from prefixd.serving.images.image_kv import ImageKv
 from prefixd.serving.images.prompt_images import PromptImages
 from prefixd.serving.kv_shape import ONE_FRAME, KvShape
-from prefixd.worker_protocol.protocol import Sampling, blocks_needed
+from prefixd.worker_protocol.protocol import blocks_needed
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -8,14 +8,16 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from prefixd.base.errors import ConfigError, UnsupportedError
 from prefixd.process.child import run_module
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
@@ -185,6 +187,8 @@ def _load(model: Path) -> tuple[Tokenizer, bool]:
         raise ConfigError(f"the tokenizer in {str(model)!r} {why}; {_SAVE}" if named else missing)
     if answer["tokenizer"] is None:
         raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
+    from tokenizers import Tokenizer  # a cache without a model has none
+
     return Tokenizer.from_str(answer["tokenizer"]), answer["splits_special"]
 
 

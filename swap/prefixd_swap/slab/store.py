@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -42,14 +42,17 @@ from prefixd_swap.slab.index.block_record import (
     without_parts,
 )
 from prefixd_swap.slab.index.bring_back import bring_back
-from prefixd_swap.slab.index.index import Change, IndexDamagedError, SlabIndex
 from prefixd_swap.slab.index.record_columns import Bools, IndexTable, Int64s, Records
 from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile, recover, slabs_named
+from prefixd_swap.slab.index.rows import Change, IndexDamagedError
 from prefixd_swap.slab.index.set_aside import SetAside, list_set_aside, note_rest, set_copy_aside
 from prefixd_swap.slab.reader import SlabReader, verify
 from prefixd_swap.slab.writer import SlabWriter
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
+
+if TYPE_CHECKING:
+    from prefixd_swap.slab.index.index import SlabIndex
 
 log = logging.getLogger(__name__)
 _ADOPTED_AT_ONCE = 4096
@@ -117,6 +120,8 @@ class SlabStore:
             FormatError: it holds other files than this version's.
             StorageError: it cannot be made, read or written.
         """
+        from prefixd_swap.slab.index.index import SlabIndex  # LMDB: engines, which import this package, have none
+
         ops = ops or FileOps()
         with ExitStack() as undo:
             directory = DataDirectory(path, ops)

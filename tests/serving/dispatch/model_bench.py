@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.dispatch.dispatcher import Dispatcher
@@ -24,7 +25,7 @@ from prefixd.serving.request.request import Request
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.model import CausalModel
-from prefixd.worker_protocol.protocol import Cancel, Done, Extend, PromptImage, Sampling, Start, Step, ToWorker
+from prefixd.worker_protocol.protocol import Cancel, Done, Extend, PromptImage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
 from prefixd_swap import (
     CpuArena,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import UnavailableError
+from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.background.refused_blocks import NOT_FINITE
 from prefixd.cache.index.trie import GPU, NO_SLOT
@@ -159,9 +160,9 @@ async def test_beams_are_searched_again(plain: Subject, tmp_path: Path) -> None:
         return [beam.tokens for beam in ended.beams]
 
     async with opened(plain, tmp_path) as bench:
-        expected = await searched(bench.submit(prompt_of(0), NEW, beams=3))
+        expected = await searched(bench.submit(prompt_of(0), NEW, beam_search=BeamSearch(width=3)))
         poison(bench)
-        request = bench.submit(prompt_of(0), NEW, beams=3)
+        request = bench.submit(prompt_of(0), NEW, beam_search=BeamSearch(width=3))
         assert await searched(request) == expected and request.uncached
         await gone(bench)
         assert bench.cache.mover.lost[NOT_FINITE]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.pacer import Pacer
+from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
@@ -247,7 +248,7 @@ async def test_beams_find_their_images_in_a_tier(vision: Any, encoded: list[byte
     async with bench_of() as bench:
         await ask(bench, vision, prompt)
         await bench.clear_gpu_tier()
-        request = submit(bench, prompt, beams=3, early_stopping=True)
+        request = submit(bench, prompt, beam_search=BeamSearch(width=3, early_stopping=True))
         async with asyncio.timeout(60):
             ended = await request.events.get()  # type: ignore[attr-defined]
         assert isinstance(ended, Ended)

@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NONE
 from prefixd.serving.request.events import Ended
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.run import Run
 from prefixd.serving.request.states import IllegalTransitionError, RequestState
-from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 
 ROWS = np.array([4, 7, 9])

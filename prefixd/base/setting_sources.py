@@ -1,6 +1,7 @@
 """Where settings come from: flags, environment, file; which one wins, and what is said of each.
 
-Knows the settings by dotted name only (`cpu.bytes`); types and limits are `prefixd.settings.settings`' business.
+Knows the settings by dotted name only (`cpu.bytes`); types and limits are `prefixd.settings.settings`' business, which
+needs pydantic. This needs the standard library only: a client reads with it where the daemon listens.
 
 pydantic-settings merges such layers too, but does not say which of them a value came from, passes over misspelt
 variables, accepts a section as JSON in one variable (a second way to set the same thing), and reads the process's
@@ -20,6 +21,7 @@ from prefixd.base.errors import ConfigError
 
 ENV_PREFIX = "PREFIXD_"
 FILE_NAME = "prefixd.toml"
+SOCKET = "server.socket"
 ANY_NAME = "NAME"
 """Stands in the middle of a setting's dotted name for whatever the user calls the section."""
 
@@ -52,6 +54,27 @@ def gather_layers(
                 raise ConfigError(f"there is no setting {name} (set by {source}); {_remedy(name, known)}")
             values[name], sources[name] = value, source
     return _nest(values), sources
+
+
+def find_socket(environ: Mapping[str, str]) -> Path:
+    """`server.socket`, as a daemon of these variables and of the file found beside them has it.
+
+    Raises ConfigError for a file that cannot be read, a misspelt variable, and what is no path.
+    """
+    file = find_config_file(environ)
+    values = dict(_flatten(_read_toml(file)) if file else ())
+    values.update(setting for _, setting in _read_environ(environ, [SOCKET]))
+    value = values.get(SOCKET, default_socket())
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{SOCKET} = {value!r} (set by {file}) is no path; write it as a string")
+    return Path(os.path.abspath(Path(value).expanduser()))
+
+
+def default_socket() -> Path:
+    """`$XDG_RUNTIME_DIR/prefixd/prefixd.sock`, else `/tmp/prefixd-<uid>/prefixd.sock`."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
+    return folder / "prefixd.sock"
 
 
 def is_known(name: str, known: Collection[str]) -> bool:

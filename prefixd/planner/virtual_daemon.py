@@ -19,8 +19,9 @@ from prefixd.planner.models import PlannedModel
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
+from prefixd.serving.request.events import Event, NewTokens
 from prefixd.serving.request.kv_needs import KvNeeds
-from prefixd.serving.request.request import Event, NewTokens, Request
+from prefixd.serving.request.request import Request
 from prefixd.settings import Settings
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool
@@ -178,7 +179,7 @@ class VirtualDaemon:
         began_s, busy_s = self._clock(), self.worker.counters.busy_s
         read, written = self._read_link.moved_bytes, self._write_link.moved_bytes
         evicted = {tier.name: tiers.counters(tier).evicted for tier in tiers.existing}
-        preempted = self.dispatcher.resumed
+        preempted = self.dispatcher.counters.resumed
         client = _Client(self, workload, self._plan.request_s, progress)
         results = await client.run()
         if not results:
@@ -196,7 +197,7 @@ class VirtualDaemon:
             disk_written_bytes=self._write_link.moved_bytes - written,
             disk_read_bytes=self._read_link.moved_bytes - read,
             evicted_blocks={tier.name: tiers.counters(tier).evicted - evicted[tier.name] for tier in tiers.existing},
-            preempted=self.dispatcher.resumed - preempted,
+            preempted=self.dispatcher.counters.resumed - preempted,
             busy_s=self.worker.counters.busy_s - busy_s,
         )
 

@@ -52,9 +52,9 @@ from prefixd.serving.images.image_kv import image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.served_model import ServedModel
-from prefixd.serving.request.request import Ended, NewTokens, Request
-from prefixd.serving.text.text_stream import TextStream
-from prefixd.serving.text.tokenization import TextCodec, TokenIds
+from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request import Request
+from prefixd.serving.text.tokenization import TextCodec, TextStream, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd.worker_protocol.protocol import (
     BeamResult,
@@ -122,7 +122,7 @@ class FakeDispatcher:
         self.room -= 1
         self.submitted.append(request)
 
-    async def look_in_store(self, request: Request) -> None:
+    async def ask_store(self, request: Request) -> None:
         self.looked.append(request)
 
     def requests_of(self, tenant: str) -> tuple[int, int]:
@@ -260,19 +260,19 @@ async def test_a_wish_for_the_prompt_is_claimed_while_it_runs(desk: Desk, cache:
     async with aclosing(desk.generation.run(params)) as events:
         assert isinstance(await anext(events), Accepted)
         first, second = desk.dispatcher.submitted
-        assert first.wish is not None and first.wish is second.wish
+        assert first.retention is not None and first.retention is second.retention
         assert cache.retained.claimed[tenant] == 2 * 8192
         accepted, _ = await desk.events(Ended("stop"), prompt=prompt, retention=[Retention(priority=1)])
         assert isinstance(accepted, Accepted)
         assert re.search(
             r"16384 of 32768 bytes .* 24576 more .*tenants\.default\.retained_bytes", accepted.retention_refused
         )
-        assert desk.dispatcher.submitted[-1].wish is None, "it runs without"
+        assert desk.dispatcher.submitted[-1].retention is None, "it runs without"
         await desk.events(Ended("stop"), prompt=prompt, retention=[Retention(priority=1)], read_only=True)
-        assert desk.dispatcher.submitted[-1].wish is not None, "of a read-only request nothing is stored"
+        assert desk.dispatcher.submitted[-1].retention is not None, "of a read-only request nothing is stored"
     assert cache.retained.claimed[tenant] == 0
     await desk.events(Ended("stop"), prompt=prompt)
-    assert desk.dispatcher.submitted[-1].wish is None
+    assert desk.dispatcher.submitted[-1].retention is None
 
 
 async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:

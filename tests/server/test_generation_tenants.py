@@ -16,7 +16,7 @@ from prefixd.base.sampling import Sampling
 from prefixd.base.tenants import Quota, Tenant, Tenants
 from prefixd.cache import TieredCache
 from prefixd.serving.generation import Accepted, Finished, GenerateParams, Tokens, generation
-from prefixd.serving.request.request import Ended, NewTokens
+from prefixd.serving.request.events import Ended, NewTokens
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.worker_protocol.protocol import BeamResult
 from prefixd_scheduler import RequestQueue, create_policy

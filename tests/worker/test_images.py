@@ -319,7 +319,7 @@ def test_no_pass_ends_inside_an_image_that_attends_both_ways(vision, rig, monkey
         return step(segments)
 
     monkeypatch.setattr(rig.kv, "step", watched)
-    rig.engine._max_step_tokens = 16
+    rig.engine._planner._max_step_tokens = 16
     requests = [rig.start(prompt.tokens, images=prompt.images) for prompt in prompts]
     memories = [id(rig.engine._runs[request].memory) for request in requests]
     rig.run()

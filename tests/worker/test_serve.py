@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prefixd.base.sampling import Sampling
-from prefixd.serving.models.worker_process import describe_memory
+from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker import serve
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.spec.model_spec import read_model_spec

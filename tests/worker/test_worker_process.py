@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from prefixd.base.sampling import Sampling
-from prefixd.serving.models.worker_process import describe_memory
+from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker_protocol.errors import ConnectionClosedError
 from prefixd.worker_protocol.protocol import (
     Cancel,

@@ -286,14 +286,15 @@ class Mover:
         tenant = tenant or self.use.tenants.default
         sizes = [width * frame for width in widths]
         wanted = count * tier.footprint(sizes) + beside * frame
-        limits = [(wanted + tier.used_bytes - tier.capacity_bytes, self.use.losses(tenant, tier))]
+        limits = [(wanted + tier.used_bytes - tier.capacity_bytes, False)]
         if (room := self.use.room(tenant, tier)) is not None:
-            limits.append((wanted - room, self.use.losses(tenant, tier, own=True)))
-        may_sink = self.tiers.below(tier) is not None
-        for lacking, losses in limits:
-            weigh = partial(_bytes_of_part, tier)
-            if not await can_free(self.tries, tier.level, lacking, demotable=may_sink, weigh=weigh, losses=losses):
-                return None
+            limits.append((wanted - room, True))
+        for lacking, own in limits:
+            if lacking > 0:
+                losses, weigh = self.use.losses(tenant, tier, own=own), partial(_bytes_of_part, tier)
+                may_sink = self.tiers.below(tier) is not None
+                if not await can_free(self.tries, tier.level, lacking, demotable=may_sink, weigh=weigh, losses=losses):
+                    return None
         account = self.use.granted(tenant, tier)
         frames = await self.allocate(tier, sizes, count, tenant=tenant, account=account, near=near)
         if len(frames) < count:

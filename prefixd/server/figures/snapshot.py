@@ -214,7 +214,7 @@ class Snapshot:
         return total_worker([self._worker_of(host) for host in self.models.values()])
 
     def _worker_of(self, host: ModelHost) -> pb.WorkerStats:
-        worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.kv
+        worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.results.kv
         frame_bytes = self.cache.tiers.frames.frame_bytes if kv.shared_blocks else 0
         return pb.WorkerStats(
             state=_STATES[worker.state],
@@ -237,7 +237,7 @@ class Snapshot:
             layout=worker.settings.layout,
             cuda_graphs=worker.ready.cuda_graphs,
             cuda_graphs_reason=worker.ready.cuda_graphs_reason,
-            passes=host.dispatcher.passes,
+            passes=host.dispatcher.counters.passes,
             draft=_draft_of(host),
         )
 
@@ -275,7 +275,7 @@ def _states_of(host: ModelHost) -> pb.StateStats | None:
     hello = host.worker.hello
     if hello is None or not hello.state_frames:
         return None
-    counters = host.dispatcher.states.counters
+    counters = host.dispatcher.recorder.states.counters
     return pb.StateStats(
         kept_states=counters.kept,
         kept_bytes=counters.kept_bytes,
@@ -290,9 +290,9 @@ def _images_of(host: ModelHost) -> pb.ImageStats | None:
     if hello is None or hello.images is None:
         return None
     return pb.ImageStats(
-        asked_images=dispatcher.asked_images,
-        encoded_images=dispatcher.encoded_images,
-        found_images=dispatcher.found_images,
+        asked_images=dispatcher.counters.asked_images,
+        encoded_images=dispatcher.counters.encoded_images,
+        found_images=dispatcher.counters.found_images,
     )
 
 
@@ -303,8 +303,8 @@ def _draft_of(host: ModelHost) -> pb.DraftStats | None:
     return pb.DraftStats(
         model=settings.draft_model,
         draft_tokens=settings.draft_tokens,
-        proposed_tokens=dispatcher.proposed_tokens,
-        accepted_tokens=dispatcher.accepted_tokens,
+        proposed_tokens=dispatcher.counters.proposed_tokens,
+        accepted_tokens=dispatcher.counters.accepted_tokens,
     )
 
 
@@ -313,9 +313,9 @@ def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
     return pb.SchedulerStats(
         policy=dispatcher.queue.policy.name,
         waiting_requests=len(dispatcher.waiting),
-        finished_requests=dispatcher.finished,
+        finished_requests=dispatcher.counters.finished,
         preempted_requests=preempted.preempted,
-        resumed_requests=dispatcher.resumed,
+        resumed_requests=dispatcher.counters.resumed,
         swapped_requests=preempted.swapped,
         recomputed_requests=preempted.recomputed,
         swapped_blocks=preempted.swapped_blocks,

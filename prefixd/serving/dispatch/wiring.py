@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prefixd.base.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers
 from prefixd.cache.remote import RemoteOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.dispatch.state_keeping import EVERY_BLOCK, StatePolicy
+from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import ToWorker
@@ -57,26 +58,7 @@ def make_dispatcher(
     share: TierShare | None = None,
 ) -> Dispatcher:
     """The dispatcher of one model, with a queue and a cost model of its own."""
-    scheduler, worker = settings.scheduler, settings.worker
-    return Dispatcher(
-        cache,
-        RequestQueue(
-            create_policy(scheduler.policy, scheduler.starvation_bound_s),
-            scheduler.queue_limit,
-            lambda: cache.tenants.calling,
-        ),
-        CostModel(),
-        send,
-        clock,
-        max_running=worker.max_running,
-        look_ahead=None if scheduler.look_ahead == "auto" else scheduler.look_ahead,
-        load=scheduler.load,
-        preemption=scheduler.preemption,
-        caching=settings.cache.enabled,
-        states=(
-            StatePolicy(worker.states_per_prompt, worker.state_every_tokens)
-            if worker.groups == "by_rule"
-            else EVERY_BLOCK
-        ),
-        share=share,
-    )
+    scheduler = settings.scheduler
+    policy = create_policy(scheduler.policy, scheduler.starvation_bound_s)
+    queue = RequestQueue(policy, scheduler.queue_limit, partial(getattr, cache.tenants, "calling"))
+    return Dispatcher(cache, queue, CostModel(), send, clock, DispatchOptions.of(settings), share)

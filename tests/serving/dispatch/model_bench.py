@@ -16,10 +16,12 @@ from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
 from prefixd.cache.index.trie import Rows
 from prefixd.serving.dispatch.dispatcher import Dispatcher
+from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.images.image_kv import ImageKv, image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
-from prefixd.serving.request.request import Ended, NewTokens, Request
+from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request import Request
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.model import CausalModel
@@ -59,10 +61,7 @@ class ModelBench:
             CostModel(),
             self._messages_append,
             time.monotonic,
-            max_running=8,
-            look_ahead=8,
-            load="always",
-            preemption="swap",
+            DispatchOptions(max_running=8, look_ahead=8, load="always", preemption="swap"),
         )
         self.paused = False
         self._messages: list[ToWorker] = []

@@ -16,12 +16,12 @@ from prefixd.images.decoding import Pixels
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.loading import piece_load, tail_load
 from prefixd.worker_protocol.protocol import Arrived, Extend, PromptImage, Start
-from tests.serving.conftest import BLOCK, MODELS
 from tests.serving.dispatch.test_loading import pace
+from tests.serving.fake_worker import BLOCK, MODELS
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]

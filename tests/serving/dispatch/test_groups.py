@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefixd.cache.index.trie import CPU, GPU
-from prefixd.serving.dispatch.state_keeping import StateCounters, StatePolicy
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.dispatch.options import StatePolicy
+from prefixd.serving.dispatch.recorder import StateCounters
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend, Start
 from prefixd_scheduler import Distance
-from tests.serving.conftest import BLOCK, MODELS
+from tests.serving.fake_worker import BLOCK, MODELS
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]
@@ -101,7 +102,7 @@ async def test_a_fork_copies_nothing_that_a_window_may_have_passed(make_bench: M
 
 
 def states(bench: Bench) -> StateCounters:
-    return bench.dispatcher.states.counters
+    return bench.dispatcher.recorder.states.counters
 
 
 async def states_bench(make_bench: MakeBench, **options: object) -> Bench:

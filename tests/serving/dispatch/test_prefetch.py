@@ -18,7 +18,9 @@ from prefixd.planner.hardware import MeasuredCosts, Way, Ways
 from prefixd.planner.models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
 from prefixd.planner.workload import PlannedRequest, Workload
-from prefixd.serving.request.request import Event, Request, RequestState
+from prefixd.serving.request.events import Event
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
 from prefixd_scheduler import Distance
@@ -261,7 +263,7 @@ def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
         await until(lambda: all(in_cpu(request) == 128 for request in waiting))
         await asyncio.sleep(1.0)
         nbytes = 128 * BLOCK_BYTES
-        assert daemon.dispatcher._cost.load_s(nbytes, Distance.DISK) == pytest.approx(nbytes / 1e6, rel=0.01)
+        assert daemon.dispatcher.context.cost.load_s(nbytes, Distance.DISK) == pytest.approx(nbytes / 1e6, rel=0.01)
         for request in (before, *waiting):
             daemon.dispatcher.cancel(request)
 

@@ -16,7 +16,8 @@ from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.background.refused_blocks import NOT_FINITE
 from prefixd.cache.index.trie import GPU, NO_SLOT
-from prefixd.serving.request.request import Ended, Request
+from prefixd.serving.request.events import Ended
+from prefixd.serving.request.request import Request
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.serving.models.test_models import BLOCK, BLOCKS, NEW, Subject, prompt_of
@@ -139,7 +140,7 @@ async def test_who_waits_does_not_begin_with_what_is_refused_meanwhile(plain: Su
     async with opened(plain, tmp_path) as bench:
         await bench.generate(prompt_of(0), NEW)
         path = bench.path(prompt_of(0))
-        bench.dispatcher._ready = False
+        bench.dispatcher.requests.ready = False
         request = bench.submit(prompt_of(0), NEW)
         assert len(request.found) == BLOCKS
         with bench.cache.mover.placement.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):

@@ -9,7 +9,7 @@ from prefixd.base.sampling import BeamSearch
 from prefixd.worker_protocol.protocol import Cancel, Start
 
 if TYPE_CHECKING:
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
 

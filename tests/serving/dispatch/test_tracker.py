@@ -18,7 +18,7 @@ from prefixd_scheduler import Distance, RequestQueue, create_policy, prompt_weig
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
 

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.server.services.prefixes import Prefix, describe
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv, image_namespace
-from prefixd.serving.request.request import Ended, Request
+from prefixd.serving.request.events import Ended
+from prefixd.serving.request.request import Request
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.worker import test_images as worker_tests
@@ -94,7 +96,7 @@ async def test_an_image_is_in_the_tiers_once_for_all_prompts(vision: Any, encode
         assert len(encoded) == 2
         request = await ask(bench, vision, other)
         assert hits(request) == [0, 0, 0, 0], "its text is another one"
-        assert bench.dispatcher.found_images == 3
+        assert bench.dispatcher.counters.found_images == 3
         assert hits(await ask(bench, vision, prompt))[GPU] > 0
         assert len(encoded) == 2
         kv = request.image_kv
@@ -230,7 +232,8 @@ async def test_without_a_cache_every_request_fills_frames_of_its_own(
 ) -> None:
     prompt = vision.prompt(text(71, 10), picture(22), text(72, 9))
     async with bench_of() as bench:
-        bench.dispatcher._caching = bench.dispatcher._prefetcher._caching = False
+        bench.dispatcher.context.options = replace(bench.dispatcher.context.options, caching=False)
+        bench.dispatcher._prefetcher._caching = False
         bench.dispatcher._tracker._caching = False
         for _ in range(2):
             request = await ask(bench, vision, prompt)

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache, Tiers, check_integrity
+from prefixd.cache.options import CacheOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
@@ -502,9 +503,7 @@ async def open_bench(
         engine,
         create_eviction_policy("lru", 0),
         lambda: bench.now,
-        write_back=False,
-        reserved_bytes=1 << 40,
-        share_after=share_after,
+        CacheOptions(write_back=False, reserved_bytes=1 << 40, share_after=share_after),
     )
     spec = NamespaceSpec("model", BLOCK, kv.parts(GEOMETRY.block_bytes))
     bench = Bench(cache, engine, cache.register(spec), kv)

@@ -208,7 +208,7 @@ class Placement:
             if (here_alone & (trie.keep[rows] == 0) & ~trie.pinned[rows]).any():
                 self.room_may_be_had()
         leaves = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0)]  # what these continue goes with them
-        if trie.remove_bare(leaves.tolist()):
+        if len(leaves) and trie.remove_bare(leaves.tolist()):
             self.epoch += 1
 
     # -- which bytes are wanted ---------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Recorder:
         self.retain(request, rows, first)
         request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
         ends = self._states.ends(request)
-        self._cache.mover.placement.extend(trie, request.rows, groups, ends)
+        self._cache.placement.extend(trie, request.rows, groups, ends)
         self.needs.recorded(trie, request.rows, request.prompt_ends)
         return len(rows) == filled - first
 

@@ -96,7 +96,7 @@ def kept_by_nobody(rig: Rig, rows: list[int]) -> Callable[[], None]:
 
 
 def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
-    hold = rig.cache.mover.placement.holds.hold("lease 1-x", rig.trie, np.array(rows, np.int64), rig.cache.tiers.shared)
+    hold = rig.cache.holds.hold("lease 1-x", rig.trie, np.array(rows, np.int64), rig.cache.tiers.shared)
     rig.session.grants["1-x"] = Lease("1-x", rig.session, hold, 2000.0)
     rig.trie.unhold(hold.rows, CPU)
 

@@ -23,6 +23,7 @@ from prefixd.cache import (
     Tiers,
     check_integrity,
 )
+from prefixd.cache.options import CacheOptions
 from prefixd.server.rpc.status import abort
 from prefixd.server.services import cache_service, put_stream
 from prefixd.server.services.put_stream import Put
@@ -43,7 +44,9 @@ class House:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.arena, self.engine = CpuArena(48 * BLOCK), create_copy_engine("cpu")
         policy, all_of_it = create_eviction_policy("lru", 1), self.arena.capacity_bytes
-        self.cache = TieredCache(Tiers.local(self.arena), self.engine, policy, clock, reserved_bytes=all_of_it)
+        self.cache = TieredCache(
+            Tiers.local(self.arena), self.engine, policy, clock, CacheOptions(reserved_bytes=all_of_it)
+        )
         self.session: Session = self.cache.leases.open("client", 1, 0.0, self.cache.tenants.default)
         self.namespace: Namespace = self.cache.register(NamespaceSpec("n", 1, (PartSpec("g", 0, BLOCK),)))
         self.session.namespaces[self.namespace.id] = self.namespace

@@ -337,7 +337,7 @@ class CacheMachine(RigMachine):
         for home, namespace in self.homes.items():
             trie = self.rig.cache.trie(namespace)
             for row in trie.used_rows().tolist():
-                if trie.namespace[row] == namespace.ordinal and trie.complete[row]:
+                if trie.namespace[row] == namespace.ordinal and trie.there[row].any():
                     path = self.run(find_ancestry(trie, np.array([row])))
                     tokens = trie.tokens[path[np.argsort(trie.depth[path])]].astype("<u4").tobytes()
                     assert self.committed.get((home, tokens)) == set(range(len(namespace.spec.parts)))

@@ -219,7 +219,7 @@ class Placement:
         now_s, queued = self.clock(), self.queued_blocks
         before = self.to_write(trie, path) if trie.has_rules or self.admit_uses else None
         self.uses.accessed(trie, path[counted:], now_s)
-        trie.touch(path, now_s)
+        trie.last_used[path] = now_s
         if trie.has_rules:
             trie.revive(path)
         if before is not None:

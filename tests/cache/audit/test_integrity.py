@@ -159,7 +159,6 @@ def miscounted_held_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (column("next_sibling", 2), "linked wrongly to their siblings or children"),
         (column("previous_sibling", 0), "linked wrongly to their siblings or children"),
         (column("any_part", 0), "marked wrongly for the cpu tier"),
-        (column("complete", 2), "not whole as marked"),
         (column("nearest", 2), "wrong nearest tier"),
         (column("tier_children", 4, DISK), "miscount their children in the disk tier"),
         (column("holds", -1, CPU), "released more often than held in the cpu tier"),

@@ -24,6 +24,7 @@ from prefixd.cache import (
     check_integrity,
 )
 from prefixd.cache.options import CacheOptions
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.rpc.status import abort
 from prefixd.server.services import cache_service, put_stream
 from prefixd.server.services.put_stream import Put
@@ -274,10 +275,10 @@ def test_a_prompt_whose_beginning_has_gone_is_stored_no_further() -> None:
         cache = house.cache
         reserve = cache.reserve
 
-        async def evicted(session: Session, namespace: Namespace, chain: BlockChain, **options: Any) -> Any:
-            if options["first_block"] == 2 * WINDOW:  # as for a prompt of which nothing is cached any more
+        async def evicted(session: Session, namespace: Namespace, chain: BlockChain, asked: ToFill) -> Any:
+            if asked.first_block == 2 * WINDOW:  # as for a prompt of which nothing is cached any more
                 chain = cache.chain(namespace, np.full(40, 7, "<u4").tobytes())
-            return await reserve(session, namespace, chain, **options)
+            return await reserve(session, namespace, chain, asked)
 
         cache.reserve = evicted  # type: ignore[method-assign]
         answer = await house.put(stream())

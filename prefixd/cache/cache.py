@@ -39,8 +39,7 @@ from prefixd.cache.placement.recording import Recording
 from prefixd.cache.placement.retention import Retained, Retention, Wish
 from prefixd.cache.registration import Registration
 from prefixd.cache.sessions.durability import Durability
-from prefixd.cache.sessions.hit_counters import HitCounters
-from prefixd.cache.sessions.leasing import Asked, Leasing
+from prefixd.cache.sessions.leasing import Asked, HitCounters, Leasing
 from prefixd.cache.sessions.pins import Pins, restore_pins
 from prefixd.cache.sessions.reservations import Reservations, ToFill
 from prefixd.cache.sessions.sessions import Lease, LeaseTable, Process, Reservation, Session
@@ -48,6 +47,7 @@ from prefixd.cache.tiers import Tiers
 from prefixd.cache.tries import Tries
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
+from prefixd_swap.tiers import AbsentTier
 
 Claim = tuple[Trie, Rows, list[int]]
 MAX_BLOCKS = 1 << 20
@@ -128,15 +128,17 @@ class TieredCache:
         if options.share_after > 1:
             self.common = CommonBlocks(self.mover, self.namespaces, self._chain, clock, options.share_after)
 
+        stored = None if self.common is None else self.common.stored
+
         self._durability = Durability(self.mover)
         self._leasing = Leasing(self.mover, self.leases, self.counters, clock, self._match, self._prefetches.end_of)
         self._reservations = Reservations(
             *(self.mover, self._durability, self.leases, self.retained, options.reserved_bytes),
-            *(self.write_back.admit, self._stored),
+            *(self.write_back.admit, stored),
         )
         self.quarantine = self._reservations.quarantine
         self.pins = Pins(self.mover, self._durability)
-        self._recording = Recording(self.placement, self._stored)
+        self._recording = Recording(self.placement, stored)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class TieredCache:
 
     def trie(self, namespace: Namespace) -> Trie:
         """The trie that has the namespace's blocks."""
-        return self._tries.of(namespace)
+        return self._tries.by_namespace[namespace.ordinal]
 
     def observe(self, observer: Observer) -> None:
         """Has `observer` told of changes in all tries from now on."""
@@ -251,7 +253,7 @@ class TieredCache:
         return Match(await self._match(namespace, chain, limit))
 
     async def _match(self, namespace: Namespace, chain: BlockChain, limit: int | None) -> Rows:
-        trie = self._tries.of(namespace)
+        trie = self._tries.by_namespace[namespace.ordinal]
         if self.mover.remote is not None:
             await self.mover.remote.look(trie, namespace, chain, limit)
         path = trie.usable(await find_path(trie, namespace, chain, limit))
@@ -299,7 +301,7 @@ class TieredCache:
             ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
         """
         self._need_cpu()
-        trie = self._tries.of(namespace)
+        trie = self._tries.by_namespace[namespace.ordinal]
         return await self._leasing.acquire(session, namespace, trie, chain, asked or Asked(), matched)
 
     def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice = slice(None)) -> npt.NDArray[np.uint64]:
@@ -317,7 +319,7 @@ class TieredCache:
             ExhaustedError: there is room for none and nothing may be evicted, or the session has too many grants.
         """
         self._need_cpu()
-        trie = self._tries.of(namespace)
+        trie = self._tries.by_namespace[namespace.ordinal]
         return await self._reservations.reserve(session, namespace, trie, chain, asked or ToFill())
 
     async def commit(
@@ -464,10 +466,6 @@ class TieredCache:
     def _chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
         return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
 
-    def _stored(self, trie: Trie, rows: Rows) -> None:
-        if self.common is not None:
-            self.common.stored(trie, rows)
-
     def _need_cpu(self) -> None:
-        if not self.tiers.exists(self.tiers.shared):
+        if isinstance(self.tiers.shared, AbsentTier):
             raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")

@@ -71,7 +71,7 @@ class NamespaceRoom:
         self._tenants = tenants
         self._leases = leases
         self._mover = mover
-        self._trie_at = tries.at
+        self._trie_of = tries.by_namespace
         self.on_forgotten: Callable[[int, bytes], None] = lambda ordinal, identity: None
         """Called with ordinal and id of each that is forgotten."""
         self._troubles = troubles
@@ -180,13 +180,13 @@ class NamespaceRoom:
                 await give_way()
             if not self._has(ordinal, identity) or not self._close(ordinal):
                 continue
-            trie = self._trie_at(ordinal)
+            trie = self._trie_of[ordinal]
             if trie.blocks_of(ordinal):
                 with_blocks[trie.ordinal][ordinal] = identity
             else:
                 self._drop(ordinal)
         for of_trie in with_blocks.values():
-            await self._forget_blocks(self._trie_at(next(iter(of_trie))), of_trie)
+            await self._forget_blocks(self._trie_of[next(iter(of_trie))], of_trie)
         return self.forgotten - before
 
     def _close(self, ordinal: int) -> bool:

@@ -27,20 +27,13 @@ class Tries:
         """What every new trie calls when its bytes with a priority change, see `Trie.on_retained`."""
         self._reshaped = reshaped
         self._by_geometry: dict[tuple[object, ...], Trie] = {}
-        self._of: dict[int, Trie] = {}  # by the namespace's ordinal
+        self.by_namespace: dict[int, Trie] = {}
+        """By the namespace's ordinal."""
         self._users: Counter[int] = Counter()  # namespaces that are known, by their trie's ordinal
-
-    def of(self, namespace: Namespace) -> Trie:
-        """The trie that has the namespace's blocks."""
-        return self._of[namespace.ordinal]
-
-    def at(self, ordinal: int) -> Trie:
-        """The trie that has the blocks of the namespace with an ordinal."""
-        return self._of[ordinal]
 
     def has_blocks(self, namespace: Namespace) -> bool:
         """Whether any block of the namespace exists."""
-        return self.of(namespace).blocks_of(namespace.ordinal) > 0
+        return self.by_namespace[namespace.ordinal].blocks_of(namespace.ordinal) > 0
 
     def assign(self, namespace: Namespace) -> list[Namespace]:
         """Gives a namespace, and the common one beside it, their trie; returns those that had none."""
@@ -48,15 +41,17 @@ class Tries:
         trie = self._by_geometry.get(geometry)
         if trie is None:
             trie = self._by_geometry[geometry] = self._new(namespace.spec)
-        new = [each for each in (namespace, namespace.common) if each is not None and each.ordinal not in self._of]
+        new = [
+            each for each in (namespace, namespace.common) if each is not None and each.ordinal not in self.by_namespace
+        ]
         for each in new:
-            self._of[each.ordinal] = trie
+            self.by_namespace[each.ordinal] = trie
             self._users[trie.ordinal] += 1
         return new
 
     def forget(self, ordinal: int) -> None:
         """The namespace with this ordinal is not known any more."""
-        self._users[self._of.pop(ordinal).ordinal] -= 1
+        self._users[self.by_namespace.pop(ordinal).ordinal] -= 1
 
     def _new(self, spec: NamespaceSpec) -> Trie:
         """A trie for blocks like the namespace's: one that no namespace uses any more, if there is one."""

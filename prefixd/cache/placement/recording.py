@@ -21,7 +21,7 @@ class Recording:
         stored: told of blocks that have got bytes.
     """
 
-    def __init__(self, placement: Placement, stored: Callable[[Trie, Rows], None]) -> None:
+    def __init__(self, placement: Placement, stored: Callable[[Trie, Rows], None] | None) -> None:
         self._placement = placement
         self._stored = stored
 
@@ -56,7 +56,8 @@ class Recording:
             slots[~taken] = NO_SLOT
             placement.put(trie, rows[some], compute, slots[some])
             placement.changed.set()
-            self._stored(trie, rows[some])
+            if self._stored is not None:
+                self._stored(trie, rows[some])
         trie.touch(rows, now_s)
         return rows, taken[:, :parts].ravel()
 
@@ -68,7 +69,8 @@ class Recording:
         if (trie.slots[last, compute.level][slots != NO_SLOT] != NO_SLOT).any():
             return False
         placement.put(trie, last, compute, slots)
-        self._stored(trie, last)
+        if self._stored is not None:
+            self._stored(trie, last)
         placement.extend(trie, path, int(trie.part_mask[-1]), ends)
         placement.changed.set()
         return True

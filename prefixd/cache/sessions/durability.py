@@ -45,8 +45,9 @@ class Durability:
         for source in reversed(self._tiers.memories):  # what a file can be written from first
             if self._tiers.exists(source):
                 todo = path[(trie.lacking(path, durable.level, needed) & trie.there[path, source.level]) != 0]
-                with self._holds.hold("durable commit", trie, todo, source):
-                    await self._mover.write(trie, todo, source)
+                if len(todo):
+                    with self._holds.hold("durable commit", trie, todo, source):
+                        await self._mover.write(trie, todo, source)
         torn = int(np.count_nonzero(needed & ~trie.available[path]))
         if torn:
             raise PreconditionError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -11,15 +11,36 @@ import numpy.typing as npt
 
 from prefixd.base.tenants import Tenant
 from prefixd.cache.index.keys import BlockChain
-from prefixd.cache.index.trie import NONE, Rows, Trie
+from prefixd.cache.index.trie import NONE, TIERS, Rows, Trie
 from prefixd.cache.moving.beginnings import Beginning, Reader
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
-from prefixd.cache.sessions.hit_counters import BlockTiers, HitCounters
 from prefixd.cache.sessions.sessions import Lease, LeaseTable, Session
 
 NO_OFFSET = np.uint64(2**64 - 1)
+BlockTiers = npt.NDArray[np.int8]
+"""[blocks]: the tier of each block of a prompt; `NONE` for a block that no tier has."""
+
+
+@dataclass(slots=True)
+class HitCounters:
+    """Prompt tokens asked for and found since the start, once a prompt; the rest, asked - found, was not found.
+
+    Found is what was granted to be read: what is cached and has no room where it is read is no hit.
+    """
+
+    asked_tokens: int = 0
+    hit_tokens: list[int] = field(default_factory=lambda: [0] * TIERS)  # by the tier they were found in
+
+    def ask(self, tokens: int) -> None:
+        """Counts prompt tokens that were asked for."""
+        self.asked_tokens += tokens
+
+    def find(self, tiers: BlockTiers, block_tokens: int) -> None:
+        """Counts blocks that were granted and had been found in these tiers."""
+        for tier, blocks in enumerate(np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()):
+            self.hit_tokens[tier] += blocks * block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +135,7 @@ class Leasing:
 
     async def _find(self, namespace: Namespace, trie: Trie, chain: BlockChain, asked: Asked) -> Reader:
         """Matches the prompt and counts the lookup."""
-        first, end = asked.first_block, asked.end(len(chain))
+        first, end = asked.first_block, asked.end(len(chain.rows))
         path = await self._match(namespace, chain, asked.prefix_blocks or end)
         if asked.counted and asked.found is None:
             self._counters.ask(max(end - first, 0) * trie.block_tokens)
@@ -136,7 +157,7 @@ class Leasing:
     ) -> BlockTiers:
         """Where the blocks of a path lay when the session gave a hint for the prompt, else where they are."""
         tiers = trie.distances(path)
-        if not len(session.arrivals):
+        if not session.arrivals.noted:
             return tiers
         return _overlaid(tiers, session.arrivals.take(namespace, chain, self._clock()))
 
@@ -147,9 +168,9 @@ class Leasing:
             ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
         """
         asked = self._holdable(tenant, reader)
-        wanted = asked.wanted if asked.trie.has_rules else None
-        if not asked.trie.lacking(asked.rows, self._shared.level, wanted).any():
-            return self._holds.hold(owner, asked.trie, asked.rows, self._shared, wanted, counted=self._shared)
+        trie, rows, wanted = asked.trie, asked.rows, asked.wanted if asked.trie.has_rules else None
+        if not trie.lacking(rows, self._shared.level, wanted).any():
+            return self._holds.hold(owner, trie, rows, self._shared, wanted, counted=self._shared)
         beginning = Beginning(self._mover, owner, asked, self._uncut)
         await beginning.bring(give_way=partial(self._end_prefetches, tenant))
         try:
@@ -157,8 +178,8 @@ class Leasing:
             while (shorter := self._holdable(tenant, beginning.reader)) != beginning.reader:
                 beginning.cut(shorter)
                 await beginning.bring()
-            if len(asked.rows) and not len(shorter.rows):
-                nbytes = self._mover.use.footprint(self._shared, asked.trie.part_bytes)
+            if len(rows) and not len(shorter.rows):
+                nbytes = self._mover.use.footprint(self._shared, trie.part_bytes)
                 self._mover.use.refuse_at_most(tenant, self._shared, nbytes, "release leases")
         except BaseException:
             beginning.hold.end()

@@ -69,7 +69,7 @@ class Reservations:
         retained: Retained,
         limit_bytes: int | None,
         admit: Callable[[Tenant], Awaitable[None]],
-        stored: Callable[[Trie, Rows], None],
+        stored: Callable[[Trie, Rows], None] | None,
     ) -> None:
         self._tiers = mover.tiers
         self._mover = mover
@@ -198,6 +198,8 @@ class Reservations:
         """Makes the first blocks of a reservation matchable; arguments and errors are those of `TieredCache.commit`."""
         with self._mover.working():
             self.check(reservation, blocks, durable)
+            if not retention:
+                return await self._commit(reservation, blocks, durable, None)
             trie, prefix = reservation.trie, reservation.prefix.rows
             groups = int(np.bitwise_or.reduce(trie.part_mask[list(reservation.parts)]))
             more = max(reservation.first_block + blocks - len(prefix), 0)
@@ -205,11 +207,10 @@ class Reservations:
                 reservation.namespace, trie, retention, prefix, more, groups, optional=True
             ) as wish:
                 reservation.retention_refused = wish.refused
-                if retention:
-                    self.check(reservation, blocks, durable)  # once more: the wish may have taken a while
+                self.check(reservation, blocks, durable)  # once more: the wish may have taken a while
                 return await self._commit(reservation, blocks, durable, wish)
 
-    async def _commit(self, reservation: Reservation, blocks: int, durable: bool, wish: Wish) -> tuple[int, int]:
+    async def _commit(self, reservation: Reservation, blocks: int, durable: bool, wish: Wish | None) -> tuple[int, int]:
         self._leases.forget(reservation, "it was committed")
         trie, placement = reservation.trie, self._placement
         prefix = reservation.prefix.rows
@@ -230,7 +231,8 @@ class Reservations:
                 entered, new = self._enter(reservation, before, start, min(start + step, end))
                 before = entered
                 committed += len(new)
-                self._stored(trie, new)
+                if self._stored is not None:
+                    self._stored(trie, new)
                 held.append(self._holds.hold(owner, trie, entered))
                 self._mover.start_checksums(trie, entered)
                 rows.append(entered)
@@ -240,7 +242,8 @@ class Reservations:
             path = np.concatenate(rows)
             trie.touch(path, self._clock())  # all of it: a block must not be worth less than those that continue it
             placement.extend(trie, path)
-            await wish.apply_all(path)
+            if wish is not None:
+                await wish.apply_all(path)
             self.end(reservation, True)
             self._mover.changed.set()
             if durable:
@@ -277,14 +280,13 @@ class Reservations:
 
     def end(self, reservation: Reservation, at_its_word: bool) -> None:
         """Gives back what a reservation protected; its slots only when nobody can be writing into them any more."""
-        sizes = [round_to_slot(reservation.trie.part_bytes[part]) for part in reservation.parts]
-        slots = reservation.slots[reservation.slots != NO_SLOT]
-        nbytes = len(reservation.slots) * sum(sizes)
+        blocks, slots = len(reservation.slots), reservation.slots[reservation.slots != NO_SLOT]
         reservation.slots = reservation.slots[:0]
         if at_its_word:
             self._give_back(slots)
         else:
-            self.quarantine.keep(reservation, slots, nbytes)
+            sizes = [round_to_slot(reservation.trie.part_bytes[part]) for part in reservation.parts]
+            self.quarantine.keep(reservation, slots, blocks * sum(sizes))
         reservation.prefix.end()
 
     def _give_back(self, slots: Slots) -> None:

@@ -23,7 +23,7 @@ from prefixd.base.errors import (
     UnavailableError,
 )
 from prefixd.base.pacer import Pacer, give_way
-from prefixd.cache import NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
+from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import MAX_BLOCKS
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.moving.beginnings import Reader
@@ -137,8 +137,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """The longest cached prefix."""
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         path = (await cache.match(namespace, chain)).rows
         if request.asked:
@@ -153,8 +152,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
         """Match and lease for reading."""
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
         chain = cache.chain(namespace, request.token_ids)
         prefill = request.prefill if request.HasField("prefill") else None
@@ -179,8 +177,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Slots to fill."""
         cache = self._cache
         self._take_work()
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
         chain = cache.chain(namespace, request.token_ids)
         if not session.processes:  # nobody could know when it has stopped writing, see `Quarantine`
@@ -212,7 +209,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         grant = cache.leases.find(session, request.reservation_id)
         if not isinstance(grant, Reservation):
             raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
-        retention = retention_wishes(request.retention)
+        retention = retention_wishes(request.retention) if request.retention else []
         committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable, retention=retention)
         return pb.CommitResponse(committed=committed, duplicates=duplicates, retention_refused=grant.retention_refused)
 
@@ -220,7 +217,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Persist(self, request: pb.PersistRequest) -> pb.PersistResponse:
         """Waits until a cached prefix is on disk."""
         cache = self._cache
-        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
+        _, namespace = self._opened(request.session_id, request.namespace_id)
         return pb.PersistResponse(blocks=await cache.persist(namespace, cache.chain(namespace, request.token_ids)))
 
     @unary
@@ -241,8 +238,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         """Brings a prefix up before it is asked for."""
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         return pb.PrefetchResponse(blocks=await cache.prefetch(session, namespace, chain))
 
@@ -250,7 +246,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Retain(self, request: pb.RetainRequest) -> pb.RetainResponse:
         """Says how long the blocks of a cached prefix should stay."""
         cache = self._cache
-        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
+        _, namespace = self._opened(request.session_id, request.namespace_id)
         retention = retention_wishes(request.retention)
         chain = cache.chain(namespace, request.token_ids)
         return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
@@ -277,8 +273,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
         asked, cached_blocks = _asked(request, parts, cache.leases.max_ttl_s), 0
         chain = cache.chain(namespace, request.token_ids)
@@ -357,6 +352,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""
         return self._cache.leases.session_of(current_caller().tenant, session_id)
+
+    def _opened(self, session_id: str, namespace_id: bytes) -> tuple[Session, Namespace]:
+        """The caller's session, and a namespace that is open to it, which it uses now."""
+        session = self._session(session_id)
+        namespace = session.namespace(namespace_id)
+        self._cache.namespaces.touch(namespace)
+        return session, namespace
 
     def _take_back(self, session_id: str, grant_id: str) -> None:
         """Ends what a caller was granted that has gone, unless its session has ended it."""

@@ -140,7 +140,8 @@ class Tenants:
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
         self._by_name: dict[str, Tenant] = {}
-        self._by_ordinal: list[Tenant] = []
+        self.all: list[Tenant] = []
+        """All of them, by ordinal."""
         self._named: frozenset[str] = frozenset()
         self.calling = 0
         """How many of them may send calls: those that settings name; where they name none, all but the one that owns
@@ -153,13 +154,13 @@ class Tenants:
         tenant = self._by_name.get(name)
         if tenant is None:
             tenant = self._by_name[name] = Tenant(name, len(self._by_name))
-            self._by_ordinal.append(tenant)
+            self.all.append(tenant)
             self._count_calling()
         return tenant
 
     def at(self, ordinal: int) -> Tenant:
         """The tenant with this ordinal."""
-        return self._by_ordinal[ordinal]
+        return self.all[ordinal]
 
     def get(self, name: str) -> Tenant | None:
         """The tenant of this name, if there is one."""
@@ -176,7 +177,7 @@ class Tenants:
         self._count_calling()
 
     def __iter__(self) -> Iterator[Tenant]:
-        return iter(self._by_ordinal)
+        return iter(self.all)
 
     def __len__(self) -> int:
         return len(self._by_name)

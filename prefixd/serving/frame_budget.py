@@ -100,7 +100,7 @@ def name_holders(cache: TieredCache, *, owners: bool = True) -> str:
     )
     if pinned:
         text += f", {pinned} blocks are pinned"
-    holders = cache.mover.placement.holds.blocks_by_owner().most_common(_NAMED)
+    holders = cache.holds.blocks_by_owner().most_common(_NAMED)
     if holders and owners:
         text += "; most by " + ", ".join(f"{owner} ({blocks} blocks)" for owner, blocks in holders)
     return text

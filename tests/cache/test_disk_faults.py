@@ -139,8 +139,8 @@ async def test_blocks_that_are_lost_together_go_once(make_rig: MakeRig) -> None:
     rows, other = rig.rows([1, 2, 3, 4]), rig.rows([1, 5])
     held = await rig.lease([1, 5])
     assert held is not None
-    rig.cache.mover.placement.drop(rig.trie, rows[:1:-1], rig.cache.tiers.shared)
-    rig.cache.mover.placement.drop(rig.trie, rows[1:2], rig.cache.tiers.shared)
+    rig.cache.placement.drop(rig.trie, rows[:1:-1], rig.cache.tiers.shared)
+    rig.cache.placement.drop(rig.trie, rows[1:2], rig.cache.tiers.shared)
     lost = np.array([rows[1], rows[2], other[1]])
     assert rig.cache.mover.disk.damaged.drop(rig.trie, lost, StorageError("by the test")) == 4
     assert rig.rows([1, 2, 3, 4]) == rows[:1], "with what continued them"

@@ -738,7 +738,7 @@ async def test_a_namespace_is_forgotten_with_the_last_request_that_uses_it(desk:
             await desk.events(NewTokens([1]), Ended("length"), salt=b"%d" % number, n=1)
             desk.dispatcher.submitted.clear()
             desk.dispatcher.looked.clear()
-        cache._forget_namespaces()
+        cache.registration.forget_unused()
         assert not list(cache.namespaces)
     finally:
         gc.enable()

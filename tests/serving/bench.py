@@ -16,6 +16,7 @@ import numpy as np
 
 from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, check_integrity
+from prefixd.cache.options import CacheOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.dispatch.tier_share import TierShare
@@ -240,9 +241,7 @@ async def open_bench(
         engine,
         create_eviction_policy("lru", 0),
         lambda: bench.now,
-        write_back=False,
-        reserved_bytes=1 << 40,
-        share_after=share_after,
+        CacheOptions(write_back=False, reserved_bytes=1 << 40, share_after=share_after),
     )
     spec = NamespaceSpec("model", BLOCK, kv.parts(GEOMETRY.block_bytes))
     bench = Bench(cache, cache.register(spec), kv, engine)

@@ -101,11 +101,7 @@ def _audit_held(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
             trie,
             copies.copy(use.held.holders(trie, tier)[: trie.rows]),
             copies.copy(trie.namespace[: trie.rows]),
-            [
-                (hold.rows, hold.wanted)
-                for hold in cache.mover.placement.holds
-                if (hold.trie, hold.counted) == (trie, tier)
-            ],
+            [(hold.rows, hold.wanted) for hold in cache.holds if (hold.trie, hold.counted) == (trie, tier)],
         )
         for trie in cache.tries
     ]

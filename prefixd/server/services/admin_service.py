@@ -230,7 +230,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             troubles=self._snapshot.troubles(),
             holders=[
                 pb.Holder(owner=owner, blocks=blocks)
-                for owner, blocks in self._cache.mover.placement.holds.blocks_by_owner().most_common(_HOLDERS)
+                for owner, blocks in self._cache.holds.blocks_by_owner().most_common(_HOLDERS)
             ],
         )
 

@@ -215,7 +215,7 @@ class Preemption:
             self._wake()
 
     async def _drop(self, blocks: _Blocks) -> None:
-        placement, compute = self._cache.mover.placement, self._cache.tiers.compute
+        placement, compute = self._cache.placement, self._cache.tiers.compute
         for start in range(0, len(blocks.rows), _MOVED_AT_ONCE):
             placement.drop(blocks.trie, blocks.next(start), compute, expendable=True)
             self._wake()

@@ -104,7 +104,7 @@ class Recorder:
         request.footprint.record(rows, compress(frames, taken.tolist()), wanted)
         path, prompt_ends = request.rows, request.prompt_ends
         ends = self.states.ends(request, prompt_ends)
-        self._cache.mover.placement.extend(trie, path, groups, ends)
+        self._cache.placement.extend(trie, path, groups, ends)
         self.needs.recorded(trie, path, prompt_ends)
         return len(rows) == filled - first
 

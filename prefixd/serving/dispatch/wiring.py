@@ -7,6 +7,7 @@ from functools import partial
 
 from prefixd.base.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers
+from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.options import DispatchOptions
@@ -26,6 +27,14 @@ def make_cache(
         engine,
         create_eviction_policy(settings.cache.eviction, settings.cache.seed),
         clock,
+        cache_options(settings),
+        tenants=tenants,
+    )
+
+
+def cache_options(settings: Settings) -> CacheOptions:
+    """What the settings say of the cache."""
+    return CacheOptions(
         default_ttl_s=settings.server.lease_ttl_s,
         max_ttl_s=settings.server.max_lease_ttl_s,
         max_sessions=settings.server.max_sessions,
@@ -38,7 +47,6 @@ def make_cache(
         prefetch_bytes=settings.transfers.prefetch_bytes,
         reserved_bytes=settings.transfers.reserved_bytes,
         admit_uses=settings.disk.admit_uses,
-        tenants=tenants,
         share_after=settings.cache.share_after,
         remote=RemoteOptions(
             share=settings.remote.share,

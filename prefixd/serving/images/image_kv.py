@@ -171,7 +171,7 @@ class ImageHolds:
 
     def touch(self) -> None:
         """The images that it holds are used."""
-        self.cache.mover.placement.touch(self.kv.trie, self.held)
+        self.cache.placement.touch(self.kv.trie, self.held)
 
     @property
     def tiers(self) -> list[int]:
@@ -233,9 +233,7 @@ class ImageHolds:
 
     def _hold(self, digest: bytes, rows: Rows) -> None:
         compute = self.cache.tiers.compute
-        self._held[digest] = self.cache.mover.placement.holds.hold(
-            self.owner, self.kv.trie, rows, compute, counted=compute
-        )
+        self._held[digest] = self.cache.holds.hold(self.owner, self.kv.trie, rows, compute, counted=compute)
         if self._counted:
             self.budget.add(self.kv.trie, rows)
 

@@ -87,7 +87,7 @@ class TailLoad:
         load: PieceLoad,
         wake: Callable[[], None],
     ) -> None:
-        holds = cache.mover.placement.holds
+        holds = cache.holds
         self.plan = plan
         self.first = first
         self.limit = self.end_block = first + len(plan.rows)

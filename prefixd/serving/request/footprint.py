@@ -65,7 +65,7 @@ class Footprint:
         self.images = images
         self.tail: TailLoad | None = None
         self._beneath: Hold | None = None
-        self._behind = None if behind is None else cache.mover.placement.holds.hold(owner, trie, behind)
+        self._behind = None if behind is None else cache.holds.hold(owner, trie, behind)
         self._cache = cache
         self._budget = budget
         self._owner = owner
@@ -77,9 +77,7 @@ class Footprint:
     def _begin(self, rows: Rows) -> None:
         wanted = self._trie.needed(len(rows)) if self._trie.has_rules else None
         compute = self._cache.tiers.compute
-        self.hold = self._cache.mover.placement.holds.hold(
-            self._owner, self._trie, rows, compute, wanted, counted=compute
-        )
+        self.hold = self._cache.holds.hold(self._owner, self._trie, rows, compute, wanted, counted=compute)
         if self._counted:
             self._budget.add(self._trie, rows, wanted)
 
@@ -91,7 +89,7 @@ class Footprint:
         path = self.hold.rows if self._behind is None else np.concatenate([self.hold.rows, self._behind.rows])
         others = np.flatnonzero(self._trie.namespace[path] != namespace.ordinal)
         if len(others):
-            holds = self._cache.mover.placement.holds
+            holds = self._cache.holds
             self._beneath = holds.hold(self._owner, self._trie, path[:0])
             await enter_own(self._beneath, namespace, chain, int(others[-1]) + 1, self._cache.clock())
 

@@ -15,6 +15,7 @@ import numpy as np
 from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.options import CacheOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.images.image_kv import ImageKv, image_namespace
@@ -209,7 +210,7 @@ async def open_model_bench(model: CausalModel, folder: Path, frames: int) -> Asy
     tiers = Tiers.local(arena, store, pool)
     if model.spec.groups.whole_pages:
         tiers.compute = PagedGpuTier(pool)
-    cache = TieredCache(tiers, engine, policy, time.monotonic, write_back=False)
+    cache = TieredCache(tiers, engine, policy, time.monotonic, CacheOptions(write_back=False))
     cache.restore()
     bench = ModelBench(model, cache, pool)
     work = asyncio.create_task(bench.work())

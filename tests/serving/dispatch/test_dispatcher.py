@@ -152,7 +152,7 @@ async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: Ma
     assert [request.state for request in waiting] == [READY, READY, WAITING, WAITING]
     trie = bench.cache.trie(bench.namespace)
     for request, up in zip(waiting, (True, True, False, False), strict=True):
-        assert bool((trie.complete[request.rows] & (1 << GPU)).all()) is up
+        assert all(trie.has(row, GPU) for row in request.rows) is up
         assert (trie.holds[request.rows, GPU] == int(up)).all()
     assert [request.queued.weight for request in waiting] == [3.0] * 4
     await bench.finish(busy, *waiting)

@@ -78,7 +78,7 @@ async def test_one_whose_windows_are_gone_is_computed_from_where_they_are(make_b
     bench = await make_bench(K * 40, model="windows")
     request = await run(bench, LONG, max_tokens=1)
     trie, rows = request.trie, request.found
-    gone = bench.cache.mover.placement.drop(
+    gone = bench.cache.placement.drop(
         trie, rows[17:], bench.cache.tiers.compute, trie.needed(20)[17:] & trie.partial_groups
     )
     assert gone > 0
@@ -242,7 +242,7 @@ async def test_looks_for_a_state_that_is_not_kept_do_not_walk_the_whole_document
     await bench.quiet()
     monkeypatch.setattr(trie, "find_all", counting)
     for _ in range(20):
-        bench.cache.mover.placement.epoch += 1
+        bench.cache.placement.epoch += 1
         bench.step()
         await bench.quiet()
     assert all(request.id in bench.dispatcher.waiting and not len(request.rows) for request in waiting), asked
@@ -259,7 +259,7 @@ async def test_a_block_of_which_nothing_is_needed_and_nothing_left_is_no_load(ma
     request = bench.request(LONG)
     rows = trie.match(bench.namespace.root, request.chain).rows[:10]
     assert trie.expired[rows].all()
-    bench.cache.mover.placement.drop(trie, rows, bench.cache.tiers.shared, trie.expired[rows])
+    bench.cache.placement.drop(trie, rows, bench.cache.tiers.shared, trie.expired[rows])
     bench.dispatcher.submit(request)
     assert len(request.found) == 20 and request.queued.ready_s < 1.0
     await bench.finish(request)

@@ -298,7 +298,7 @@ async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit
     tier = bench.cache.tiers.compute
     await bench.until(lambda: request.state is not RequestState.RUNNING)
     rows = trie.match(bench.namespace.root, request.chain).rows[::-1]
-    bench.cache.mover.placement.drop(trie, rows, tier)
+    bench.cache.placement.drop(trie, rows, tier)
     for _ in range(5):
         pace(bench, block_s=float(BLOCK))
     bench.engine.open.clear()

@@ -122,7 +122,7 @@ async def test_what_is_held_goes_when_it_is_held_no_more(plain: Subject, tmp_pat
         await bench.generate(prompt_of(0), NEW)
         poison(bench)
         path = bench.path(prompt_of(0))
-        with bench.cache.mover.placement.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
+        with bench.cache.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
             await bench.tokens_of(bench.submit(prompt_of(0), NEW))
             for _ in range(2):
                 tokens, hits = await bench.generate(prompt_of(0), NEW)
@@ -143,7 +143,7 @@ async def test_who_waits_does_not_begin_with_what_is_refused_meanwhile(plain: Su
         bench.dispatcher.requests.ready = False
         request = bench.submit(prompt_of(0), NEW)
         assert len(request.found) == BLOCKS
-        with bench.cache.mover.placement.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
+        with bench.cache.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
             bench.cache.refused.refuse(bench.trie, int(path[3]), int(bench.trie.generation[path[3]]))
             bench.dispatcher.on_ready()
             assert await bench.tokens_of(request) == plain.tokens(0)

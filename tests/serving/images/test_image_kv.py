@@ -136,7 +136,7 @@ async def test_what_is_evicted_of_an_image_is_computed_again_and_its_text_is_not
         assert kv is not None
         (digest,) = kv.chains
         compute = bench.cache.tiers.compute
-        bench.cache.mover.placement.drop(kv.trie, kv.find(digest)[-1:], compute)
+        bench.cache.placement.drop(kv.trie, kv.find(digest)[-1:], compute)
         assert not len(kv.find(digest)), "half an image is none"
         assert hits(await ask(bench, vision, prompt))[GPU] > 0
         assert len(encoded) == 2
@@ -205,7 +205,7 @@ async def test_an_image_that_two_requests_have_filled_is_there_once(vision: Any,
         kv = request.image_kv
         assert kv is not None
         (digest,) = kv.chains
-        bench.cache.mover.placement.drop(kv.trie, kv.find(digest)[::-1], bench.cache.tiers.compute, expendable=True)
+        bench.cache.placement.drop(kv.trie, kv.find(digest)[::-1], bench.cache.tiers.compute, expendable=True)
         assert not len(kv.find(digest))
         budget = FrameBudget()
         first, second = (ImageHolds(bench.cache, budget, f"request {n}", kv, True, True) for n in range(2))

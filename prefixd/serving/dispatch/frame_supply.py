@@ -41,7 +41,7 @@ class FrameSupply:
     def want(self, request: Request) -> None:
         """Asks for the next frames of a running request, a block ahead of need."""
         sampling = request.sampling
-        if sampling.beams:
+        if sampling.beam_search is not None:
             return  # it has frames for all of its search
         left = sampling.max_tokens - request.generated
         if left > 0 and request.state is RequestState.RUNNING and request.wanted_blocks > request.run.blocks:

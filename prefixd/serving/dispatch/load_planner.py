@@ -83,9 +83,9 @@ class LoadPlanner:
     def _planned(self, request: Request, stretches: Sequence[Stretch], demanded: bool, turn_s: float) -> Rows:
         """As `plan_load` says, which knows no windows and states."""
         rows, block_tokens = request.found, request.trie.block_tokens
-        at_once = demanded and len(request.kv.groups) == 1 and not request.sampling.beams and request.images is None
+        plain = len(request.kv.groups) == 1 and request.images is None and request.sampling.beam_search is None
         wait_s = turn_s + self._backlog_s()
-        plan = self._plan(request, stretches, at_once=at_once, wait_s=wait_s, to_carry_out=True)
+        plan = self._plan(request, stretches, at_once=demanded and plain, wait_s=wait_s, to_carry_out=True)
         blocks = request.uncut((plan.ready_tokens + plan.front_tokens) // block_tokens)
         if plan.computed_tokens and plan.loaded_tokens:
             behind = rows[blocks : plan.used_tokens // block_tokens]

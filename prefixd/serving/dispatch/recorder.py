@@ -117,7 +117,7 @@ class Recorder:
 
     def _release_passed(self, request: Request, run: Run) -> None:
         """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
-        if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
+        if request.kv.windowed and request.sampling.beam_search is None:  # beams begin with all of their prompt
             part_mask = request.trie.part_mask
             for first, last, passed in request.kv.passed(run.computed_tokens):
                 blocks, frames = run.pass_blocks(first, last, passed)

@@ -85,7 +85,7 @@ class WorkerResults:
     def _charge_searches(self, step: Step) -> None:
         """Charges beam searches, which tell of no token before their end, and learns what computing takes."""
         running, queue = self._requests.running, self._requests.queue
-        searches = [request for request in running.values() if request.sampling.beams]
+        searches = [request for request in running.values() if request.sampling.beam_search is not None]
         searched = sum(request.places for request in searches)
         for search in searches:
             queue.charge(search.queued.tenant, search.places * step.passes)

@@ -68,7 +68,8 @@ class Prompt:
     @property
     def places(self) -> int:
         """Sequences that the worker computes for it at once."""
-        return max(1, self.sampling.beams)
+        search = self.sampling.beam_search
+        return 1 if search is None else search.width
 
     def append(self, token_ids: bytes) -> None:
         """Adds tokens that were generated."""
@@ -120,7 +121,7 @@ class Prompt:
     @property
     def blocks(self) -> int:
         """Blocks for all that is known, and the first token that will be generated; for all of a beam search."""
-        if self.sampling.beams:
+        if self.sampling.beam_search is not None:
             return self.most_blocks
         return -(-(self.chain.tokens + 1) // self.trie.block_tokens)
 
@@ -128,6 +129,6 @@ class Prompt:
     def most_blocks(self) -> int:
         """Blocks of all that it may come to."""
         sampling, block_tokens = self.sampling, self.trie.block_tokens
-        if sampling.beams:
-            return blocks_needed(self.prompt_tokens, sampling.max_tokens, sampling.beams, block_tokens)
+        if (search := sampling.beam_search) is not None:
+            return blocks_needed(self.prompt_tokens, sampling.max_tokens, search.width, block_tokens)
         return -(-(self.prompt_tokens + sampling.max_tokens) // block_tokens)

@@ -109,7 +109,7 @@ class Request(Prompt):
         """
         if self.beside is not None:
             return len(self.rows) + self.beside.first_blocks(self.trie.block_tokens)
-        if not self.kv.windowed or self.sampling.beams:
+        if not self.kv.windowed or self.sampling.beam_search is not None:
             return self.blocks
         return min(self.blocks, self.kv.ahead_blocks(len(self.rows) * self.trie.block_tokens))
 
@@ -122,7 +122,7 @@ class Request(Prompt):
     def most_frames(self) -> int:
         """The most frames that it may have at a time, and cannot do without."""
         of_images = 0 if self.image_kv is None else self.image_kv.frames
-        if self.sampling.beams:
+        if self.sampling.beam_search is not None:
             return self.kv.beam_frames(self.most_blocks) + of_images
         states = None if self._run is None else self._run.states
         extra = 0 if states is None else states.extra_frames
@@ -131,7 +131,7 @@ class Request(Prompt):
     @property
     def growth_frames(self) -> int:
         """The most frames that its run may still ask for. States have all of theirs from its start."""
-        if self.sampling.beams:
+        if self.sampling.beam_search is not None:
             return 0
         states = 2 * self.kv.state_frames
         return max(0, self.kv.most_frames(self.most_blocks) - states - self.run.block_frames_taken)

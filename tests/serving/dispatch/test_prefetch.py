@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
 from prefixd.planner.hardware import MeasuredCosts, Way, Ways
 from prefixd.planner.models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
@@ -341,7 +342,7 @@ def test_looking_ahead_is_not_slower_than_not(policy: str, bytes_per_s: float, s
         overrides = {"worker.embedded": True, "scheduler.load": "always", **serving.overrides(workload, sizes)}
         settings = Settings.load(Path(os.devnull), overrides, {})
         plan = Plan(model, settings, MeasuredCosts(2e-3, 3.5e-4, 1.5e-3, 1e-7, 0.0, where="a test"), ways, 0.001)
-        return simulate(plan(workload))[-1].requests_per_s
+        return simulate(plan, of_text_analysis(workload))[-1].requests_per_s
 
     workloads = [
         TextAnalysis(prefixes=24, requests=64, prefix_tokens=512, outstanding=24, seed=seed) for seed in range(seeds)

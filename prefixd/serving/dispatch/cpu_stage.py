@@ -202,7 +202,7 @@ class CpuStage:
         return load_s is not None and _SPARE * load_s <= self._time_s
 
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
-        trie, placement = request.trie, self._mover.placement
+        trie, placement = request.trie, self._cache.placement
         # What is in the GPU tier, too, goes after what no request waits for.
         if not request.read_only:
             placement.touch(trie, request.found, request.count_use(len(request.found)))

@@ -94,7 +94,7 @@ class Prefetcher:
         self._staged[request.id] = request
         if not request.read_only:
             if request not in self.cpu_stage:  # else it was touched when it came near
-                self._mover.placement.touch(trie, rows, request.count_use(len(rows)))
+                self._cache.placement.touch(trie, rows, request.count_use(len(rows)))
             if images is not None:
                 images.touch()
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)

@@ -95,8 +95,6 @@ class Sampling:
     @property
     def forced_ids(self) -> npt.NDArray[np.uint32]:
         """`forced_tokens` as an array; none: empty."""
-        import numpy as np  # the command line starts without
-
         tokens = b"" if self.forced_tokens is None else self.forced_tokens
         import numpy as np  # the command line's help does without
 

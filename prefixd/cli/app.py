@@ -31,7 +31,7 @@ def _add(name: str, panel: str, command: Callable[..., None], examples: str) -> 
 _add("serve", "Run", serve.serve_command, serve.EXAMPLES)
 _add("generate", "Run", asks_daemon(with_option_groups(generate.generate_command)), generate.EXAMPLES)
 _add("demo", "Run", demo.demo_command, demo.EXAMPLES)
-_add("plan", "Run", plan.plan_command, plan.EXAMPLES)
+_add("plan", "Run", with_option_groups(plan.plan_command), plan.EXAMPLES)
 _add("stats", "Look", asks_daemon(admin.stats_command), admin.STATS_EXAMPLES)
 _add("ls", "Look", asks_daemon(prefixes.ls_command), prefixes.LS_EXAMPLES)
 _add("inspect", "Look", asks_daemon(prefixes.inspect_command), prefixes.INSPECT_EXAMPLES)

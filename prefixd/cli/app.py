@@ -12,6 +12,7 @@ from prefixd.cli.commands import admin, config, doctor, generate, plan, prefixes
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.demo import demo
 from prefixd.cli.failures import CleanGroup, examples, paragraphs
+from prefixd.cli.option_groups import with_option_groups
 from prefixd.process import signals
 
 app = typer.Typer(
@@ -28,9 +29,9 @@ def _add(name: str, panel: str, command: Callable[..., None], examples: str) -> 
 
 
 _add("serve", "Run", serve.serve_command, serve.EXAMPLES)
-_add("generate", "Run", asks_daemon(generate.generate_command), generate.EXAMPLES)
+_add("generate", "Run", asks_daemon(with_option_groups(generate.generate_command)), generate.EXAMPLES)
 _add("demo", "Run", demo.demo_command, demo.EXAMPLES)
-_add("plan", "Run", plan.plan_command, plan.EXAMPLES)
+_add("plan", "Run", with_option_groups(plan.plan_command), plan.EXAMPLES)
 _add("stats", "Look", asks_daemon(admin.stats_command), admin.STATS_EXAMPLES)
 _add("ls", "Look", asks_daemon(prefixes.ls_command), prefixes.LS_EXAMPLES)
 _add("inspect", "Look", asks_daemon(prefixes.inspect_command), prefixes.INSPECT_EXAMPLES)

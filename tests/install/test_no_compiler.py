@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, Finished
+from prefixd.client import Client, Finished, Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -18,5 +18,5 @@ def test_a_model_is_served_where_no_program_can_be_found(tmp_path: Path, monkeyp
     monkeypatch.delenv("CXX", raising=False)
     settings = {"worker.embedded": True, "gpu.bytes": "16MiB", "cpu.bytes": "16MiB", "disk.bytes": "32MiB"}
     with DaemonProcess(settings) as daemon, Client(daemon.address) as client:
-        *_, last = client.generate("Once upon a time", max_tokens=8)
+        *_, last = client.generate("Once upon a time", sampling=Sampling(max_tokens=8))
     assert isinstance(last, Finished)

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +34,7 @@ EXAMPLES = examples(
 )
 
 _UINT32 = (1 << 32) - 1
+_OF_A_SEARCH = ("beams", "length_penalty", "early_stopping")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WISH = re.compile(r"(?:(\d*):(\d*)=)?([+-]?\d+)(?:/(\d+(?:\.\d+)?)([smhd]))?", re.ASCII)
 
@@ -53,6 +54,82 @@ def _number(help: str, least: float, most: float = math.inf, *names: str) -> Any
     return typer.Option(*names, callback=check, help=f"{help}. {possible}.")
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen, and when the output ends."""
+
+    max_tokens: Annotated[int, _number("Most tokens to generate", 1, _UINT32)] = 64
+    temperature: Annotated[float, _number("0: always the likeliest token", 0)] = 0.0
+    top_k: Annotated[int, _number("Sample among so many likeliest tokens; 0: among all", 0, _UINT32)] = 0
+    top_p: Annotated[
+        float, _number("Sample among the likeliest tokens of this probability together; 0 or 1: among all", 0, 1)
+    ] = 1.0
+    min_p: Annotated[float, _number("Sample among tokens at least so likely relative to the likeliest one", 0, 1)] = 0.0
+    repetition_penalty: Annotated[
+        float, _number("Above 1: tokens of prompt and output become less likely", 0.01, 100)
+    ] = 1.0
+    presence_penalty: Annotated[float, _number("Above 0: tokens of the output become less likely", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, _number("Above 0: the same, the more often they are there", -2, 2)] = 0.0
+    seed: Annotated[int | None, _number("Makes sampling repeatable", 0, (1 << 64) - 1)] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", show_default=False, help="End before this text; may be given several times."),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        _number("Tell the sum of the tokens' logprobs; with --json each one's, and so many likeliest tokens'", 0, 20),
+    ] = None
+    beams: Annotated[int | None, _number("Search with so many beams and show the n best sequences", 1, 16)] = None
+    length_penalty: Annotated[
+        float | None, _number("Of a search: above 0 favours long sequences; 1 by default", -10, 10)
+    ] = None
+    early_stopping: Annotated[
+        bool, typer.Option("--early-stopping", help="End a search when as many sequences have ended as it has beams.")
+    ] = False
+
+    def to_sampling(self) -> Sampling:
+        """Raises WrongUsage for an option of a search without one."""
+        values = asdict(self)
+        beams, length_penalty, early_stopping = (values.pop(name) for name in _OF_A_SEARCH)
+        if beams is None and (length_penalty is not None or early_stopping):
+            option = "--early-stopping" if length_penalty is None else "--length-penalty"
+            raise WrongUsage(f"{option} is for a beam search; give --beams too, or leave it out")
+        search = None
+        if beams is not None:
+            penalty = 1.0 if length_penalty is None else length_penalty
+            search = BeamSearch(width=beams, length_penalty=penalty, early_stopping=early_stopping)
+        return Sampling(**{**values, "stop": self.stop or ()}, beam_search=search)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """When a request runs, on which model, and what it leaves in the cache."""
+
+    priority: Annotated[
+        int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="Lower goes before all that are higher.")
+    ] = 0
+    deadline: Annotated[
+        float | None,
+        _number("Seconds until the first token is due, for a daemon with the policy deadline", 1e-3),
+    ] = None
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", show_default=False, help="Which of the daemon's models; by default its first."),
+    ] = ""
+    retain: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[START:END=]PRIORITY[/TIME]",
+            show_default=False,
+            help="Cache the prompt, or its tokens from START to before END, with a priority from -100 (first to go) to "
+            "100, for a time such as 90s, 30m, 12h or 7d; may be given several times, the last one counts.",
+        ),
+    ] = None
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Use what is cached, and leave nothing of this request in the cache.")
+    ] = False
+
+
 def generate_command(
     text: Annotated[
         str | None,
@@ -70,61 +147,10 @@ def generate_command(
             help="An image (PNG, JPEG, WebP), for which the prompt has a placeholder; may be given several times.",
         ),
     ] = None,
-    max_tokens: Annotated[int, _number("Most tokens to generate", 1, _UINT32)] = 64,
-    temperature: Annotated[float, _number("0: always the likeliest token", 0)] = 0.0,
-    top_k: Annotated[int, _number("Sample among so many likeliest tokens; 0: among all", 0, _UINT32)] = 0,
-    top_p: Annotated[
-        float, _number("Sample among the likeliest tokens of this probability together; 0 or 1: among all", 0, 1)
-    ] = 1.0,
-    min_p: Annotated[
-        float, _number("Sample among tokens at least so likely relative to the likeliest one", 0, 1)
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, _number("Above 1: tokens of prompt and output become less likely", 0.01, 100)
-    ] = 1.0,
-    presence_penalty: Annotated[float, _number("Above 0: tokens of the output become less likely", -2, 2)] = 0.0,
-    frequency_penalty: Annotated[float, _number("Above 0: the same, the more often they are there", -2, 2)] = 0.0,
-    seed: Annotated[int | None, _number("Makes sampling repeatable", 0, (1 << 64) - 1)] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", show_default=False, help="End before this text; may be given several times."),
-    ] = None,
-    logprobs: Annotated[
-        int | None,
-        _number("Tell the sum of the tokens' logprobs; with --json each one's, and so many likeliest tokens'", 0, 20),
-    ] = None,
+    sampling: SamplingOptions = SamplingOptions(),
     n: Annotated[int, _number("Sequences to answer with; needs a temperature or beams", 1, 32, "--n")] = 1,
     best_of: Annotated[int | None, _number("Compute so many sequences and show the n likeliest", 1, 32)] = None,
-    beams: Annotated[int | None, _number("Search with so many beams and show the n best sequences", 1, 16)] = None,
-    length_penalty: Annotated[
-        float | None, _number("Of a search: above 0 favours long sequences; 1 by default", -10, 10)
-    ] = None,
-    early_stopping: Annotated[
-        bool, typer.Option("--early-stopping", help="End a search when as many sequences have ended as it has beams.")
-    ] = False,
-    priority: Annotated[
-        int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="Lower goes before all that are higher.")
-    ] = 0,
-    deadline: Annotated[
-        float | None,
-        _number("Seconds until the first token is due, for a daemon with the policy deadline", 1e-3),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(metavar="NAME", show_default=False, help="Which of the daemon's models; by default its first."),
-    ] = "",
-    retain: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[START:END=]PRIORITY[/TIME]",
-            show_default=False,
-            help="Cache the prompt, or its tokens from START to before END, with a priority from -100 (first to go) to "
-            "100, for a time such as 90s, 30m, 12h or 7d; may be given several times, the last one counts.",
-        ),
-    ] = None,
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Use what is cached, and leave nothing of this request in the cache.")
-    ] = False,
+    request: RequestOptions = RequestOptions(),
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an event.")] = False,
 ) -> None:
@@ -134,14 +160,8 @@ def generate_command(
     """
     prompt = _prompt(text, token_ids)
     images = [_read_image(path) for path in image or ()]
-    wishes = [_wish(word) for word in retain or ()]
-    if beams is None and (length_penalty is not None or early_stopping):
-        option = "--early-stopping" if length_penalty is None else "--length-penalty"
-        raise WrongUsage(f"{option} is for a beam search; give --beams too, or leave it out")
-    search = None
-    if beams is not None:
-        penalty = 1.0 if length_penalty is None else length_penalty
-        search = BeamSearch(width=beams, length_penalty=penalty, early_stopping=early_stopping)
+    wishes = [_wish(word) for word in request.retain or ()]
+    asked = sampling.to_sampling()
 
     async def ask() -> None:
         from prefixd.client import Retention
@@ -149,33 +169,20 @@ def generate_command(
         show = _print_json_event
         if not as_json:
             # Text as a prompt or as a stop string is taken by a model with a tokenizer alone.
-            has_text = isinstance(prompt, str) or bool(stop)
-            show = Transcript(n, has_text=has_text, searched=search is not None).show
+            has_text = isinstance(prompt, str) or bool(asked.stop)
+            show = Transcript(n, has_text=has_text, searched=asked.beam_search is not None).show
         async with connected(address) as client:
             events = client.generate(
                 prompt,
                 images=images,
-                sampling=Sampling(
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    top_k=top_k,
-                    top_p=top_p,
-                    min_p=min_p,
-                    repetition_penalty=repetition_penalty,
-                    presence_penalty=presence_penalty,
-                    frequency_penalty=frequency_penalty,
-                    seed=seed,
-                    stop=stop or (),
-                    logprobs=logprobs,
-                    beam_search=search,
-                ),
+                sampling=asked,
                 n=n,
                 best_of=best_of,
-                priority=priority,
-                deadline_s=deadline,
-                model=model,
+                priority=request.priority,
+                deadline_s=request.deadline,
+                model=request.model,
                 retention=[Retention(*wish) for wish in wishes],
-                read_only=read_only,
+                read_only=request.read_only,
             )
             async with aclosing(events):
                 async for event in events:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from threading import Event
@@ -53,10 +54,10 @@ def _count(name: str, help: str) -> Any:
     return typer.Option(name, min=1, rich_help_panel=DAEMON, show_default=False, help=help)
 
 
-def plan_command(
-    trace: Annotated[
-        Path, _option("--trace", None, "FILE", "Requests: a JSON object a line, in the format of Mooncake's traces.")
-    ],
+@dataclass(frozen=True, slots=True)
+class MachineOptions:
+    """What is planned for: a model, the memory of a machine, and its GPU."""
+
     model: Annotated[
         str,
         _option(
@@ -65,17 +66,23 @@ def plan_command(
             "NAME",
             "A known name such as llama-3-8b, or a directory with a Hugging Face config.json.",
         ),
-    ],
-    gpu: Annotated[str, _option("--gpu", MACHINE, "SIZE", "GPU tier: GPU memory that is left for keys and values.")],
-    cpu: Annotated[str, _option("--cpu", MACHINE, "SIZES", "CPU tier; with --sweep sizes joined by commas.")],
-    disk: Annotated[str, _option("--disk", MACHINE, "SIZES", "Disk tier, 0: none; as --cpu.")] = "0",
+    ]
+    gpu: Annotated[str, _option("--gpu", MACHINE, "SIZE", "GPU tier: GPU memory that is left for keys and values.")]
+    cpu: Annotated[str, _option("--cpu", MACHINE, "SIZES", "CPU tier; with --sweep sizes joined by commas.")]
+    disk: Annotated[str, _option("--disk", MACHINE, "SIZES", "Disk tier, 0: none; as --cpu.")] = "0"
     hardware: Annotated[
         str, typer.Option(metavar="NAME", rich_help_panel=MACHINE, help="a100, h100, h200, or a JSON file.")
-    ] = "h100",
+    ] = "h100"
     calibration: Annotated[
         Path | None,
         _option("--calibration", MACHINE, "FILE", "What `prefixd doctor --calibrate` measured, instead of --hardware."),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """How its daemon works; None: as configured."""
+
     policy: Annotated[
         str | None,
         _option(
@@ -84,7 +91,7 @@ def plan_command(
             "POLICIES",
             "Order of the queue: fcfs, fpf, relaxed-fpf, lpm, shortest-ready, deadline; with --sweep joined by commas.",
         ),
-    ] = None,
+    ] = None
     eviction: Annotated[
         str | None,
         _option(
@@ -93,7 +100,7 @@ def plan_command(
             "POLICIES",
             "Eviction policy: lru, fifo, random, lfu, s3-fifo, weighing; with --sweep joined by commas.",
         ),
-    ] = None,
+    ] = None
     look_ahead: Annotated[
         str | None,
         _option(
@@ -102,20 +109,38 @@ def plan_command(
             "COUNT",
             "How many waiting requests get their prefixes loaded before their turn, or auto.",
         ),
-    ] = None,
+    ] = None
     max_running: Annotated[
         int | None, _count("--max-running", "Requests that the GPU computes at once; 64 unless configured.")
-    ] = None,
+    ] = None
     max_step_tokens: Annotated[
         int | None, _count("--max-step-tokens", "Most tokens of prompts in a pass; 2048 unless configured.")
-    ] = None,
+    ] = None
     block_tokens: Annotated[
         int | None,
         _count(
             "--block-tokens",
             "Tokens of a block; 512 unless configured. The trace names blocks of 512, so smaller ones find no more.",
         ),
-    ] = None,
+    ] = None
+
+    def counts(self) -> dict[str, str | int]:
+        """The settings that are numbers, as far as they are given."""
+        counts = {
+            "scheduler.look_ahead": self.look_ahead,
+            "worker.max_running": self.max_running,
+            "worker.max_step_tokens": self.max_step_tokens,
+            "worker.block_tokens": self.block_tokens,
+        }
+        return {name: value for name, value in counts.items() if value is not None}
+
+
+def plan_command(
+    trace: Annotated[
+        Path, _option("--trace", None, "FILE", "Requests: a JSON object a line, in the format of Mooncake's traces.")
+    ],
+    machine: MachineOptions,
+    daemon: DaemonOptions = DaemonOptions(),
     config: ConfigFile = None,
     assignments: Assignments = None,
     speed: Annotated[
@@ -178,34 +203,25 @@ def plan_command(
             check_writable(file)
     if plot_file is not None:
         check_drawable(plot_file)
-    chosen = find_model(model)
-    machine = find_hardware(hardware)
-    measured = None if calibration is None else read_calibration(calibration)
+    chosen = find_model(machine.model)
+    hardware = find_hardware(machine.hardware)
+    measured = None if machine.calibration is None else read_calibration(machine.calibration)
     planned = limit if timed is None else timed if limit is None else min(timed, limit)
     found = trace_requests(trace, planned)
-    costs = PeakCosts(machine, chosen) if measured is None or measured.costs is None else measured.costs
-    ways, request_s = (machine.ways, 0.0) if measured is None else (measured.ways, measured.request_s)
+    costs = PeakCosts(hardware, chosen) if measured is None or measured.costs is None else measured.costs
+    ways, request_s = (hardware.ways, 0.0) if measured is None else (measured.ways, measured.request_s)
     given = parse_assignments(assignments)
     base = {
         **_IN_PLACE,
         "scheduler.queue_limit": len(found),  # nobody is turned away
         **given,
     }
-    counts = {
-        "scheduler.look_ahead": look_ahead,
-        "worker.max_running": max_running,
-        "worker.max_step_tokens": max_step_tokens,
-        "worker.block_tokens": block_tokens,
-    }
-    flags = {
-        "gpu.bytes": _sizes("--gpu", gpu)[0],
-        **{name: value for name, value in counts.items() if value is not None},
-    }
+    flags = {"gpu.bytes": _sizes("--gpu", machine.gpu)[0], **daemon.counts()}
     varied = _varied(
-        _sizes("--cpu", cpu, sweep=sweep),
-        _sizes("--disk", disk, sweep=sweep),
-        _names("--policy", policy, sweep=sweep),
-        _names("--eviction", eviction, sweep=sweep),
+        _sizes("--cpu", machine.cpu, sweep=sweep),
+        _sizes("--disk", machine.disk, sweep=sweep),
+        _names("--policy", daemon.policy, sweep=sweep),
+        _names("--eviction", daemon.eviction, sweep=sweep),
     )
     if twice := sorted(given.keys() & (flags | varied[0]).keys()):
         raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
@@ -219,7 +235,7 @@ def plan_command(
     assumptions = [
         *_of_model(chosen, [request.input_length + request.output_length for request in found]),
         *costs.assumptions(),
-        *(machine.way_assumptions() if measured is None else _of_calibration(measured, chosen)),
+        *(hardware.way_assumptions() if measured is None else _of_calibration(measured, chosen)),
         *_of_disks(plans),
         *workload.assumptions,
         f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, "
@@ -234,7 +250,7 @@ def plan_command(
     if drawn is not None:
         _print_curve(drawn, chosen.token_bytes)
     if json_file is not None:
-        plain = _plain(points, assumptions, model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
+        plain = _plain(points, assumptions, machine.model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
         json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
         from prefixd.planner.plots import draw_plan

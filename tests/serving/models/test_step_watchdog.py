@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client
+from prefixd.client import Client, Sampling
 from prefixd.client.inference import Tokens
 from prefixd.serving.models.step_watchdog import StepWatchdog
 
@@ -70,7 +70,7 @@ def test_a_worker_that_hangs_is_killed_and_its_request_runs_on_another() -> None
     with DaemonProcess({**settings, **sizes}) as daemon, Client(daemon.address) as client:
 
         def asked(prompt: list[int]) -> list[int]:
-            events = client.generate(prompt, max_tokens=4, ignore_eos=True, timeout_s=60.0)
+            events = client.generate(prompt, sampling=Sampling(max_tokens=4, ignore_eos=True), timeout_s=60.0)
             return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
         def until_stopped(before: StatsResponse) -> StatsResponse:

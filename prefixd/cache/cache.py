@@ -223,7 +223,7 @@ class TieredCache:
         remove_refused(store, restored)
         used = {identity for identity, namespace in known.items() if self._has_blocks(namespace)}
         remove_unused(store, stored.keys() - used)
-        self.mover.disk.saved.update(used)
+        self.mover.disk.metadata.saved.update(used)
         self.mover.use.recount(self.tries)
         heap.give_back()
         return restored.blocks
@@ -329,14 +329,14 @@ class TieredCache:
 
     def _forgot_namespace(self, ordinal: int, identity: bytes) -> None:
         self._users[self._tries.pop(ordinal).ordinal] -= 1
-        if identity in self.mover.disk.saved:
+        if identity in self.mover.disk.metadata.saved:
             self._unsaved.append(identity)
             if len(self._unsaved) == 1:  # the others of this turn go with it
                 self.mover.spawn(self._forget_saved())
 
     async def _forget_saved(self) -> None:
         unsaved, self._unsaved = self._unsaved, []
-        await self.mover.disk.forget_namespaces(unsaved)
+        await self.mover.disk.metadata.forget_namespaces(unsaved)
 
     def _new_trie(self, spec: NamespaceSpec) -> Trie:
         """A trie for blocks like the namespace's: one that no namespace uses any more, if there is one."""

@@ -53,9 +53,8 @@ class Movement:
         self._lent.remove(urgency)
 
     async def run(self, transfer: BlockTransfer[R]) -> list[R | SwapError]:
-        """Waits for the end of a transfer that belongs to it; see `BlockTransfer.finish`."""
+        """Waits for the end of a transfer of this urgency that belongs to it; see `BlockTransfer.finish`."""
         self._transfers.add(transfer)
-        transfer.raise_to(self.urgency)
         if self.dropped:
             transfer.transfer.drop()
         try:

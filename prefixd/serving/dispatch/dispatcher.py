@@ -705,7 +705,7 @@ class Dispatcher:
             blocks = request.wanted_blocks - request.run.blocks
             near = request.run.frames[-request.run.slots :]
             tenant = self._mover.use.tenant_of(request.namespace)
-            frames = await self._mover.take_frames(blocks, request.kv.block_widths, tenant=tenant, near=near)
+            frames = await self._mover.slots.take_frames(blocks, request.kv.block_widths, tenant=tenant, near=near)
             if not self._starves(request):
                 if frames:
                     self._cache.tiers.compute.free(frames)

@@ -16,13 +16,13 @@ import pytest
 
 from prefixd.planner.hardware import MeasuredCosts, Way, Ways
 from prefixd.planner.models import LayerGroup, PlannedModel
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis
 from prefixd.serving.request.request import Event, Request, RequestState
 from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
 from prefixd_scheduler import Distance
-from prefixd_swap.simulated_time import SimulatedTimeLoop
 
 BLOCK = 16
 MODEL = PlannedModel("small", (LayerGroup(1, 8, 64),), 1e6, 1e6, 8, 1 << 20, "a test")

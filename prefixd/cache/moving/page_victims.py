@@ -109,19 +109,31 @@ async def find_page_victims(
             chosen = await in_thread(partial(pick, slots, choose if for_thread is None else for_thread()))
         else:
             chosen = pick(slots, choose)
-        found, all_may_go, losses = [], True, limits()
-        for trie, rows, parts, places in chosen:
-            fine = may_go(trie, rows) & (trie.slots[rows, tier, parts] == places)
-            going = np.unique(rows[fine])
-            if losses is not None and not losses.take(trie, going):  # others have taken of it meanwhile
-                going = np.array([row for row in going.tolist() if losses.take(trie, np.array([row]))], np.int64)
-                fine &= np.isin(rows, going)
-            all_may_go &= bool(fine.all())
-            found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
+        found, all_may_go = _still_going(chosen, tier, may_go, limits())
         if all_may_go or not attempts_left:
             break
     bare = [(trie, rows[_is_bare(trie, rows, tier) & may_go(trie, rows)]) for trie, rows in slots.bare]
     return [(trie, rows) for trie, rows in (*bare, *found) if len(rows)]
+
+
+def _still_going(
+    chosen: Sequence[tuple[Trie, Rows, Rows, Rows]],
+    tier: int,
+    may_go: Callable[[Trie, Rows], npt.NDArray[np.bool_]],
+    losses: Losses | None,
+) -> tuple[list[tuple[Trie, Rows]], bool]:
+    """Of rows that were chosen, with their parts and slots, those that may go now, children before parents; and whether
+    these are all."""
+    found, all_may_go = [], True
+    for trie, rows, parts, slots in chosen:
+        fine = may_go(trie, rows) & (trie.slots[rows, tier, parts] == slots)
+        going = np.unique(rows[fine])
+        if losses is not None and not losses.take(trie, going):  # others have taken of it meanwhile
+            going = np.array([row for row in going.tolist() if losses.take(trie, np.array([row]))], np.int64)
+            fine &= np.isin(rows, going)
+        all_may_go &= bool(fine.all())
+        found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
+    return found, all_may_go
 
 
 def _is_bare(trie: Trie, rows: Rows, tier: int) -> npt.NDArray[np.bool_]:
@@ -195,7 +207,7 @@ class _Slots:
         """The positions of slots that have to go, beside those `evicted`, for `count` slots of one size."""
         chosen = np.empty(0, np.int64)
         levels = np.unique(self.priorities[self.may_go]).tolist()
-        for level in levels:  # of a higher priority something goes only where the lower ones do not do
+        for level in levels:  # evict from a higher priority only if the lower ones do not free enough
             may_go = self.may_go & (self.priorities <= level) if len(levels) > 1 else self.may_go
             allow = None
             if self.left is not None:

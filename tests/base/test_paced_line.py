@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from prefixd.base.fairness import PacedLine
 from prefixd_swap.simulated_time import SimulatedTimeLoop
+
+from prefixd.base.fairness import PacedLine
 
 
 async def _turns(line: PacedLine, count: int, cost_s: float) -> list[float]:

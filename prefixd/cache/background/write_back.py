@@ -17,7 +17,7 @@ from prefixd.base.tenants import Tenant
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
-from prefixd.cache.moving.victims import find_victims
+from prefixd.cache.moving.victims import Search, find_victims
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten
 from prefixd_swap import SwapError
@@ -290,8 +290,8 @@ class WriteBack:
         if lacking_bytes <= 0 or not mover.tries:
             return []
         want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
-        now_s = mover.placement.clock()
-        victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True, now_s=now_s)
+        search = Search(tier.level, mover.policy, demotable=True, now_s=mover.placement.clock())
+        victims = await find_victims(mover.tries, search, want)
         lacking = [
             (trie, rows[(trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0])
             for trie, rows in victims

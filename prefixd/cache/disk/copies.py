@@ -18,11 +18,10 @@ from prefixd.cache.disk.metadata import DiskMetadata
 from prefixd.cache.disk.reads import DiskReads
 from prefixd.cache.disk.records import DiskRecords
 from prefixd.cache.disk.removals import DiskRemovals
-from prefixd.cache.disk.urgent_lock import UrgentLock
 from prefixd.cache.disk.writes import DiskWrites
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import NamespaceRegistry
-from prefixd.cache.placement.movement import Movement
+from prefixd.cache.placement.movement import Movement, UrgentLock
 from prefixd.cache.placement.placement import Placement
 from prefixd_swap.transfers import Urgency
 

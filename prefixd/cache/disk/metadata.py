@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from prefixd.cache.disk.records import DiskRecords
-from prefixd.cache.disk.urgent_lock import to_the_end
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.placement.movement import to_the_end
 from prefixd.cache.placement.placement import Placement
 from prefixd_swap import StorageError
 from prefixd_swap.tiers import StoreTier

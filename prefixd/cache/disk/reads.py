@@ -11,9 +11,8 @@ import numpy.typing as npt
 from prefixd.cache.disk.damaged_blocks import Damage
 from prefixd.cache.disk.health import Drop
 from prefixd.cache.disk.records import DiskRecords
-from prefixd.cache.disk.urgent_lock import UrgentLock, to_the_end
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.placement.movement import Movement
+from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.tiers import Slots
 from prefixd_swap import ChecksumError, IndexUnavailableError, LostBytesError, StorageError, SwapError

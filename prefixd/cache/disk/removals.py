@@ -11,9 +11,8 @@ from typing import cast
 import numpy as np
 
 from prefixd.cache.disk.records import DiskRecords, Identity
-from prefixd.cache.disk.urgent_lock import UrgentLock, to_the_end
 from prefixd.cache.index.trie import Rows, Trie
-from prefixd.cache.placement.movement import Movement
+from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
 from prefixd_swap import StorageError

@@ -14,9 +14,8 @@ from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.health import DiskHealth
 from prefixd.cache.disk.metadata import DiskMetadata
 from prefixd.cache.disk.records import DiskRecords
-from prefixd.cache.disk.urgent_lock import UrgentLock, to_the_end
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.placement.movement import Movement
+from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.placement.unwritten import unwritten

@@ -35,7 +35,7 @@ from prefixd.base.tenants import Tenant
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.page_victims import find_page_victims, has_other_sizes
-from prefixd.cache.moving.victims import Limits, find_expired, find_victims
+from prefixd.cache.moving.victims import Limits, Search, find_expired, find_victims
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
@@ -278,26 +278,15 @@ class Room:
     async def _choose_within(
         self, limits: Limits, wish: _Wish, *, demotable: bool
     ) -> tuple[list[tuple[Trie, Rows]], bool]:
-        tier, want, now_s = wish.tier, wish.want, self._placement.clock()
+        tier, want = wish.tier, wish.want
         choose, level = tier.choose_victims, tier.level
+        search = Search(level, self._policy, demotable, wish.ahead, self._placement.clock())
         if choose is None or wish.own or not has_other_sizes(self._tries, level, wish.sizes):
             if choose is None and not wish.own:
                 want = _blocks_with_as_many_slots(self._tries, level, want * len(wish.sizes))
-            found = await find_victims(
-                *(self._tries, level, want, self._policy),
-                demotable=demotable,
-                spare_copies=wish.ahead,
-                limits=limits,
-                now_s=now_s,
-            )
-            return found, False
+            return await find_victims(self._tries, search, want, limits=limits), False
         found = await find_page_victims(
-            *(self._tries, level, wish.sizes, want, self._policy, choose),
-            demotable=demotable,
-            spare_copies=wish.ahead,
-            for_thread=tier.choose_victims_later,
-            limits=limits,
-            now_s=now_s,
+            self._tries, search, wish.sizes, want, choose, for_thread=tier.choose_victims_later, limits=limits
         )
         return found, True
 

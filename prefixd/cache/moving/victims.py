@@ -133,39 +133,57 @@ async def can_free(
     return slots <= 0
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is looked for.
+
+    Attributes:
+        tier: the level of the tier that needs room.
+        policy: gives every block a score, lowest goes first.
+        demotable: a block's last copy may go too, because it will be written a tier down before.
+        spare_copies: spare blocks that are in a tier above as well.
+        now_s: the time, for priorities: those of a lower one go first.
+    """
+
+    tier: int
+    policy: EvictionPolicy
+    demotable: bool
+    spare_copies: bool = False
+    now_s: float = 0.0
+
+    @property
+    def spared(self) -> int:
+        """Bits of the tiers with a copy of blocks that are spared."""
+        return (1 << self.tier) - 1 if self.spare_copies else 0
+
+    def find(self, trie: Trie, among: Rows | slice, losses: Losses | None) -> tuple[Rows, Scores]:
+        """Those of `among` that may go, with their scores."""
+        rows = trie.evictable(self.tier, demotable=self.demotable, among=among)
+        rows = rows[(trie.any_part[rows] & np.uint8(self.spared)) == 0]
+        if losses is not None:
+            rows = rows[losses.may_go(trie, rows)]
+        return rows, self.policy.scores(trie, rows, self.tier)
+
+
 async def find_victims(
-    tries: Sequence[Trie],
-    tier: int,
-    want: int,
-    policy: EvictionPolicy,
-    *,
-    demotable: bool,
-    spare_copies: bool = False,
-    limits: Limits = no_limits,
-    now_s: float = 0.0,
+    tries: Sequence[Trie], search: Search, want: int, limits: Limits = no_limits
 ) -> list[tuple[Trie, Rows]]:
-    """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
+    """The `want` blocks that the policy sends out of a tier first, by trie, each trie's leaves before their parents.
 
     Blocks of a lower priority go before all others.
 
     Args:
         tries: all tries, by ordinal.
-        tier: the tier that needs room.
+        search: what is looked for.
         want: how many, at most some thousand; fewer are returned when no more may go, or when tenants have lost what
             they may while others have more, or have to, which others may do meanwhile.
-        policy: gives every block a score, lowest goes first.
-        demotable: a block's last copy may go too, because it will be written a tier down before.
-        spare_copies: spare blocks that are in a tier above as well.
         limits: what each tenant may lose.
-        now_s: the time, for priorities.
     """
     if want <= 0:
         return []
-    above = (1 << tier) - 1 if spare_copies else 0
-    search = _Search(tier, policy, demotable, above, now_s)
     pacer = Pacer(SCANNED_AT_ONCE)
     while True:
-        lowest = _LowestByPriority(2 * want + _SPARE, now_s)
+        lowest = _LowestByPriority(2 * want + _SPARE, search.now_s)
         losses = limits()
         for trie in list(tries):
             for part in slices(trie.rows):
@@ -218,33 +236,6 @@ class _LowestByPriority:
         return np.concatenate(ordered)[: self._keep]
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """What is looked for in a tier.
-
-    Attributes:
-        tier: the tier that needs room.
-        policy: gives every block a score.
-        demotable: a block's last copy may go too.
-        above: bits of the tiers with a copy of blocks that are spared.
-        now_s: the time, for priorities.
-    """
-
-    tier: int
-    policy: EvictionPolicy
-    demotable: bool
-    above: int
-    now_s: float
-
-    def find(self, trie: Trie, among: Rows | slice, losses: Losses | None) -> tuple[Rows, Scores]:
-        """Those of `among` that may go, with their scores."""
-        rows = trie.evictable(self.tier, demotable=self.demotable, among=among)
-        rows = rows[(trie.any_part[rows] & np.uint8(self.above)) == 0]
-        if losses is not None:
-            rows = rows[losses.may_go(trie, rows)]
-        return rows, self.policy.scores(trie, rows, self.tier)
-
-
 class _Choice:
     """A choice in one turn of the event loop among candidates, and the parents that become leaves with them.
 
@@ -257,7 +248,7 @@ class _Choice:
         has_priorities: whether some blocks are of another priority than others.
     """
 
-    def __init__(self, search: _Search, tries: Sequence[Trie], losses: Losses | None, has_priorities: bool) -> None:
+    def __init__(self, search: Search, tries: Sequence[Trie], losses: Losses | None, has_priorities: bool) -> None:
         self._search = search
         self._tries = tries
         self._losses = losses
@@ -310,7 +301,7 @@ class _Choice:
             row, leaves = parent, 0  # it has no copy, and goes with the last of its children
         if self._gone[up] < columns.tier_children[parent] or not some & bit or columns.is_held(parent):
             return None
-        if some & search.above:
+        if some & search.spared:
             return None
         may_stay = not columns.is_last(parent) or (search.demotable and columns.wanted(parent))
         if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier

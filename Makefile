@@ -75,7 +75,7 @@ help:
 	@echo "make docs          build the documentation's site in build/docs; links and pages are checked"
 	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang: the engines')"
 	@echo "make format        let ruff fix and format"
-	@echo "make proto         regenerate prefixd/v1 from proto/"
+	@echo "make proto         regenerate prefixd/v1 from proto/, and the client without async from the asyncio one"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
 	@echo "make clean         remove .venv, $(VLLM_VENV), $(VLLM_OTHERS), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV), $(DOCS_VENV) and caches"
 
@@ -157,13 +157,13 @@ $(VLLM_OTHERS)/names-%/.installed: $(VLLM_INSTALLED)
 
 # Each run adds its row to the table in docs/compatibility.md.
 $(VLLM_MATRIX): test-vllm-%: $(INSTALLED) $(VLLM_OTHERS)/%/.installed
-	$(BIN)/python -m benchmarks.compatibility vllm $* --engine-python $(VLLM_VENV)/bin/python --path $(VLLM_OTHERS)/$*
+	$(BIN)/python -m benchmarks.checks.compatibility vllm $* --engine-python $(VLLM_VENV)/bin/python --path $(VLLM_OTHERS)/$*
 
 test-vllm-0.32.0: $(INSTALLED) $(VLLM_INSTALLED)
-	$(BIN)/python -m benchmarks.compatibility vllm 0.32.0 --engine-python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m benchmarks.checks.compatibility vllm 0.32.0 --engine-python $(VLLM_VENV)/bin/python
 
 test-vllm-0.33.0: $(INSTALLED) $(VLLM_OTHERS)/names-0.33.0/.installed
-	$(BIN)/python -m benchmarks.compatibility vllm 0.33.0 --only names --engine-python $(VLLM_VENV)/bin/python \
+	$(BIN)/python -m benchmarks.checks.compatibility vllm 0.33.0 --only names --engine-python $(VLLM_VENV)/bin/python \
 		--path $(VLLM_OTHERS)/names-0.33.0
 
 test-vllm-matrix:
@@ -188,8 +188,8 @@ test-sglang: $(SGLANG_INSTALLED)
 
 # SGLang's newest is the one that tests/sglang/requirements.txt has.
 test-sglang-matrix: $(INSTALLED) $(SGLANG_INSTALLED) $(SGLANG_OLDER_INSTALLED)
-	$(BIN)/python -m benchmarks.compatibility sglang 0.5.23 --engine-python $(SGLANG_VENV)/bin/python
-	$(BIN)/python -m benchmarks.compatibility sglang $(SGLANG_OLDER) --engine-python $(SGLANG_VENV)/bin/python \
+	$(BIN)/python -m benchmarks.checks.compatibility sglang 0.5.23 --engine-python $(SGLANG_VENV)/bin/python
+	$(BIN)/python -m benchmarks.checks.compatibility sglang $(SGLANG_OLDER) --engine-python $(SGLANG_VENV)/bin/python \
 		--path $(dir $(SGLANG_OLDER_INSTALLED)) --only names --only pages --only "windows and states"
 
 test-sglang-engine: $(SGLANG_INSTALLED)
@@ -226,6 +226,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python proto/generate_sync.py --check
 	$(BIN)/python -m benchmarks.results_page --check
 
 results: $(INSTALLED)
@@ -246,6 +247,7 @@ format: $(INSTALLED)
 
 proto: $(INSTALLED)
 	$(BIN)/python proto/generate.py
+	$(BIN)/python proto/generate_sync.py
 
 # Takes the first Python whose torch sees a GPU, with whatever else it has, so that it runs on a GPU machine with no
 # network. What that Python lacks of the tests' packages comes as unpacked wheels on PYTHONPATH. Under nine minutes:

@@ -1,4 +1,20 @@
-"""Multi-turn conversations over the network API: without a cache, with fewer tiers, and with each policy."""
+"""Multi-turn conversations over the network API: without a cache, with fewer tiers, and with each policy.
+
+The chat benchmark of "Long-Term Memory" (section VII.B), with conversations that grow turn by turn:
+
+    python -m benchmarks.chat --json chat.json --plot chat.svg
+
+--users users at a time hold --conversations conversations with the small model that comes with prefixd, in a daemon of
+its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with each of
+--policies and all tiers. The conversations are generated with the statistics of ShareGPT and of Mooncake's conversation
+trace (see benchmarks/workloads/conversations.py), read from ShareGPT's JSON (--sharegpt FILE), or from a trace in
+Mooncake's format (--trace FILE). Texts that are read are replayed: the model is made to give the answers in them.
+
+possible_tokens are the prompt tokens that a cache without a limit would have had: a plain set of all block prefixes.
+hit_share is the share of them that were hits. output_digest covers what the model says: the tokens that it found
+likeliest. Exit status 2 unless all answers are equal and, with all tiers and each policy, hit_share is at least
+--least-hit-share and the median time to the first token at least --least-speedup times better than without a cache.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +24,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chat_parts.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
-from benchmarks.chat_parts.share_gpt import read_share_gpt
-from benchmarks.chat_parts.talk import talk
-from benchmarks.chat_parts.traced import read_conversations
 from benchmarks.common import harness
-from benchmarks.serving import figures as serving
-from benchmarks.serving.daemon import daemon_of
-from benchmarks.serving.figures import Figures
-from benchmarks.serving.ways import Room, Way, add_options, chosen_ways
-
-DESCRIPTION = """\
-The chat benchmark of "Long-Term Memory" (section VII.B), with conversations that grow turn by turn:
-
-    python -m benchmarks.chat --json chat.json --plot chat.svg
-
---users users at a time hold --conversations conversations with the small model that comes with prefixd, in a daemon of
-its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with each of
---policies and all tiers. The conversations are generated with the statistics of ShareGPT and of Mooncake's conversation
-trace (see benchmarks/chat_parts/conversations.py), read from ShareGPT's JSON (--sharegpt FILE), or from a trace in
-Mooncake's format (--trace FILE). Texts that are read are replayed: the model is made to give the answers in them.
-
-possible_tokens are the prompt tokens that a cache without a limit would have had: a plain set of all block prefixes.
-hit_share is the share of them that were hits. output_digest covers what the model says: the tokens that it found
-likeliest. Exit status 2 unless all answers are equal and, with all tiers and each policy, hit_share is at least
---least-hit-share and the median time to the first token at least --least-speedup times better than without a cache."""
+from benchmarks.common.options import number, option, seed
+from benchmarks.workloads import figures as serving
+from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
+from benchmarks.workloads.figures import Figures
+from benchmarks.workloads.progress import daemon_of
+from benchmarks.workloads.share_gpt import read_share_gpt
+from benchmarks.workloads.talk import talk
+from benchmarks.workloads.traced import read_conversations
+from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 _CONTEXT = 8192  # of the model that comes with prefixd
 _SCALES = {"generator": 1 / 8, "sharegpt": 1 / 16, "trace": 1 / 32}
@@ -77,6 +78,8 @@ def _conversations(options: argparse.Namespace, scale: float) -> tuple[list[Conv
     )
     how: dict[str, Any] = {"scale": scale, "time_scale": options.time_scale}
     count = options.conversations
+    if options.sharegpt is not None and options.trace is not None:
+        raise harness.BenchmarkError("give --sharegpt or --trace, not both")
     if options.sharegpt is not None:
         said = read_share_gpt(options.sharegpt, count, statistics, **how, seed=options.seed)
     elif options.trace is not None:
@@ -89,54 +92,38 @@ def _conversations(options: argparse.Namespace, scale: float) -> tuple[list[Conv
     return fit, len(said) - len(fit)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("chat", DESCRIPTION)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations in ShareGPT's JSON")
-    source.add_argument("--trace", type=Path, metavar="FILE", help="a trace in Mooncake's format (JSON lines)")
-    defaults = Statistics()
-    numbers = [
-        ("--conversations", 12, "conversations held"),
-        ("--users", 16, "conversations held at once"),
-        ("--running", 2, "requests computed at once; the GPU tier has room for so many, and for --gpu-share"),
-        ("--system-tokens", defaults.system_tokens, "length of a system prompt, before --scale; not with --trace"),
-        ("--users-per-system", defaults.users_per_system, "conversations that share a system prompt; not with --trace"),
-        ("--least-turns", 1, "leave shorter conversations of --trace out"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is generated (0)")
-    parser.add_argument(
-        "--header-tokens",
-        type=harness.positive,
-        default=0,
-        metavar="N",
-        help="tokens that all system prompts begin with, before --scale; not with --trace (none)",
-    )
-    shares = [
-        ("--turns", defaults.turns, 1.0, 1e6, "mean turns of a generated conversation"),
-        ("--scale", None, 1e-6, 1.0, "of all lengths (1/8; 1/16 of ShareGPT's bytes, 1/32 of a trace's tokens)"),
-        ("--time-scale", 0.05, 0.0, 1e6, "of the think times between turns"),
-        ("--gpu-share", 0.0, 0.0, 1e3, "of everything cached that fits into the GPU tier beside what runs"),
-        ("--cpu-share", 0.3, 0.0, 1e3, "of everything cached that fits into the CPU tier; the disk holds all"),
-        ("--least-hit-share", 0.9, 0.0, 1.0, "of what is possible, with all tiers; less is a failure"),
-        ("--least-speedup", 2.0, 0.0, 1e6, "of the median first token over no cache; less is a failure"),
-    ]
-    for name, value, least, most, text in shares:
-        parser.add_argument(
-            name,
-            type=harness.number(least, most),
-            default=value,
-            metavar="X",
-            help=text if value is None else f"{text} ({value:g})",
-        )
-    add_options(parser)
-    return parser.parse_args(arguments)
+_STATISTICS = Statistics()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is not as it should be, after the result is written."""
-    options = _options(arguments)
+@harness.benchmark(
+    "chat",
+    __doc__,
+    option("--sharegpt", None, "conversations in ShareGPT's JSON", Path, metavar="FILE"),
+    option("--trace", None, "a trace in Mooncake's format (JSON lines)", Path, metavar="FILE"),
+    option("--conversations", 12, "conversations held"),
+    option("--users", 16, "conversations held at once"),
+    option("--running", 2, "requests computed at once; the GPU tier has room for so many, and for --gpu-share"),
+    option("--system-tokens", _STATISTICS.system_tokens, "of a system prompt, before --scale; not with --trace"),
+    option("--users-per-system", _STATISTICS.users_per_system, "that share a system prompt; not with --trace"),
+    option("--least-turns", 1, "leave shorter conversations of --trace out"),
+    seed("of everything that is generated"),
+    option("--header-tokens", 0, "that all system prompts begin with, before --scale; not with --trace"),
+    option("--turns", _STATISTICS.turns, "mean turns of a generated conversation", number(1.0, 1e6)),
+    option(
+        "--scale",
+        None,
+        "of all lengths (1/8; 1/16 of ShareGPT's bytes, 1/32 of a trace's tokens)",
+        number(1e-6, 1.0),
+    ),
+    option("--time-scale", 0.05, "of the think times between turns", number(0.0, 1e6)),
+    *SHARES,
+    option("--least-hit-share", 0.9, "of what is possible, with all tiers; less is a failure", number(0.0, 1.0)),
+    option("--least-speedup", 2.0, "of the median first token over no cache; less is a failure", number(0.0, 1e6)),
+    *WAYS,
+    unrecorded=("policies", "tiers"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """Every way of serving, and what is not as it should be."""
     source = "sharegpt" if options.sharegpt else "trace" if options.trace else "generator"
     scale = options.scale or _SCALES[source]
     conversations, left_out = _conversations(options, scale)
@@ -152,9 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ways = chosen_ways(options)
     measured = measure(ways, conversations, room, options.users)
     wrong = shortcomings(ways, measured, options.least_hit_share, options.least_speedup)
-    no_parameters = ("json", "plot", "policies", "tiers", "sharegpt", "trace")
     result = {
-        **{name: value for name, value in vars(options).items() if name not in no_parameters},
         "source": source,
         "file": str(options.sharegpt or options.trace or ""),
         "scale": scale,
@@ -162,15 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "left_out": left_out,
         "mean_turns": sum(len(each.turns) for each in conversations) / len(conversations),
         "think_s": sum(turn.think_s for each in conversations for turn in each.turns),
-        "same_answers": serving.same_answers(measured),
-        "shortcomings": wrong,
-        "ways": [run.to_plain() for run in measured],
     }
-    harness.finish("chat", result, options.json)
-    serving.print_table("chat", measured)
-    harness.plot(options.plot, lambda axes: serving.draw(axes, measured), columns=3)
-    if wrong:
-        raise harness.BenchmarkError("; ".join(wrong))
+    return serving.outcome_of("chat", result, measured, wrong)
 
 
 if __name__ == "__main__":

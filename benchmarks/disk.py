@@ -1,22 +1,5 @@
-"""The disk tier against raw file I/O, and its three ways to read and write files against each other."""
+"""The disk tier against raw file I/O, and its three ways to read and write files against each other.
 
-from __future__ import annotations
-
-import multiprocessing
-import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any, get_args
-
-from benchmarks.common import harness
-from benchmarks.storage import disk_daemon
-from benchmarks.storage import slabs as _slabs
-from prefixd_swap.slab.files.io import DiskIo
-
-DESCRIPTION = """\
 Stores and loads blocks through a daemon's disk tier and through plain files of the same size, past the page
 cache (direct), with the same bytes a call and as many calls at a time. Both wait for the device after each
 batch. A client of the daemon stores from its own memory, over shared memory, durably, and acquires what is
@@ -33,48 +16,31 @@ What the device itself or a host beneath it caches, nobody here can drop.
 With --blocks N also what a daemon on a store of N records costs: start_s until its process takes calls, of
 which reopen_s from opening the store; its resident memory a block, all of the process counted, and at the
 highest; and of such a daemon with an empty store. The store alone again: store_reopen_s and
-store_bytes_per_block."""
+store_bytes_per_block.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.common import harness
+from benchmarks.common.options import flag, option, size
+from benchmarks.storage import disk_daemon
+from benchmarks.storage import slabs as _slabs
+from prefixd_swap.slab.files.io import DiskIo
 
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _IOS: tuple[DiskIo, ...] = get_args(DiskIo)
 _BATCHES = 4  # durable batches a round of modes
 _COMPARED = ("store", "load", "scattered_load")
 _DECIMALS = 6  # of GB/s: of a small round on a busy disk three would leave nothing
-
-
-def main() -> None:
-    """The command."""
-    parser = harness.parser("disk", DESCRIPTION)
-    parser.add_argument("--block-bytes", type=harness.size, default=2 << 20, help="bytes of a block (2MiB)")
-    parser.add_argument("--round-blocks", type=harness.positive, default=256, help="blocks a round (256)")
-    parser.add_argument("--batch", type=harness.positive, default=64, help="blocks a durable batch (64)")
-    parser.add_argument("--depth", type=harness.positive, default=4, help="calls at a time (4)")
-    parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
-    parser.add_argument("--mode-bytes", type=harness.size, default=128 << 20, help="bytes a round of modes (128MiB)")
-    parser.add_argument("--modes-only", action="store_true", help="compare the values of disk.io alone")
-    parser.add_argument("--blocks", type=harness.positive, help="records of the store to open again")
-    parser.add_argument("--folder", type=Path, help="where to work, on the disk to measure (the temporary folder)")
-    options = parser.parse_args()
-    result: dict[str, Any] = {
-        "block_bytes": options.block_bytes,
-        "round_blocks": options.round_blocks,
-        "batch": options.batch,
-        "depth": options.depth,
-        "rounds": options.rounds,
-        "mode_bytes": options.mode_bytes,
-    }
-    with tempfile.TemporaryDirectory(prefix="prefixd-disk-", dir=options.folder) as name:
-        folder = Path(name)
-        if not options.modes_only:
-            result |= throughput(
-                folder, options.block_bytes, options.round_blocks, options.batch, options.depth, options.rounds
-            )
-        result |= modes(folder, _SIZES, options.mode_bytes, options.depth, options.rounds)
-        if options.blocks:
-            result |= reopen(folder, options.blocks)
-    harness.finish("disk", result, options.json)
-    _print_modes(result["modes"])
-    harness.plot(options.plot, partial(_draw, result["modes"]))
 
 
 def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: int, rounds: int) -> dict[str, float]:
@@ -109,16 +75,18 @@ def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: i
 def modes(folder: Path, sizes: Sequence[int], nbytes: int, depth: int, rounds: int) -> dict[str, Any]:
     """The store alone with each `disk.io`, for blocks of each of `sizes`, `nbytes` bytes of them a round."""
     rows: list[dict[str, Any]] = []
-    for size in sizes:
-        blocks = max(1, nbytes // size)
-        made = _stores(folder / f"blocks-of-{size}", blocks, size, depth)
-        measured = _slabs.throughput(made, size, blocks, max(1, blocks // _BATCHES), depth, rounds, scattered=True)
+    for block_bytes in sizes:
+        blocks = max(1, nbytes // block_bytes)
+        made = _stores(folder / f"blocks-of-{block_bytes}", blocks, block_bytes, depth)
+        measured = _slabs.throughput(
+            made, block_bytes, blocks, max(1, blocks // _BATCHES), depth, rounds, scattered=True
+        )
         for io in _IOS:
             figures = measured[f"slabs_{io}"]
             direct = measured["slabs_direct"]
             ratios = {f"{what}_ratio": figures[f"{what}_gbps"] / direct[f"{what}_gbps"] for what in _COMPARED}
             rounded = {name: round(value, _DECIMALS) for name, value in (figures | ratios).items()}
-            rows.append({"block_bytes": size, "io": io, **rounded})
+            rows.append({"block_bytes": block_bytes, "io": io, **rounded})
     means = {
         io: statistics.geometric_mean(row[f"{what}_ratio"] for row in rows if row["io"] == io for what in _COMPARED)
         for io in _IOS
@@ -169,6 +137,35 @@ def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         alone = pool.submit(_slabs.reopen, store, blocks).result()
     return disk_daemon.reopen(data, blocks) | alone
+
+
+@harness.benchmark(
+    "disk",
+    __doc__,
+    option("--block-bytes", 2 << 20, "bytes of a block", size),
+    option("--round-blocks", 256, "blocks a round"),
+    option("--batch", 64, "blocks a durable batch"),
+    option("--depth", 4, "calls at a time"),
+    option("--rounds", 15, "rounds to time"),
+    option("--mode-bytes", 128 << 20, "bytes a round of modes", size),
+    flag("--modes-only", "compare the values of disk.io alone"),
+    option("--blocks", None, "records of the store to open again"),
+    option("--folder", None, "where to work, on the disk to measure (the temporary folder)", Path),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """Throughput, modes, and a large store that is opened again."""
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="prefixd-disk-", dir=options.folder) as name:
+        folder = Path(name)
+        if not options.modes_only:
+            result |= throughput(
+                folder, options.block_bytes, options.round_blocks, options.batch, options.depth, options.rounds
+            )
+        result |= modes(folder, _SIZES, options.mode_bytes, options.depth, options.rounds)
+        if options.blocks:
+            result |= reopen(folder, options.blocks)
+    rows = result["modes"]
+    return harness.Outcome(result, show=partial(_print_modes, rows), draw=partial(_draw, rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,28 @@
-"""Everything about the KV memory that only a GPU can tell, in one run."""
+"""Everything about the KV memory that only a GPU can tell, in one run.
+
+Measures on one GPU what decides how prefixd keeps KV there:
+
+    python -m benchmarks.gpu --json benchmarks/results/h200.json --plot-dir benchmarks/results
+
+  virtual_memory  create, map, give access to and unmap chunks of 2 MiB, by the length of a run
+  attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy
+  memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
+  swap            copies between the GPU and the pinned arena, against one large copy
+  daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
+  attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
+  first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
+  decode          tokens a second of that model, with and without CUDA graphs
+  daemon          tokens a second of that model behind gRPC, with the daemon's own settings
+  flex_attention  as attention, by FlexAttention
+
+Without --json the result goes to <device>.json in --plot-dir or benchmarks/results. Each part has a time budget, all
+together about five minutes, and lists under "skipped" the points for which it had no time or memory. A part that
+fails is recorded with its error and the others run on; the exit status is then 1. The result is written after each
+part. What was predicted of a figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
+
+--device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
+says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import harness
+from benchmarks.common.options import result_file
 from benchmarks.gpu_parts import (
     attach,
     attention,
@@ -31,30 +56,6 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model
 from benchmarks.gpu_parts.part import Budget, Part, Unavailable, one_line
 from prefixd.workloads.circumstances import circumstances
-
-DESCRIPTION = """\
-Measures on one GPU what decides how prefixd keeps KV there:
-
-    python -m benchmarks.gpu --json benchmarks/results/h200.json --plot-dir benchmarks/results
-
-  virtual_memory  create, map, give access to and unmap chunks of 2 MiB, by the length of a run
-  attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy
-  memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
-  swap            copies between the GPU and the pinned arena, against one large copy
-  daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
-  attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
-  first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
-  decode          tokens a second of that model, with and without CUDA graphs
-  daemon          tokens a second of that model behind gRPC, with the daemon's own settings
-  flex_attention  as attention, by FlexAttention
-
-Without --json the result goes to benchmarks/results/<device>.json. Each part has a time budget, all together about five
-minutes, and lists under "skipped" the points for which it had no time or memory. A part that fails is recorded with its
-error and the others run on; the exit status is then 1. The result is written after each part. What was predicted of a
-figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
-
---device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
-says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0."""
 
 # The last part can fail in a way that leaves the GPU's context unusable.
 PARTS = (
@@ -136,13 +137,9 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
     names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=harness.writable, metavar="FILE", help="write the result here")
-    parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="draw the parts here (needs matplotlib)")
+    parser = harness.bare_parser("gpu", __doc__)
+    parser.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
+    parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="for plots, and a result without --json")
     parser.add_argument("--only", action="append", choices=names, metavar="PART", help="this part; may be repeated")
     parser.add_argument("--device", choices=("cuda", "stand-in", "cpu"), default="cuda", help="see above (cuda)")
     parser.add_argument("--ordinal", type=int, default=0, help="which GPU (0)")
@@ -160,7 +157,8 @@ def main() -> None:
         torch.cuda.set_device(options.ordinal)
     if options.plot_dir is not None:
         options.plot_dir.mkdir(parents=True, exist_ok=True)
-    file = options.json or _RESULTS / f"{re.sub(r'[^a-z0-9]+', '_', device.name.lower()).strip('_')}.json"
+    name = re.sub(r"[^a-z0-9]+", "_", device.name.lower()).strip("_")
+    file = options.json or harness.committed((options.plot_dir or _RESULTS) / f"{name}.json")
     parts = [part for part in PARTS if options.only is None or part.name in options.only]
     content = run(device, parts, file, options.plot_dir)
     failed = [name for name, result in content["parts"].items() if result["status"] == "failed"]

@@ -1,21 +1,5 @@
-"""Hit tokens of a cache that knows which bytes of a hybrid model a prefix needs, against one that keeps them all."""
+"""Hit tokens of a cache that knows which bytes of a hybrid model a prefix needs, against one that keeps them all.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import random
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
-
-from benchmarks.common import harness
-from benchmarks.engines.vllm_chat import ChatPlan, Chats
-from benchmarks.load.chats import ChatEngine, Counts
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
-
-DESCRIPTION = """\
 Chats of several turns with the KV cache of Gemma 3 27B, scaled down: 10 layers see all tokens, 52 layers see
 the last --window-tokens. A client stands for the engine. For every prompt it leases the cached prefix, compares
 every byte with what belongs to exactly these tokens, and stores what a model would have computed. The CPU tier
@@ -24,7 +8,23 @@ holds --share of the bytes that all groups of all chats have at the end; there i
 The same chats go to a daemon that is told the groups' rules, and to one that is told that every group needs the
 whole prefix. hit_tokens are prompt tokens whose KV was cached; possible_hit_tokens those that a cache without a
 limit would have served. ratio, which must be at least 1.3, is hit_tokens with rules against hit_tokens without.
-wrong_bytes must be 0."""
+wrong_bytes must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.common import harness
+from benchmarks.common.options import number, option, seed
+from benchmarks.workloads.chat_engine import ChatEngine, Counts
+from benchmarks.workloads.growing_chats import ChatPlan, Chats
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
 
 LEAST_RATIO = 1.3
 FULL_LAYERS, WINDOW_LAYERS = 10, 52
@@ -122,48 +122,27 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend()
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("groups", DESCRIPTION)
-    numbers = [
-        ("--chats", 16, "chats"),
-        ("--turns", 8, "turns of each chat"),
-        ("--system-tokens", 512, "tokens that all chats begin with"),
-        ("--user-tokens", 768, "tokens that a user adds in a turn"),
-        ("--output-tokens", 192, "tokens of an answer"),
-        ("--block-tokens", 64, "tokens of a block"),
-        ("--window-tokens", 1024, "tokens that a window layer sees, the present one included"),
-        ("--layer-bytes", 32, "bytes of a token in a layer; 8192 in the real model"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--share", type=_share, default=1 / 3, help="of the chats' bytes that the cache holds (1/3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the tokens and of the order in a turn (0)")
-    return parser.parse_args(arguments)
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
-    return value
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when bytes are wrong or the ratio is too low, after the result is written."""
-    options = _options(arguments)
+@harness.benchmark(
+    "groups",
+    __doc__,
+    option("--chats", 16, "chats"),
+    option("--turns", 8, "turns of each chat"),
+    option("--system-tokens", 512, "tokens that all chats begin with"),
+    option("--user-tokens", 768, "tokens that a user adds in a turn"),
+    option("--output-tokens", 192, "tokens of an answer"),
+    option("--block-tokens", 64, "tokens of a block"),
+    option("--window-tokens", 1024, "tokens that a window layer sees, the present one included"),
+    option("--layer-bytes", 32, "bytes of a token in a layer; 8192 in the real model"),
+    option("--share", 1 / 3, "of the chats' bytes that the cache holds", number(1e-9, 1)),
+    seed("of the tokens and of the order in a turn"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """Both runs, and what must hold of them."""
     result = measure(options)
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    harness.finish("groups", {**parameters, **result}, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, result))
-    if result["wrong_bytes"]:
-        raise harness.BenchmarkError(f"{result['wrong_bytes']} bytes that were loaded are wrong")
+    broken = harness.not_zero(result, ["wrong_bytes"])
     if result["ratio"] < LEAST_RATIO:
-        raise harness.BenchmarkError(
-            f"the rules serve {result['ratio']:.2f} times the hit tokens, less than {LEAST_RATIO:g} times"
-        )
+        broken.append(f"the rules serve {result['ratio']:.2f} times the hit tokens, less than {LEAST_RATIO:g} times")
+    return harness.Outcome(result, broken, draw=lambda axes: draw(axes, result))
 
 
 if __name__ == "__main__":

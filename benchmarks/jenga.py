@@ -1,19 +1,5 @@
-"""Models whose layers keep different things, two models, and a model with a draft, each in one memory."""
+"""Models whose layers keep different things, two models, and a model with a draft, each in one memory.
 
-from __future__ import annotations
-
-import argparse
-from collections.abc import Sequence
-from dataclasses import replace
-
-from benchmarks.common import harness
-from benchmarks.jenga_parts.chats import Plan
-from benchmarks.jenga_parts.figures import summary, violations
-from benchmarks.jenga_parts.plot import TITLES, draw
-from benchmarks.jenga_parts.runs import measure
-from benchmarks.jenga_parts.subjects import BLOCK_TOKENS, DRAFT_TOKENS, SUBJECTS
-
-DESCRIPTION = """\
 Chats of several turns with small models in the proportions of large ones:
 
     window   Gemma 3: five of six layers see a window
@@ -62,33 +48,26 @@ only the draft makes a difference to passes, the forward passes of the model: fe
 accepted: proposed tokens that were right. It is a property of the models, whose weights are made for it; what a draft
 does to requests a second is reported, and nothing is demanded of it. used_bytes: of the GPU tier, at the end: with a
 draft more, as the blocks have what both keep. integrity_violations: what the daemon finds when it accounts for every
-slot of its memory; none. The benchmark fails when one of these does not hold."""
+slot of its memory; none. The benchmark fails when one of these does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from benchmarks.common import harness
+from benchmarks.common.options import chosen, option, seed
+from benchmarks.jenga_parts.chats import Plan
+from benchmarks.jenga_parts.comparison import summary, violations
+from benchmarks.jenga_parts.jenga_plot import TITLES, draw
+from benchmarks.jenga_parts.subject_runs import measure
+from benchmarks.jenga_parts.subjects import BLOCK_TOKENS, DRAFT_TOKENS, SUBJECTS
 
 TWO_SHARES = 1.5
 """Of two models, in --share: the half of each has to hold a chat with it."""
 DRAFT_SHARE = 1.5
 """Of the memory that all chats with the model and its draft take: nothing is evicted."""
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = harness.parser("jenga", DESCRIPTION)
-    numbers = [
-        ("--chats", 8, "chats"),
-        ("--turns", 4, "turns of each"),
-        ("--user-tokens", 256, "tokens that a user says in a turn"),
-        ("--output-tokens", 8, "tokens of an answer"),
-        ("--answer-tokens", 32, "tokens of an answer of the model with a draft"),
-        ("--at-once", 2, "requests at a time"),
-        ("--rounds", 2, "runs of each way"),
-        ("--images", 4, "images that the chats show, of a model that reads images"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--share", type=float, default=1 / 3, help="of the memory that the baseline would take (0.33)")
-    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--seed", type=int, default=0, help="of the chats (0)")
-    return parser
 
 
 def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
@@ -111,9 +90,24 @@ def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
     return {name: others.get(name, plan) for name in options.models}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is violated, after the result is written."""
-    options = make_parser().parse_args(arguments)
+@harness.benchmark(
+    "jenga",
+    __doc__,
+    option("--chats", 8, "chats"),
+    option("--turns", 4, "turns of each"),
+    option("--user-tokens", 256, "tokens that a user says in a turn"),
+    option("--output-tokens", 8, "tokens of an answer"),
+    option("--answer-tokens", 32, "tokens of an answer of the model with a draft"),
+    option("--at-once", 2, "requests at a time"),
+    option("--rounds", 2, "runs of each way"),
+    option("--images", 4, "images that the chats show, of a model that reads images"),
+    option("--share", 1 / 3, "of the memory that the baseline would take", float),
+    chosen("--models", SUBJECTS, "what is compared"),
+    seed("of the chats"),
+    unrecorded=("models",),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The runs, and what must hold of them."""
     plans = plans_of(options)
     requests = sum(
         len(subject.ways) * plan.rounds * len(subject.models) * plan.chats * plan.turns
@@ -121,19 +115,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with harness.progress("requests", requests) as step:
         runs = [run for name, plan in plans.items() for run in measure(name, plan, step)]
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "models")}
-    result = {**parameters, "block_tokens": BLOCK_TOKENS, "draft_tokens": DRAFT_TOKENS, **summary(runs)}
-    harness.finish("jenga", result, options.json)
-    for model, ways in result["models"].items():
-        for way, of in ways.items():
-            print(
-                f"{model:8} {way:9} {of['waste']:7.2%} waste {of['found']:7.2%} of the prompt tokens found "
-                f"{of['requests_per_s']:7.2f} req/s"
-                + (f" {of['passes']:6} passes {of['accepted']:7.2%} accepted" if "passes" in of else "")
-            )
-    harness.plot(options.plot, lambda panels: draw(panels, result["models"]), columns=len(TITLES))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    result = {"block_tokens": BLOCK_TOKENS, "draft_tokens": DRAFT_TOKENS, **summary(runs)}
+
+    def show() -> None:
+        for model, ways in result["models"].items():
+            for way, of in ways.items():
+                print(
+                    f"{model:8} {way:9} {of['waste']:7.2%} waste {of['found']:7.2%} of the prompt tokens found "
+                    f"{of['requests_per_s']:7.2f} req/s"
+                    + (f" {of['passes']:6} passes {of['accepted']:7.2%} accepted" if "passes" in of else "")
+                )
+
+    return harness.Outcome(
+        result, violations(result), show, draw=lambda panels: draw(panels, result["models"]), columns=len(TITLES)
+    )
+
+
+make_parser = main.parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,18 @@
-"""Time to first token of a cached prompt: load the prefix, compute it again, or whatever the daemon chooses."""
+"""Time to first token of a cached prompt: load the prefix, compute it again, or whatever the daemon chooses.
+
+Three daemons with the embedded model, each with a worker of its own, differ in scheduler.load alone: auto, always,
+never. Their disks are throttled alike. A prompt's prefix is on disk only; the prompt is sent to each of them in turn,
+again and again, three times as often where that takes less than 250 ms, and the medians of its times to first token
+are compared. Before that, each has computed and loaded prefixes of all lengths a few times, so that auto knows what
+that takes.
+
+worst_regret is how much longer auto takes than the better of the other two, at the worst point; at most 0.1.
+both_at_once_wins counts the points at which auto takes less than both, its upper quartile below their lower ones; at
+least 1. abandoned_ratio: a disk drops to 1 MB/s in the middle of a load; the time from then to the first token over
+the time of computing the prompt; at most 1.2.
+
+Example: python -m benchmarks.load_or_recompute --json benchmarks/results/load_or_recompute.json
+"""
 
 from __future__ import annotations
 
@@ -17,22 +31,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, positive
 from benchmarks.common.throttled import DiskRate, ThrottledDaemon
-from prefixd.client import AsyncClient, Finished, Tier, Tokens
-
-DESCRIPTION = """\
-Three daemons with the embedded model, each with a worker of its own, differ in scheduler.load alone: auto, always,
-never. Their disks are throttled alike. A prompt's prefix is on disk only; the prompt is sent to each of them in turn,
-again and again, three times as often where that takes less than 250 ms, and the medians of its times to first token
-are compared. Before that, each has computed and loaded prefixes of all lengths a few times, so that auto knows what
-that takes.
-
-worst_regret is how much longer auto takes than the better of the other two, at the worst point; at most 0.1.
-both_at_once_wins counts the points at which auto takes less than both, its upper quartile below their lower ones; at
-least 1. abandoned_ratio: a disk drops to 1 MB/s in the middle of a load; the time from then to the first token over
-the time of computing the prompt; at most 1.2.
-
-Example: python -m benchmarks.load_or_recompute --json benchmarks/results/load_or_recompute.json"""
+from prefixd.client import AsyncClient, Finished, Sampling, Tier, Tokens
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class Subject:
         """Seconds from sending the prompt to its first token. Raises BenchmarkError for blocks that are not on disk."""
         began_s = time.monotonic()
         first_s = 0.0
-        async for event in self._client.generate(prompt, max_tokens=1, ignore_eos=True):
+        async for event in self._client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):
             if isinstance(event, Tokens) and not first_s:
                 first_s = time.monotonic() - began_s
             if isinstance(event, Finished) and (left := event.hit_tokens[Tier.GPU]):
@@ -313,37 +314,33 @@ def _disks(text: str) -> list[DiskRate]:
 
 
 def _lengths(text: str) -> list[int]:
-    lengths = [harness.positive(each) for each in text.split(",")]
+    lengths = [positive(each) for each in text.split(",")]
     if wrong := [each for each in lengths if each % BLOCK_TOKENS]:
         raise argparse.ArgumentTypeError(f"{wrong[0]} tokens are not whole blocks of {BLOCK_TOKENS}")
     return lengths
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = harness.parser("load_or_recompute", DESCRIPTION)
-    parser.add_argument("--disks", type=_disks, default=_disks(_FAST_TO_SLOW), help=f"MB/s:ms,... ({_FAST_TO_SLOW})")
-    parser.add_argument("--tokens", type=_lengths, default=[64, 256, 1024, 4096], help="(64,256,1024,4096)")
-    parser.add_argument("--abandoned-disk", type=_disk, default=_disk("200:0"), help="before it turns slow (200:0)")
-    parser.add_argument(
-        "--repeats", type=harness.positive, default=5, help="of each measurement (5), more of short ones"
-    )
-    parser.add_argument("--warm-up", type=harness.positive, default=3, help="rounds that are not measured (3)")
-    return parser
-
-
-def main() -> None:
-    """The command. Raises BenchmarkError when something is missed, after the result is written."""
-    options = make_parser().parse_args()
+@harness.benchmark(
+    "load_or_recompute",
+    __doc__,
+    option("--disks", _disks(_FAST_TO_SLOW), f"MB/s:ms,... ({_FAST_TO_SLOW})", _disks, shown=False),
+    option("--tokens", [64, 256, 1024, 4096], "(64,256,1024,4096)", _lengths, shown=False),
+    option("--abandoned-disk", _disk("200:0"), "before it turns slow (200:0)", _disk, shown=False),
+    option("--repeats", 5, "of each measurement; more of short ones"),
+    option("--warm-up", 3, "rounds that are not measured"),
+    unrecorded=("disks", "tokens", "abandoned_disk", "warm_up"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was measured, and what must hold of it."""
     with (
         tempfile.TemporaryDirectory(prefix="prefixd-") as folder,
         harness.progress("points", len(options.disks) * len(options.tokens) + 1) as step,
     ):
         result = measure(options, Path(folder), step)
-    harness.finish("load_or_recompute", {"repeats": options.repeats, **result}, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, result))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
+
+
+make_parser = main.parser
 
 
 if __name__ == "__main__":

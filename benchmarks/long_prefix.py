@@ -1,4 +1,16 @@
-"""Prompts longer than the daemon's memory: how much of what fits is loaded, and how much is said to be found."""
+"""Prompts longer than the daemon's memory: how much of what fits is loaded, and how much is said to be found.
+
+A daemon with a disk and a CPU tier of --tier blocks. Prompts of half to four times the tier are stored on disk, and
+loaded again: with one lease, of which the longest beginning that fits is expected, and with `load`, which reads in
+slices, of which everything is; alone, beside leases of other prompts that take a tenth to nine tenths of the tier, and
+several at a time; of full attention and with a sliding window; in shared memory and streamed. Every byte is compared.
+
+loaded_of_fitting is blocks loaded / blocks expected, found_of_loaded the tokens that the daemon counts as found / those
+that it has granted.
+
+With --vllm, in vLLM's environment, a real vLLM on the CPU computes, saves and loads prompts of half to four times a
+tier of 8 blocks, alone and four at a time: vllm_loaded_of_fitting.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +27,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.options import flag, option, seed
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
 from prefixd.client.connecting.session import MemoryMode
-
-DESCRIPTION = """\
-A daemon with a disk and a CPU tier of --tier blocks. Prompts of half to four times the tier are stored on disk, and
-loaded again: with one lease, of which the longest beginning that fits is expected, and with `load`, which reads in
-slices, of which everything is; alone, beside leases of other prompts that take a tenth to nine tenths of the tier, and
-several at a time; of full attention and with a sliding window; in shared memory and streamed. Every byte is compared.
-
-loaded_of_fitting is blocks loaded / blocks expected, found_of_loaded the tokens that the daemon counts as found / those
-that it has granted.
-
-With --vllm, in vLLM's environment, a real vLLM on the CPU computes, saves and loads prompts of half to four times a
-tier of 8 blocks, alone and four at a time: vllm_loaded_of_fitting."""
 
 BLOCK_TOKENS, PART_BYTES = 16, 16 << 10
 FACTORS = (0.5, 0.75, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0)
@@ -292,17 +293,18 @@ def broken(result: dict[str, Any]) -> list[str]:
     return [f"{name} is {result[name]}, not {value}" for name, value in wanted.items() if result[name] != value]
 
 
-def main() -> None:
-    """The command. Raises BenchmarkError when something that fits was not loaded, after the result is written."""
-    parser = harness.parser("long_prefix", DESCRIPTION)
-    parser.add_argument("--tier", type=harness.positive, default=64, help="blocks of the CPU tier, of 16 KiB (64)")
-    parser.add_argument("--seed", type=int, default=1, help="of prompts and bytes (1)")
-    parser.add_argument("--vllm", action="store_true", help="and a real vLLM; run it with .venv-vllm/bin/python")
-    options = parser.parse_args()
-    result = {"tier_blocks": options.tier, "seed": options.seed, **run(options.tier, options.seed, vllm=options.vllm)}
-    harness.finish("long_prefix", result, options.json)
-    if found := broken(result):
-        raise harness.BenchmarkError("; ".join(found))
+@harness.benchmark(
+    "long_prefix",
+    __doc__,
+    option("--tier", 64, "blocks of the CPU tier, of 16 KiB"),
+    seed("of prompts and bytes", 1),
+    flag("--vllm", "and a real vLLM; run it with .venv-vllm/bin/python"),
+    unrecorded=("tier", "vllm"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was loaded, and what must hold of it."""
+    result = {"tier_blocks": options.tier, **run(options.tier, options.seed, vllm=options.vllm)}
+    return harness.Outcome(result, broken(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,10 @@
-"""Latency of matching a cached prompt, from another process."""
+"""Latency of matching a cached prompt, from another process.
+
+Measures how long a client in another process waits for the match of a prompt whose blocks are all
+cached, in microseconds (p50, p99), beside an RPC that has nothing to do (a match of one token, less than
+a block), over the daemon's unix socket. The prompt is given as a numpy array; list_p50_us gives it as a
+list of int.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.options import option
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
-
-DESCRIPTION = """\
-Measures how long a client in another process waits for the match of a prompt whose blocks are all
-cached, in microseconds (p50, p99), beside an RPC that has nothing to do (a match of one token, less than
-a block), over the daemon's unix socket. The prompt is given as a numpy array; list_p50_us gives it as a
-list of int."""
 
 _PART_BYTES = 4096
 _WARM_UP = 50
@@ -71,19 +72,20 @@ def _percentile(samples: list[float], q: float) -> float:
     return round(float(np.percentile(samples, q)) * 1e6, 1)
 
 
-def main() -> None:
-    """The command."""
-    parser = harness.parser("match", DESCRIPTION)
-    parser.add_argument("--blocks", type=harness.positive, default=1000, help="blocks of the prompt (1000)")
-    parser.add_argument("--block-tokens", type=harness.positive, default=16, help="tokens of a block (16)")
-    parser.add_argument("--repeats", type=harness.positive, default=1000, help="matches to time (1000)")
-    harness.add_address(parser)
-    options = parser.parse_args()
-
+@harness.benchmark(
+    "match",
+    __doc__,
+    option("--blocks", 1000, "blocks of the prompt"),
+    option("--block-tokens", 16, "tokens of a block"),
+    option("--repeats", 1000, "matches to time"),
+    harness.ADDRESS,
+    unrecorded=("address",),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The times of one client."""
     cpu_bytes = max(256 << 20, 2 * options.blocks * _PART_BYTES)
     with harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
         result = asyncio.run(measure(address, options.blocks, options.block_tokens, options.repeats))
-    harness.finish("match", result, options.json)
 
     def draw(axes: Any) -> None:
         axes.hist(result["samples_us"], bins=80)
@@ -92,7 +94,7 @@ def main() -> None:
         axes.set_ylabel("calls")
         axes.legend()
 
-    harness.plot(options.plot, draw)
+    return harness.Outcome(result, draw=draw)
 
 
 if __name__ == "__main__":

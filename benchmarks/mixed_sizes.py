@@ -1,21 +1,5 @@
-"""One tier shared by blocks of several sizes: what is evicted beyond need, and how full the tier stays."""
+"""One tier shared by blocks of several sizes: what is evicted beyond need, and how full the tier stays.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import shutil
-import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-
-from benchmarks.common import harness
-from benchmarks.storage.mixed_tier import Figures, Mixture, TierName, mixed_tier
-
-DESCRIPTION = """\
 Stores and reads prompts whose blocks have several sizes, in the CPU tier and in the disk tier, through the real
 cache and its eviction. What is stored is drawn from a mixture that drifts: each size's share goes up and down.
 What is read is drawn at random, so a block's recency has nothing to do with its place. Every byte that is read
@@ -24,7 +8,23 @@ what is measured.
 
 worst_excess_pages is the bytes that one operation evicted beyond the bytes it asked for, in pages, in the worst
 operation; it must be at most 1. utilisation is the share of the capacity that blocks have, the lowest after any
-operation once the tier was full; it must be at least 0.95. wrong_bytes must be 0."""
+operation once the tier was full; it must be at least 0.95. wrong_bytes must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import harness
+from benchmarks.common.options import chosen, option, seed, size
+from benchmarks.storage.mixed_tier import Figures, Mixture, TierName, mixed_tier
 
 WORST_EXCESS_PAGES = 1.0
 LEAST_UTILISATION = 0.95
@@ -114,21 +114,19 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend(fontsize="x-small")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is violated, after the result is written."""
-    parser = harness.parser("mixed_sizes", DESCRIPTION)
-    parser.add_argument("--operations", type=harness.positive, default=100_000, help="of each run (100000)")
-    parser.add_argument("--mixtures", nargs="+", choices=MIXTURES, default=list(MIXTURES), help="which sizes (all)")
-    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), help="which tiers (both)")
-    parser.add_argument("--capacity", type=harness.size, help="of the tier, such as 64MiB (by mixture)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (0)")
-    options = parser.parse_args(arguments)
+@harness.benchmark(
+    "mixed_sizes",
+    __doc__,
+    option("--operations", 100_000, "of each run"),
+    chosen("--mixtures", MIXTURES, "which sizes"),
+    chosen("--tiers", TIERS, "which tiers"),
+    option("--capacity", None, "of the tier, such as 64MiB (by mixture)", size),
+    seed("of everything that is drawn"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was measured, and what must hold of it."""
     result = measure(options)
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    harness.finish("mixed_sizes", {**parameters, **result}, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, result))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
 
 
 if __name__ == "__main__":

@@ -1,32 +1,5 @@
-"""vLLM alone, with prefixd and with what people would use instead, on the same chats in one run."""
+"""vLLM alone, with prefixd and with what people would use instead, on the same chats in one run.
 
-from __future__ import annotations
-
-import argparse
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common import harness
-from benchmarks.engines.vllm_chat import ChatPlan, Chats, play_turn
-from benchmarks.engines.vllm_engine import EngineProcess
-from benchmarks.engines.vllm_figures import Run, Stage
-from benchmarks.peers_parts import figures
-from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
-from benchmarks.peers_parts.plot import draw
-
-DESCRIPTION = """\
 The same chats on vLLM alone, on vLLM with prefixd's connector and on vLLM with LMCache's multiprocess server; where
 torch sees a GPU also on vLLM with its own offloading to host memory and files. Run it in its own environment:
 
@@ -48,7 +21,37 @@ syncs nor checks when it reads them.
 The model is a Llama with random weights in float32, built for the run, on --threads cores. The run fails when any
 answer differs, or when prefixd is not ahead of LMCache in every figure by more than its lead differs between the
 rounds: requests a second and the median and 95% of the waits for the first token, before the restart and after it.
-With --short times are shown but not judged: there are too few of them."""
+With --short times are shown but not judged: there are too few of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import harness
+from benchmarks.common.options import only
+from benchmarks.engines.vllm_chat import play_turn
+from benchmarks.engines.vllm_engine import EngineProcess
+from benchmarks.engines.vllm_figures import Run, Stage
+from benchmarks.engines.vllm_options import engine_options, fill_in
+from benchmarks.peers_parts import cache_figures as figures
+from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
+from benchmarks.peers_parts.peers_plot import draw
+from benchmarks.workloads.growing_chats import ChatPlan, Chats
 
 _FULL = {
     "rounds": 3,
@@ -216,48 +219,28 @@ def _text(values: dict[str, Any], figure: str, unit: str) -> str:
     return f"{values[figure]:.2f}{unit} ({min(rounds):.2f} to {max(rounds):.2f})"
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("peers", DESCRIPTION)
-    for name, text in _HELP.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
-    parser.add_argument("--threads", type=harness.positive, default=1, help="cores that the model computes on (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, users and order (0)")
-    parser.add_argument("--short", action="store_true", help="a small run of about two minutes, for a first look")
-    parser.add_argument(
-        "--only", choices=tuple(LABELS), action="append", metavar="NAME", help="one of them alone; again for another"
-    )
-    parser.add_argument(
-        "--option",
-        type=harness.json_option,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of prefixd's connector, its value in JSON (block_tokens=128); again for another",
-    )
-    options = parser.parse_args(arguments)
-    for name, value in (_SHORT if options.short else _FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when a promise does not hold, after the result is written."""
-    options = _options(arguments)
+@harness.benchmark(
+    "peers",
+    __doc__,
+    *engine_options(_HELP, _FULL, "a small run of about two minutes, for a first look"),
+    only(LABELS, "one of them alone; again for another"),
+    unrecorded=("option", "only"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was measured, and what must hold of it. Raises BenchmarkError outside the peers' environment."""
     if missing := [name for name in ("vllm", "lmcache") if find_spec(name) is None]:
         raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `make bench-peers`")
-    parameters = {
-        name: value for name, value in vars(options).items() if name not in ("json", "plot", "option", "only")
-    }
-    result = {**parameters, "connector_options": dict(options.option), **measure(options)}
-    show(result)
-    if options.json is not None:
-        harness.write("peers", result, options.json)
-    if options.plot is not None:
-        draw(result, options.plot)
-    if result["broken"]:
-        raise harness.BenchmarkError("; ".join(result["broken"]))
+    fill_in(options, _FULL, _SHORT)
+    measured = measure(options)
+    shown = {**vars(options), **measured}
+    return harness.Outcome(
+        {"connector_options": dict(options.option), **measured},
+        measured["broken"],
+        show=lambda: show(shown),
+        figures=False,
+        draw=lambda panels: draw(panels, measured["caches"]),
+        columns=len(figures.HIGHER_IS_BETTER),
+    )
 
 
 if __name__ == "__main__":

@@ -1,22 +1,5 @@
-"""A batch of requests with a third of the GPU memory that it wants: the same tokens, and what the pressure costs."""
+"""A batch of requests with a third of the GPU memory that it wants: the same tokens, and what the pressure costs.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from benchmarks.common import harness
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, Tokens
-from prefixd.workloads.figures import digest
-from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
-
-DESCRIPTION = """\
 Sends a batch of requests at once to a daemon with the small model that comes with prefixd:
 
     python -m benchmarks.pressure --json pressure.json
@@ -30,7 +13,25 @@ takes everything.
 same_tokens: every request got the same tokens in all runs. swapped and recomputed: preempted requests of the runs with
 these settings whose KV went down the tiers, or was dropped and computed again. swap_ratio, recompute_ratio and
 auto_ratio: requests a second, divided by those of the unpressed run. The benchmark fails when tokens differ, or when a
-run preempted nobody in the way that it was set to."""
+run preempted nobody in the way that it was set to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.common import harness
+from benchmarks.common.options import option, seed
+from benchmarks.workloads.asking import generated_tokens
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import AsyncClient, Sampling
+from prefixd.workloads.figures import digest
+from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
 
 MODES = ("swap", "recompute", "auto")
 _TOP_P = 0.9
@@ -78,14 +79,14 @@ class Batch:
     def options(self, number: int) -> dict[str, Any]:
         """How the tokens of a request are chosen, and its priority; arguments of `AsyncClient.generate`."""
         sampled = number // 2 % 2 == 1
-        return {
-            "max_tokens": self.output_tokens,
-            "ignore_eos": True,
-            "temperature": 1.0 if sampled else 0.0,
-            "top_p": _TOP_P if sampled else 1.0,
-            "seed": number,
-            "priority": _LOW_PRIORITY if number % 4 == 3 else 0,
-        }
+        sampling = Sampling(
+            max_tokens=self.output_tokens,
+            ignore_eos=True,
+            temperature=1.0 if sampled else 0.0,
+            top_p=_TOP_P if sampled else 1.0,
+            seed=number,
+        )
+        return {"sampling": sampling, "priority": _LOW_PRIORITY if number % 4 == 3 else 0}
 
     def settings(self, mode: str) -> dict[str, object]:
         """Of the daemon for a run: "unpressed", or one of MODES."""
@@ -150,24 +151,16 @@ async def _send_all(address: str, batch: Batch, step: Callable[[], None]) -> tup
     async with AsyncClient(address, name="benchmark pressure", memory="streamed") as client:
 
         async def send(number: int, prompt: Sequence[int]) -> list[int]:
-            output = await _generate(client, prompt, **batch.options(number))
+            output = await generated_tokens(client, prompt, **batch.options(number))
             step()
             return output
 
-        await _generate(client, [FIRST_TOKEN], max_tokens=1)  # the model is loaded then; nothing of it is cached
+        await generated_tokens(client, [FIRST_TOKEN], Sampling(max_tokens=1))  # loads the model
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(send(number, prompt)) for number, prompt in enumerate(batch.prompts())]
         elapsed_s = time.monotonic() - began
         return [task.result() for task in tasks], elapsed_s, (await client.stats()).scheduler
-
-
-async def _generate(client: AsyncClient, prompt: Sequence[int], **options: Any) -> list[int]:
-    output: list[int] = []
-    async for event in client.generate(prompt, **options):
-        if isinstance(event, Tokens):
-            output += event.token_ids
-    return output
 
 
 def _tokens(source: random.Random, count: int) -> list[int]:
@@ -222,34 +215,25 @@ def _print_runs(runs: Sequence[Run]) -> None:
         )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = harness.parser("pressure", DESCRIPTION)
-    numbers = [
-        ("--requests", 12, "requests of the batch"),
-        ("--prompt-tokens", 96, "length of a prompt"),
-        ("--output-tokens", 64, "tokens generated for a request"),
-        ("--share", 3, "under pressure there is one of so many parts of the memory that the batch wants"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is violated, after the result is written."""
-    options = make_parser().parse_args(arguments)
+@harness.benchmark(
+    "pressure",
+    __doc__,
+    option("--requests", 12, "requests of the batch"),
+    option("--prompt-tokens", 96, "length of a prompt"),
+    option("--output-tokens", 64, "tokens generated for a request"),
+    option("--share", 3, "under pressure there is one of so many parts of the memory that the batch wants"),
+    seed("of the prompts"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The runs, and what must hold of them."""
     batch = Batch(options.requests, options.prompt_tokens, options.output_tokens, options.share, options.seed)
     with harness.progress("requests", (1 + len(MODES)) * batch.requests) as step:
         runs = measure(batch, step)
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    result = {**parameters, "wanted_blocks": batch.wanted_blocks, **summary(runs)}
-    harness.finish("pressure", result, options.json)
-    _print_runs(runs)
-    harness.plot(options.plot, lambda axes: draw(axes, runs))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    result = {"wanted_blocks": batch.wanted_blocks, **summary(runs)}
+    return harness.Outcome(result, violations(result), lambda: _print_runs(runs), draw=lambda axes: draw(axes, runs))
+
+
+make_parser = main.parser
 
 
 if __name__ == "__main__":

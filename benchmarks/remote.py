@@ -1,22 +1,5 @@
-"""A store that hosts share: what a second host finds there, when it helps, what it costs."""
+"""A store that hosts share: what a second host finds there, when it helps, what it costs.
 
-from __future__ import annotations
-
-import argparse
-import json
-import tempfile
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
-from benchmarks.common import harness
-from benchmarks.sharing import copies, first_token, second_host, store_down
-from benchmarks.sharing.requests import requests_of
-from prefixd.workloads.circumstances import circumstances
-from prefixd.workloads.mooncake import HASH_TOKENS
-
-DESCRIPTION = """\
 Hosts are daemons on this machine, each with a data directory of its own; the store is a real Valkey server.
 
 trace        host A stores the prompts of a trace in Mooncake's format; host B starts cold, is asked for them, and
@@ -35,7 +18,27 @@ store_down   engines' calls to daemons whose store is down (port closed; frozen)
 
 Suites that are not run keep the results that the file has; each names its commit.
 
-Example: python -m benchmarks.remote --json benchmarks/results/remote.json"""
+Example: python -m benchmarks.remote --json benchmarks/results/remote.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import harness
+from benchmarks.common.options import number, option, positive, size
+from benchmarks.sharing import copies, second_host, store_down
+from benchmarks.sharing import first_token_by_rate as first_token
+from benchmarks.workloads.trace_requests import requests_of
+from prefixd.workloads.circumstances import circumstances
+from prefixd.workloads.mooncake import HASH_TOKENS
 
 Suite = Callable[[argparse.Namespace, Path, Callable[[], None]], dict[str, Any]]
 
@@ -118,56 +121,60 @@ def _suites(text: str) -> list[str]:
 
 
 def _rates(text: str) -> list[float]:
-    parse = harness.number(1e-3, 1e3)
+    parse = number(1e-3, 1e3)
     return [parse(each) for each in text.split(",")]
 
 
 def _lengths(text: str) -> list[int]:
-    lengths = [harness.positive(each) for each in text.split(",")]
+    lengths = [positive(each) for each in text.split(",")]
     if wrong := [each for each in lengths if each % first_token.BLOCK_TOKENS]:
         raise argparse.ArgumentTypeError(f"{wrong[0]} tokens are not whole blocks of {first_token.BLOCK_TOKENS}")
     return lengths
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    plan, down = first_token.Plan(), store_down.Plan()
-    parser = harness.parser("remote", DESCRIPTION)
-    parser.add_argument("--suites", type=_suites, default=list(SUITES), help=f"which ({','.join(SUITES)})")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="in Mooncake's format; by default one is made up")
-    parser.add_argument("--requests", type=harness.positive, default=400, help="its first N requests (400)")
-    parser.add_argument("--trace-bytes", type=harness.size, default=1 << 30, help="different blocks' bytes (1GiB)")
-    parser.add_argument(
-        "--bytes-per-token", type=_multiple_of_8, default=1024, help="KV bytes of a token, a multiple of 8 (1024)"
-    )
-    parser.add_argument("--rates", type=_rates, default=list(plan.gbit_per_s), help="Gbit/s (0.1,1,10)")
-    parser.add_argument("--tokens", type=_lengths, default=list(plan.tokens), help="of prompts (64,256,1024)")
-    parser.add_argument(
-        "--repeats", type=harness.positive, default=plan.repeats, help=f"prompts ({plan.repeats}), more of short ones"
-    )
-    parser.add_argument("--copied-bytes", type=harness.size, default=256 << 20, help="each way (256MiB)")
-    parser.add_argument("--sessions", type=harness.positive, default=down.sessions, help=f"({down.sessions})")
-    parser.add_argument("--rounds", type=harness.positive, default=down.rounds, help=f"of a session ({down.rounds})")
-    return parser
-
-
 def _multiple_of_8(text: str) -> int:
-    value = harness.positive(text)
+    value = positive(text)
     if value % 8:
         raise argparse.ArgumentTypeError(f"{value} is no multiple of 8")
     return value
 
 
-def main() -> None:
-    """The command. Raises BenchmarkError when a bound is missed, after the result is written."""
-    options = make_parser().parse_args()
+def _draw(times: dict[str, Any], axes: Any) -> None:
+    first_token.draw(axes, times)
+
+
+_FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
+
+
+@harness.benchmark(
+    "remote",
+    __doc__,
+    option("--suites", list(SUITES), f"which ({','.join(SUITES)})", _suites, shown=False),
+    option("--trace", None, "in Mooncake's format; by default one is made up", Path, metavar="FILE"),
+    option("--requests", 400, "its first N requests"),
+    option("--trace-bytes", 1 << 30, "different blocks' bytes", size),
+    option("--bytes-per-token", 1024, "KV bytes of a token, a multiple of 8", _multiple_of_8),
+    option("--rates", list(_FIRST_TOKEN.gbit_per_s), "Gbit/s (0.1,1,10)", _rates, shown=False),
+    option("--tokens", list(_FIRST_TOKEN.tokens), "of prompts (64,256,1024)", _lengths, shown=False),
+    option("--repeats", _FIRST_TOKEN.repeats, "prompts; more of short ones"),
+    option("--copied-bytes", 256 << 20, "each way", size),
+    option("--sessions", _DOWN.sessions, "sessions with a store that is down"),
+    option("--rounds", _DOWN.rounds, "of a session"),
+    unrecorded=(
+        *("suites", "requests", "trace_bytes", "bytes_per_token", "rates"),
+        *("tokens", "repeats", "copied_bytes", "sessions", "rounds"),
+    ),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The suites; those that are not run keep their results of the file."""
     result, missed = run(options)
-    if options.json is not None:
-        harness.write("remote", earlier(options.json) | result, options.json)
-    if "first_token" in result:
-        harness.plot(options.plot, lambda axes: first_token.draw(axes, result["first_token"]))
-    if missed:
-        raise harness.BenchmarkError("; ".join(missed))
+    times = result.get("first_token")
+    draw = partial(_draw, times) if times is not None else None
+    kept = earlier(options.json) if options.json is not None else {}
+    return harness.Outcome(kept | result, missed, figures=False, draw=draw)
+
+
+make_parser = main.parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,13 @@
-"""One page of all results: which policy to choose, how much memory to buy, and what shows it."""
+"""One page of all results: which policy to choose, how much memory to buy, and what shows it.
+
+Makes one HTML page of the results in a folder, to be opened in any browser; it fetches nothing.
+
+    python -m benchmarks.text_analysis --json results/text_analysis.json
+    python -m benchmarks.report results --output report.html
+
+At its top, for each kind of requests: which queue policy, how much memory, what that brings. Below, a section for each
+result, with its figures.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.common import harness
-from benchmarks.report_parts import decisions, other, plan, served, text_analysis
+from benchmarks.common.options import writable
+from benchmarks.report_parts import decisions, other, plan, served
+from benchmarks.report_parts import text_analysis_rows as text_analysis
 from benchmarks.report_parts.page import Section, render, svg
 from benchmarks.report_parts.results import Result, read_results
-
-DESCRIPTION = """\
-Makes one HTML page of the results in a folder, to be opened in any browser; it fetches nothing.
-
-    python -m benchmarks.text_analysis --json results/text_analysis.json
-    python -m benchmarks.report results --output report.html
-
-At its top, for each kind of requests: which queue policy, how much memory, what that brings. Below, a section for each
-result, with its figures."""
 
 SECTIONS: Mapping[str, Callable[[Result], Section]] = {
     "plan": plan.section,
@@ -54,18 +56,14 @@ def _section(result: Result) -> Section:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness.bare_parser("report", __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with results (*.json)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (DIR/report.html)")
     options = parser.parse_args(arguments)
     results = read_results(options.folder)
     content = page(results)
     try:
-        output = harness.writable(str(options.output or options.folder / "report.html"))
+        output = writable(str(options.output or options.folder / "report.html"))
     except argparse.ArgumentTypeError as error:
         raise harness.BenchmarkError(str(error)) from error
     output.write_text(content, encoding="utf-8")

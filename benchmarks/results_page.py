@@ -1,8 +1,14 @@
-"""`docs/results.md`, and the figures in the README: a sentence for each file in `benchmarks/results`."""
+"""`docs/results.md`, and the figures in the README: a sentence for each file in `benchmarks/results`.
+
+Writes docs/results.md and the figures in README.md from the files in benchmarks/results: what each measured in one
+sentence, with its date, commit and machine. A result that was measured with uncommitted changes is refused.
+
+    python -m benchmarks.results_page           # writes both
+    python -m benchmarks.results_page --check   # fails when one of them is stale; `make check` does it
+"""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,13 +23,6 @@ from benchmarks.results_parts.gpu import GPU
 from benchmarks.results_parts.readme import BLOCKS
 from benchmarks.results_parts.serving import SERVING
 from benchmarks.results_parts.wording import Sentence
-
-DESCRIPTION = """\
-Writes docs/results.md and the figures in README.md from the files in benchmarks/results: what each measured in one
-sentence, with its date, commit and machine. A result that was measured with uncommitted changes is refused.
-
-    python -m benchmarks.results_page           # writes both
-    python -m benchmarks.results_page --check   # fails when one of them is stale; `make check` does it"""
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -127,11 +126,7 @@ def _numbers_last(result: Result) -> tuple[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.results_page",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness.bare_parser("results_page", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
     options = parser.parse_args(arguments)
     results = read_results(RESULTS)

@@ -1,4 +1,16 @@
-"""What a decision of the queue takes with 10,000 waiting, under each policy, and how long requests wait at the most."""
+"""What a decision of the queue takes with 10,000 waiting, under each policy, and how long requests wait at the most.
+
+With --waiting requests in the queue, times one decision after the other: taking out the next request, putting in a new
+one, and moving one of which more or less is cached by now. decision_us are quantiles over all three, of the daemon's
+queue and of the one that the scheduler for vLLM keeps (PrefixOrder, to which its RequestQueue hands everything; vLLM is
+not needed). p99 has to be at most 50 us under every policy.
+
+Then, in simulated time, requests whose prefix is on the GPU keep coming as fast as they are served: longest_wait_s of
+one whose prefix is nowhere, under each policy with a limited queue. Relaxed-FPF has to stay within its bound, FPF may
+starve it (none: it still waits at the end), and FPF with scheduler.starvation_bound_s has to stay within that bound.
+
+    python -m benchmarks.scheduler --json benchmarks/results/scheduler.json
+"""
 
 from __future__ import annotations
 
@@ -11,21 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, seed
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder
 from prefixd.integrations.engine.waiting.seen import SeenPrefix
 from prefixd_scheduler import POLICIES, WEIGHT_CLASSES, Distance, QueuedRequest, RequestQueue, create_policy
-
-DESCRIPTION = """\
-With --waiting requests in the queue, times one decision after the other: taking out the next request, putting in a new
-one, and moving one of which more or less is cached by now. decision_us are quantiles over all three, of the daemon's
-queue and of the one that the scheduler for vLLM keeps (PrefixOrder, to which its RequestQueue hands everything; vLLM is
-not needed). p99 has to be at most 50 us under every policy.
-
-Then, in simulated time, requests whose prefix is on the GPU keep coming as fast as they are served: longest_wait_s of
-one whose prefix is nowhere, under each policy with a limited queue. Relaxed-FPF has to stay within its bound, FPF may
-starve it (none: it still waits at the end), and FPF with scheduler.starvation_bound_s has to stay within that bound.
-
-    python -m benchmarks.scheduler --json benchmarks/results/scheduler.json"""
 
 MOST_US = 50.0
 _PROMPT = 1000
@@ -207,22 +208,20 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.legend()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is missed, after the result is written."""
-    parser = harness.parser("scheduler", DESCRIPTION)
-    parser.add_argument("--waiting", type=harness.positive, default=10_000, help="requests in the queue (10000)")
-    parser.add_argument("--decisions", type=harness.positive, default=15_000, help="timed for each policy (15000)")
-    parser.add_argument("--limit", type=harness.positive, default=64, help="queue limit of the simulation (64)")
-    parser.add_argument("--services", type=harness.positive, default=20_000, help="seconds that it simulates (20000)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is cached where (0)")
-    options = parser.parse_args(arguments)
+@harness.benchmark(
+    "scheduler",
+    __doc__,
+    option("--waiting", 10_000, "requests in the queue"),
+    option("--decisions", 15_000, "timed for each policy"),
+    option("--limit", 64, "queue limit of the simulation"),
+    option("--services", 20_000, "seconds that it simulates"),
+    seed("of what is cached where"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was measured, and what must hold of it."""
     with harness.progress("policies", 2 * len(POLICIES)) as step:
         result = measure(options, step)
-    parameters = {name: getattr(options, name) for name in ("waiting", "decisions", "limit", "services", "seed")}
-    harness.finish("scheduler", parameters | result, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, result))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,16 @@
-"""SGLang's HiCache with prefixd and with its own file backend: GB/s, and bytes that change on disk."""
+"""SGLang's HiCache with prefixd and with its own file backend: GB/s, and bytes that change on disk.
+
+Runs SGLang's real HiCacheController (unmodified wheel, on the CPU) with prefixd's backend and with SGLang's own file
+backend, which keeps its files beside the daemon's. Each round saves a prompt that neither has seen and loads it again,
+through one and then the other, in alternating order; all bytes are compared.
+A load is timed from when SGLang knows what is stored; that question is lookup_ms. The daemon has a disk tier and
+begins to write to it at once; the file backend leaves its files to the kernel. Before loading, both have written
+everything; both then have it in memory. Figures are medians over the rounds, after one to warm
+up.
+
+Then bits are flipped in what both have on disk: in the file backend's files, and in the slab files of a daemon that is
+started again, so that it reads them. served_wrong counts pages that a controller took as loaded with a wrong byte.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, seed
 from benchmarks.storage.bit_flips import StoredBlocks
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
@@ -25,18 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from benchmarks.engines.sglang_controller import Controller
-
-DESCRIPTION = """\
-Runs SGLang's real HiCacheController (unmodified wheel, on the CPU) with prefixd's backend and with SGLang's own file
-backend, which keeps its files beside the daemon's. Each round saves a prompt that neither has seen and loads it again,
-through one and then the other, in alternating order; all bytes are compared.
-A load is timed from when SGLang knows what is stored; that question is lookup_ms. The daemon has a disk tier and
-begins to write to it at once; the file backend leaves its files to the kernel. Before loading, both have written
-everything; both then have it in memory. Figures are medians over the rounds, after one to warm
-up.
-
-Then bits are flipped in what both have on disk: in the file backend's files, and in the slab files of a daemon that is
-started again, so that it reads them. served_wrong counts pages that a controller took as loaded with a wrong byte."""
 
 BACKENDS = ("prefixd", "file")
 LAYOUTS = ("page_first", "layer_first")
@@ -284,23 +285,22 @@ def _folder() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory(prefix="prefixd-sglang-")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when a promise does not hold, after the result is written."""
-    parser = harness.parser("sglang", DESCRIPTION)
-    parser.add_argument("--pages", type=harness.positive, default=128, help="pages of a prompt (128)")
-    parser.add_argument("--layers", type=harness.positive, default=16, help="layers: 128 KiB of a page each (16)")
-    parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
-    parser.add_argument("--flips", type=harness.positive, default=200, help="pages to damage, of each backend (200)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is flipped where (0)")
-    options = parser.parse_args(arguments)
+@harness.benchmark(
+    "sglang",
+    __doc__,
+    option("--pages", 128, "pages of a prompt"),
+    option("--layers", 16, "layers: 128 KiB of a page each"),
+    option("--rounds", 15, "rounds to time"),
+    option("--flips", 200, "pages to damage, of each backend"),
+    seed("of what is flipped where"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was measured, and what must hold of it. Raises BenchmarkError without SGLang."""
     if find_spec("sglang") is None:
         raise harness.BenchmarkError(
             f"SGLang is not installed in {sys.executable}; run `make test-sglang` once, then .venv-sglang/bin/python"
         )
-    begin = time.perf_counter()
     result = measure(options.pages, options.layers, options.rounds, options.flips, options.seed)
-    result["seconds"] = round(time.perf_counter() - begin, 1)
-    harness.finish("sglang", result, options.json)
 
     def draw(axes: Any) -> None:
         names = [f"{layout}\n{way}" for layout in LAYOUTS for way in ("save", "load")]
@@ -311,9 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         axes.set_ylabel("GB/s")
         axes.legend()
 
-    harness.plot(options.plot, draw)
-    if result["broken"]:
-        raise harness.BenchmarkError("; ".join(result["broken"]))
+    return harness.Outcome(result, result["broken"], draw=draw)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,11 @@
-"""Throughput of storing and loading blocks through shared memory, from another process."""
+"""Throughput of storing and loading blocks through shared memory, from another process.
+
+Measures, from another process, how fast blocks are stored (reserve, copy, commit) and loaded (acquire,
+copy, release) through the memory that the daemon shares with its clients, in GB/s, beside a plain copy
+of the same bytes between two warm buffers by as many threads. Every round stores blocks the daemon has
+not seen, over slots it has used, then loads them and compares the bytes. Figures are medians over the
+rounds; the first round, which takes the page faults, is reported apart (cold_*).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, size
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec
-
-DESCRIPTION = """\
-Measures, from another process, how fast blocks are stored (reserve, copy, commit) and loaded (acquire,
-copy, release) through the memory that the daemon shares with its clients, in GB/s, beside a plain copy
-of the same bytes between two warm buffers by as many threads. Every round stores blocks the daemon has
-not seen, over slots it has used, then loads them and compares the bytes. Figures are medians over the
-rounds; the first round, which takes the page faults, is reported apart (cold_*)."""
 
 _BLOCK_TOKENS = 16
 _DECIMALS = 6  # of GB/s: of a small round on a busy machine three would leave nothing
@@ -97,21 +98,22 @@ def _median_gbps(nbytes: int, seconds: list[float]) -> float:
     return nbytes / float(np.median(seconds)) / 1e9
 
 
-def main() -> None:
-    """The command."""
-    parser = harness.parser("shared_memory", DESCRIPTION)
-    parser.add_argument("--block-bytes", type=harness.size, default=2 << 20, help="bytes of a block (2MiB)")
-    parser.add_argument("--blocks", type=harness.positive, default=256, help="blocks a round (256)")
-    parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
-    parser.add_argument("--threads", type=harness.positive, default=1, help="threads that copy (1)")
-    harness.add_address(parser)
-    options = parser.parse_args()
-
+@harness.benchmark(
+    "shared_memory",
+    __doc__,
+    option("--block-bytes", 2 << 20, "bytes of a block", size),
+    option("--blocks", 256, "blocks a round"),
+    option("--rounds", 15, "rounds to time"),
+    option("--threads", 1, "threads that copy"),
+    harness.ADDRESS,
+    unrecorded=("address",),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The rates of one client."""
     cpu_bytes = options.blocks * options.block_bytes * 5 // 4 + (64 << 20)
     with harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
         sizes = (options.block_bytes, options.blocks, options.rounds, options.threads)
         result = asyncio.run(measure(address, *sizes))
-    harness.finish("shared_memory", result, options.json)
 
     def draw(axes: Any) -> None:
         names = ["plain_copy_gbps", "store_gbps", "load_gbps"]
@@ -119,7 +121,7 @@ def main() -> None:
         axes.set_ylabel("GB/s")
         axes.set_title(f"{options.blocks} blocks of {options.block_bytes / 2**20:g} MiB, {options.threads} thread(s)")
 
-    harness.plot(options.plot, draw)
+    return harness.Outcome(result, draw=draw)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,6 @@
 """Requests a second, and latency, when many share a few prefixes: without a cache, and with tiers, policies and
-eviction ablated."""
+eviction ablated.
 
-from __future__ import annotations
-
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common import harness
-from benchmarks.text_analysis_parts.goals import Goal, goals
-from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
-from benchmarks.text_analysis_parts.plots import draw, panels
-from benchmarks.text_analysis_parts.suites import SUITES, groups
-from prefixd.cli.demo.runner import Progress, Silence
-from prefixd.cli.output.progress import RichProgress
-from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
-
-DESCRIPTION = """\
 The text analysis benchmark of "Long-Term Memory" (sections VII.A and VII.C) on this machine:
 
     python -m benchmarks.text_analysis --prefixes 128 --gpu-prefixes 8 --cpu-prefixes 32 \\
@@ -46,7 +26,25 @@ requests_per_s is what follows, with full tiers. The daemons of a suite run side
 
 The worker stands for a GPU: one core of the machine is left to the daemon, as no GPU spends time on the daemon's
 copies (--threads). miss_rate is the share of the prefixes' tokens that had to be computed after the warm-up. Output
-tokens have to be the same in all configurations. Where a request takes long, fewer are sent."""
+tokens have to be the same in all configurations. Where a request takes long, fewer are sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import harness
+from benchmarks.common.options import chosen, option, seed, size
+from benchmarks.text_analysis_parts.goals import Goal, goals
+from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
+from benchmarks.text_analysis_parts.plots import draw, panels
+from benchmarks.text_analysis_parts.suites import SUITES, groups
+from benchmarks.workloads.progress import shown_progress
+from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 GPU_HELP = (
     "prefixes that fit into the GPU tier; it gets more room for the requests that run at once (--running): "
@@ -65,21 +63,11 @@ def measure(
 ) -> list[Measured]:
     """All suites. Raises DaemonFailed."""
     measured: list[Measured] = []
-    with _progress() as progress:
+    with shown_progress() as progress:
         for suite in suites:
             for cells in groups(suite, lengths, slow_disk, header_tokens):
                 measured += measure_group(suite, cells, workload, sizes, threads, progress)
     return measured
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar where somebody looks, silence in pipes and logs."""
-    if not sys.stderr.isatty():
-        yield Silence()
-        return
-    with RichProgress(Console(stderr=True)) as progress:
-        yield progress
 
 
 def same_answers(measured: Sequence[Measured]) -> bool:
@@ -132,47 +120,28 @@ def goal_table(found: Sequence[Goal]) -> Table:
     return made
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("text_analysis", DESCRIPTION)
-    numbers = [
-        ("--prefixes", 128, "different prefixes"),
-        ("--gpu-prefixes", 8, GPU_HELP),
-        ("--cpu-prefixes", 32, "prefixes that fit into the CPU tier"),
-        ("--disk-prefixes", 128, "prefixes that fit into the disk tier"),
-        ("--requests", 512, "requests, each with a randomly chosen prefix, of the shortest prefixes"),
-        ("--header", 16, "tokens that all prefixes begin with in the suite `header`; 16 are a block"),
-        ("--body-tokens", 32, "length of a body"),
-        ("--output-tokens", 2, "tokens generated for a request"),
-        ("--running", 8, "requests computed at once"),
-        ("--outstanding", 128, "requests sent before the first of them is answered"),
-        ("--repeats", 3, "how often the requests are sent to each daemon"),
-        (
-            "--threads",
-            worker_threads(),
-            "of each worker; by default one core is left to the daemon: no GPU copies with it",
-        ),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument(
-        "--prefix-tokens",
-        type=harness.positive,
-        nargs="+",
-        default=[512, 2048],
-        metavar="N",
-        help="lengths of prefixes, the first one for all suites (512 2048)",
-    )
-    parser.add_argument("--slow-disk", type=harness.size, default=50_000_000, help="its bytes a second (50000000)")
-    parser.add_argument("--seed", type=int, default=0, help="of prefixes, bodies and choices (0)")
-    parser.add_argument(
-        "--suites", nargs="+", choices=SUITES, default=["goals", "policies"], help="which to run (goals policies)"
-    )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when outputs differ or a goal is missed, after the result is written."""
-    options = _options(arguments)
+@harness.benchmark(
+    "text_analysis",
+    __doc__,
+    option("--prefixes", 128, "different prefixes"),
+    option("--gpu-prefixes", 8, GPU_HELP),
+    option("--cpu-prefixes", 32, "prefixes that fit into the CPU tier"),
+    option("--disk-prefixes", 128, "prefixes that fit into the disk tier"),
+    option("--requests", 512, "requests, each with a randomly chosen prefix, of the shortest prefixes"),
+    option("--header", 16, "tokens that all prefixes begin with in the suite `header`; 16 are a block"),
+    option("--body-tokens", 32, "length of a body"),
+    option("--output-tokens", 2, "tokens generated for a request"),
+    option("--running", 8, "requests computed at once"),
+    option("--outstanding", 128, "requests sent before the first of them is answered"),
+    option("--repeats", 3, "how often the requests are sent to each daemon"),
+    option("--threads", worker_threads(), "of each worker; one core is left to the daemon: no GPU copies with it"),
+    option("--prefix-tokens", [512, 2048], "lengths of prefixes, the first one for all suites", nargs="+"),
+    option("--slow-disk", 50_000_000, "its bytes a second", size),
+    seed("of prefixes, bodies and choices"),
+    chosen("--suites", SUITES, "which to run", ["goals", "policies"]),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The suites; broken: outputs that differ, and goals that were missed."""
     lengths = sorted(set(options.prefix_tokens))
     workload = TextAnalysis(
         prefixes=options.prefixes,
@@ -196,11 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     measured = measure(options.suites, lengths, workload, sizes, options.slow_disk, options.threads, options.header)
     same, reached = same_answers(measured), goals(measured)
-    no_parameters = ("json", "plot", "prefix_tokens")
-    parameters = {name: value for name, value in vars(options).items() if name not in no_parameters}
     compared = [run for run in measured if run.suite == "policies"] or measured
     result = {
-        **parameters,
         "prefix_tokens": lengths[0],
         "prefix_lengths": lengths,
         "same_answers": same,
@@ -210,19 +176,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "configs": [run.to_plain() for run in compared],
         "runs": [run.to_plain() for run in measured],
     }
-    out = Console(width=None if sys.stdout.isatty() else 140)
-    out.print(table(measured))
-    if reached:
-        out.print(goal_table(reached))
-    if options.json is not None:
-        harness.write("text_analysis", result, options.json)
-    columns = len(panels(measured))
-    harness.plot(options.plot, lambda axes: draw([axes] if columns == 1 else axes, measured), columns)
-    if not same:
-        raise harness.BenchmarkError("the outputs of the configurations differ: see output_digest")
+    broken = [] if same else ["the outputs of the configurations differ: see output_digest"]
     if missed := [goal for goal in reached if not goal.met]:
         told = "; ".join(f"{g.name} at {g.prefix_tokens} tokens {g.value:.2f}, not {g.at_least:g}" for g in missed)
-        raise harness.BenchmarkError(f"goals missed: {told}")
+        broken.append(f"goals missed: {told}")
+
+    def show() -> None:
+        out = Console(width=None if sys.stdout.isatty() else 140)
+        out.print(table(measured))
+        if reached:
+            out.print(goal_table(reached))
+
+    columns = len(panels(measured))
+    return harness.Outcome(
+        result,
+        broken,
+        show,
+        figures=False,
+        draw=lambda axes: draw([axes] if columns == 1 else axes, measured),
+        columns=columns,
+    )
 
 
 if __name__ == "__main__":

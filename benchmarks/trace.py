@@ -1,9 +1,18 @@
-"""Replay of a real request trace through the cache, with every byte that comes back checked."""
+"""Replay of a real request trace through the cache, with every byte that comes back checked.
+
+Replays a trace in Mooncake's format (a JSON object a line: timestamp, input_length, output_length,
+hash_ids of blocks of 512 tokens) against a running daemon as one client after the other's request, as
+fast as it goes. Each request matches its prompt, loads the cached prefix, compares every byte with what
+was stored for exactly this prefix, and stores the rest. Only full blocks count. Measures the hit rate in
+blocks, beside the one that unlimited memory would give (a plain set of all prefixes seen), where the
+hits were found, and wrong bytes, which must be 0.
+
+The trace is Mooncake's FAST'25 release: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -11,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.common import harness
+from benchmarks.common.options import option, size
+from benchmarks.workloads.trace_requests import RightBytes, wrong_words
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -25,19 +35,9 @@ from prefixd.client import (
 )
 from prefixd.workloads.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace, tokens_of
 
-DESCRIPTION = """\
-Replays a trace in Mooncake's format (a JSON object a line: timestamp, input_length, output_length,
-hash_ids of blocks of 512 tokens) against a running daemon as one client after the other's request, as
-fast as it goes. Each request matches its prompt, loads the cached prefix, compares every byte with what
-was stored for exactly this prefix, and stores the rest. Only full blocks count. Measures the hit rate in
-blocks, beside the one that unlimited memory would give (a plain set of all prefixes seen), where the
-hits were found, and wrong bytes, which must be 0.
-
-The trace is Mooncake's FAST'25 release: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces."""
-
 _DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 _TRACE_HELP = "the trace to replay (shared/traces/mooncake_conversation.jsonl beside the repository)"
-_TIER_NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
+_TIER_NAMES = {tier: tier.label for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
 
 
 class Replay:
@@ -46,8 +46,7 @@ class Replay:
     def __init__(self, cache: AsyncCache, block_bytes: int) -> None:
         self._cache = cache
         self._block_bytes = block_bytes
-        words = block_bytes // 8
-        self._pattern = np.random.default_rng(0).integers(0, 1 << 63, words, dtype=np.uint64)
+        self._right = RightBytes(block_bytes)
         self._achievable = PrefixCount()
         self.blocks = 0
         self.hit_blocks = 0
@@ -62,7 +61,7 @@ class Replay:
         if not ids:
             return
         tokens = tokens_of(ids)
-        expected = self._bytes_of(ids)
+        expected = self._right.of(ids)
         self.blocks += len(ids)
         self.achievable_blocks += self._achievable.hits_of(ids)
         matched = await self._cache.match(tokens)
@@ -71,7 +70,7 @@ class Replay:
         if matched.blocks:
             got = np.zeros((matched.blocks, self._block_bytes // 8), np.uint64)
             hit = await self._cache.load(tokens, got, max_blocks=matched.blocks)
-            self.wrong_bytes += _differing_bytes(got[:hit], expected[:hit])
+            self.wrong_bytes += wrong_words(got[:hit], expected[:hit])
         self.hit_blocks += hit
         if hit < len(ids):
             try:
@@ -98,18 +97,6 @@ class Replay:
         for tier, name in _TIER_NAMES.items():
             self.hits[name] += matched.blocks_in(tier)
 
-    def _bytes_of(self, ids: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """[blocks, words]: what the blocks of a prompt hold, derived from each block's whole prefix.
-
-        Every word differs between any two blocks, so bytes of another block are seen wherever they turn up.
-        """
-        seeds = np.empty(len(ids), np.uint64)
-        key = b""
-        for index, hash_id in enumerate(ids):
-            key = hashlib.blake2b(key + hash_id.to_bytes(8, "little"), digest_size=16).digest()
-            seeds[index] = int.from_bytes(key[:8], "little")
-        return self._pattern + seeds[:, None]
-
 
 async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token: int, salt: bytes) -> dict[str, Any]:
     """Replays `requests` against the daemon at `address` in a namespace of its own."""
@@ -127,29 +114,21 @@ async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token
     return {**run.result(), "requests": len(requests), "seconds": round(elapsed, 2)}
 
 
-def _differing_bytes(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64]) -> int:
-    if np.array_equal(got, expected):
-        return 0
-    return int(np.count_nonzero(got.view(np.uint8) != np.ascontiguousarray(expected).view(np.uint8)))
-
-
-def main() -> None:
-    """The command."""
-    parser = harness.parser("trace", DESCRIPTION)
-    parser.add_argument("--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help=_TRACE_HELP)
-    parser.add_argument("--requests", type=harness.positive, default=2000, help="its first N requests (2000)")
-    parser.add_argument(
-        "--bytes-per-token",
-        type=harness.positive,
-        default=64,
-        help="KV bytes of a token, a multiple of 8 (64)",
-    )
-    parser.add_argument("--cpu-bytes", type=harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)")
-    parser.add_argument("--disk-bytes", type=harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)")
-    harness.add_address(parser)
-    options = parser.parse_args()
+@harness.benchmark(
+    "trace",
+    __doc__,
+    option("--trace", _DEFAULT_TRACE, _TRACE_HELP, Path, metavar="FILE", shown=False),
+    option("--requests", 2000, "its first N requests"),
+    option("--bytes-per-token", 64, "KV bytes of a token, a multiple of 8"),
+    option("--cpu-bytes", 1 << 29, "CPU tier of the own daemon", size),
+    option("--disk-bytes", 4 << 30, "disk tier of the own daemon", size),
+    harness.ADDRESS,
+    unrecorded=("address", "cpu_bytes", "disk_bytes"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The counts of a replay. Raises BenchmarkError for a trace or a size that cannot be replayed."""
     if options.bytes_per_token % 8:
-        parser.error(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
+        raise harness.BenchmarkError(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
     requests = list(read_trace(options.trace, options.requests))
     if not requests:
         raise harness.BenchmarkError(f"{options.trace} is empty")
@@ -161,8 +140,6 @@ def main() -> None:
         result = asyncio.run(replay(address, requests, options.bytes_per_token, salt))
     if not options.address:
         result |= {"cpu_bytes": options.cpu_bytes, "disk_bytes": options.disk_bytes}
-    result = {"trace": options.trace.name, "bytes_per_token": options.bytes_per_token, **result}
-    harness.finish("trace", result, options.json)
 
     def draw(axes: Any) -> None:
         bottom = 0.0
@@ -173,9 +150,8 @@ def main() -> None:
         axes.set_ylabel("hit rate, blocks")
         axes.legend(loc="lower right")
 
-    harness.plot(options.plot, draw)
-    if result["wrong_bytes"]:
-        raise harness.BenchmarkError(f"{result['wrong_bytes']} bytes came back wrong")
+    result = {"trace": options.trace.name, **result}
+    return harness.Outcome(result, harness.not_zero(result, ["wrong_bytes"]), draw=draw)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,6 @@
 """Programs repaired by a breadth-first search with a language server, over the network API: without a cache, with each
-policy of the queue, and with fewer tiers."""
+policy of the queue, and with fewer tiers.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
-
-from benchmarks.common import harness
-from benchmarks.serving import figures as serving
-from benchmarks.serving.daemon import daemon_of
-from benchmarks.serving.figures import Figures
-from benchmarks.serving.ways import Room, Way, add_options, chosen_ways
-from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
-from benchmarks.tree_parts.language_server import LanguageServer, pylsp
-from benchmarks.tree_parts.programs import PROGRAMS
-from benchmarks.tree_parts.search import INSTRUCTIONS
-
-DESCRIPTION = """\
 LSPDojo's tree search ("Long-Term Memory", section VI) with a real language server (python-lsp-server with pyflakes):
 
     pip install 'prefixd[bench]'
@@ -34,7 +16,25 @@ comes with prefixd, in a daemon of its own for each way of serving.
 hit_rate is the share of prompt tokens from the cache; possible_tokens are those that a cache without a limit would
 have had. output_digest covers what the model says: the tokens that it found likeliest. Exit status 2 unless with all
 tiers hit_rate is at least --least-hit-rate with each policy, every search ends with its program, and all answers are
-equal."""
+equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.common import harness
+from benchmarks.common.options import number, option, seed
+from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
+from benchmarks.tree_parts.language_server import LanguageServer, pylsp
+from benchmarks.tree_parts.programs import PROGRAMS
+from benchmarks.tree_parts.search import INSTRUCTIONS
+from benchmarks.workloads import figures as serving
+from benchmarks.workloads.figures import Figures
+from benchmarks.workloads.progress import daemon_of
+from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 
 async def measure(ways: Sequence[Way], plan: Plan, room: Room) -> tuple[list[Figures], list[Grown], int]:
@@ -76,38 +76,25 @@ def shortcomings(
     return wrong
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("tree_search", DESCRIPTION)
-    numbers = [
-        ("--programs", 3, f"programs to be written, of the {len(PROGRAMS)} that there are"),
-        ("--width", 2, "nodes of a program that are completed a level"),
-        ("--candidates", 3, "completions of a node"),
-        ("--attempts", 2, "completions that may get the same line wrong, one after the other"),
-        ("--sites", 4, "faulty lines of a program"),
-        ("--running", 4, "requests computed at once"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--seed", type=int, default=0, help="of the faulty lines and their mistakes (0)")
-    shares = [
-        ("--gpu-share", 0.0, 1e3, "of everything cached that fits into the GPU tier beside what runs"),
-        ("--cpu-share", 0.3, 1e3, "of everything cached that fits into the CPU tier; the disk holds all"),
-        ("--least-hit-rate", 0.8, 1.0, "of all prompt tokens, with all tiers; less is a failure"),
-    ]
-    for name, value, most, text in shares:
-        parser.add_argument(
-            name, type=harness.number(0.0, most), default=value, metavar="X", help=f"{text} ({value:g})"
-        )
-    add_options(parser)
-    options = parser.parse_args(arguments)
+@harness.benchmark(
+    "tree_search",
+    __doc__,
+    option("--programs", 3, f"programs to be written, of the {len(PROGRAMS)} that there are"),
+    option("--width", 2, "nodes of a program that are completed a level"),
+    option("--candidates", 3, "completions of a node"),
+    option("--attempts", 2, "completions that may get the same line wrong, one after the other"),
+    option("--sites", 4, "faulty lines of a program"),
+    option("--running", 4, "requests computed at once"),
+    seed("of the faulty lines and their mistakes"),
+    *SHARES,
+    option("--least-hit-rate", 0.8, "of all prompt tokens, with all tiers; less is a failure", number(0.0, 1.0)),
+    *WAYS,
+    unrecorded=("policies", "tiers"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """Every way of serving, and what is not as it should be. Raises BenchmarkError for too many programs."""
     if options.programs > len(PROGRAMS):
-        parser.error(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is not as it should be, after the result is written."""
-    options = _options(arguments)
+        raise harness.BenchmarkError(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
     programs = PROGRAMS[: options.programs]
     plan = Plan(
         programs=programs,
@@ -132,23 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ways = chosen_ways(options)
     measured, searched, checked = asyncio.run(measure(ways, plan, room))
     wrong = shortcomings(ways, measured, searched, plan, options.least_hit_rate)
-    no_parameters = ("json", "plot", "policies", "tiers")
     result = {
-        **{name: value for name, value in vars(options).items() if name not in no_parameters},
         "repaired": min(len(grown.repaired) for grown in searched),
         "depth": searched[0].depth,
         "became": dict(searched[0].became),
         "checked_texts": checked,
         "distinct_tokens": searched[0].distinct_tokens,
-        "same_answers": serving.same_answers(measured),
-        "shortcomings": wrong,
-        "ways": [run.to_plain() for run in measured],
     }
-    harness.finish("tree_search", result, options.json)
-    serving.print_table("tree search", measured)
-    harness.plot(options.plot, lambda axes: serving.draw(axes, measured), columns=3)
-    if wrong:
-        raise harness.BenchmarkError("; ".join(wrong))
+    return serving.outcome_of("tree search", result, measured, wrong)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,5 @@
-"""How long demand loads wait for a disk that is kept busy by prefetches and write-back, against an idle disk."""
+"""How long demand loads wait for a disk that is kept busy by prefetches and write-back, against an idle disk.
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import random
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-
-from benchmarks.common import harness
-from benchmarks.load.disk_traffic import TIMEOUT_S, DiskTraffic, Prompts, Traffic, TrafficPlan
-from benchmarks.storage.throttled_daemon import ThrottledDaemon
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncCache, AsyncClient, Tier
-
-DESCRIPTION = """\
 A client leases prompts that are on disk only, one after the other with pauses, and waits for each: demand. It does so
 three times with the same prompts, each time with a fresh daemon on the same data: alone (idle); while two other
 clients write new blocks, which are written back, and prefetch thousands of blocks that are on disk only (urgency); and
@@ -42,7 +20,30 @@ started is not interrupted, and three may be under way that nobody waits for: tw
 are 60 ms. After 100 ms one more is let through, so that nothing starves: 40 ms. So with urgency the ratio is between 1
 and 1.6. First in, first out, demand waits for up to six prefetches of 512 blocks, 192 MiB or 1.9 s: a ratio of 13.
 
-Example: python -m benchmarks.urgency --json benchmarks/results/urgency.json"""
+Example: python -m benchmarks.urgency --json benchmarks/results/urgency.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import harness
+from benchmarks.common.options import option, size
+from benchmarks.common.throttled import DiskRate, ThrottledDaemon
+from benchmarks.load.disk_traffic import TIMEOUT_S, DiskTraffic, Prompts, Traffic, TrafficPlan
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import AsyncCache, AsyncClient, Tier
 
 WORST_RATIO = 2.0
 LEAST_RATIO_WITHOUT = 5.0
@@ -143,9 +144,10 @@ def measure(plan: Plan, folder: Path, step: Callable[[], None] = lambda: None) -
         asyncio.run(_fill(daemon.address, plan))
     phases = []
     for name, busy, urgency in (("idle", False, True), ("urgency", True, True), ("no urgency", True, False)):
-        speed = {"bytes_per_s": plan.bytes_per_s, "latency_s": plan.latency_s}
         with ExitStack() as stack:
-            daemon = stack.enter_context(ThrottledDaemon(plan.settings(data, urgency), **speed))
+            throttled = ThrottledDaemon(plan.settings(data, urgency))
+            throttled.throttle(DiskRate(plan.bytes_per_s, plan.latency_s, alone=True))
+            daemon = stack.enter_context(throttled)
             stack.callback(daemon.kill)  # in order it would write back what is left
             asyncio.run(_clean(daemon.address, plan))
             traffic = stack.enter_context(DiskTraffic(daemon.address, plan.traffic)) if busy else None
@@ -329,37 +331,34 @@ def _print_phases(phases: Sequence[Phase]) -> None:
         )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = harness.parser("urgency", DESCRIPTION)
-    parser.add_argument("--loads", type=harness.positive, default=20, help="demand loads a phase (20)")
-    parser.add_argument("--load-blocks", type=harness.positive, default=256, help="blocks of a demand load (256)")
-    parser.add_argument("--block-bytes", type=harness.size, default=64 << 10, help="bytes of a block (64KiB)")
-    parser.add_argument("--prefetch-blocks", type=harness.positive, default=512, help="blocks of a prefetch (512)")
-    parser.add_argument("--prefetches", type=harness.positive, default=6, help="prefetches under way at a time (6)")
-    parser.add_argument("--cpu-bytes", type=harness.size, help="CPU tier (three times the prefetches under way)")
-    parser.add_argument("--bandwidth", type=harness.size, default=100 << 20, help="bytes a second (100MiB)")
-    parser.add_argument("--latency-ms", type=float, default=1.0, metavar="MS", help="of each call (1)")
-    parser.add_argument("--folder", type=Path, help="where to work (the temporary folder)")
-    return parser
-
-
-def main() -> None:
-    """The command. Raises BenchmarkError when something is violated, after the result is written."""
-    options = make_parser().parse_args()
+@harness.benchmark(
+    "urgency",
+    __doc__,
+    option("--loads", 20, "demand loads a phase"),
+    option("--load-blocks", 256, "blocks of a demand load"),
+    option("--block-bytes", 64 << 10, "bytes of a block", size),
+    option("--prefetch-blocks", 512, "blocks of a prefetch"),
+    option("--prefetches", 6, "prefetches under way at a time"),
+    option("--cpu-bytes", None, "CPU tier (three times the prefetches under way)", size),
+    option("--bandwidth", 100 << 20, "bytes a second", size),
+    option("--latency-ms", 1.0, "of each call", float, metavar="MS"),
+    option("--folder", None, "where to work (the temporary folder)", Path),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """The phases, and what must hold of them."""
     plan = make_plan(options)
     with (
         tempfile.TemporaryDirectory(prefix="prefixd-urgency-", dir=options.folder) as folder,
         harness.progress("demand loads", 3 * options.loads) as step,
     ):
         phases = measure(plan, Path(folder), step)
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "folder")}
-    result = {**parameters, "cpu_bytes": plan.cpu_bytes, **summary(phases)}
-    harness.finish("urgency", result, options.json)
-    _print_phases(phases)
-    harness.plot(options.plot, lambda axes: draw(axes, phases))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    result = {"cpu_bytes": plan.cpu_bytes, **summary(phases)}
+    return harness.Outcome(
+        result, violations(result), lambda: _print_phases(phases), draw=lambda axes: draw(axes, phases)
+    )
+
+
+make_parser = main.parser
 
 
 if __name__ == "__main__":

@@ -1,38 +1,5 @@
-"""vLLM alone and vLLM with prefixd on the same chats: waits for the first token, tokens computed, requests a second."""
+"""vLLM alone and vLLM with prefixd on the same chats: waits for the first token, tokens computed, requests a second.
 
-from __future__ import annotations
-
-import argparse
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common import harness
-from benchmarks.engines import vllm_hybrid
-from benchmarks.engines.vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts, play_turn
-from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
-from benchmarks.engines.vllm_figures import (
-    Round,
-    Run,
-    Stage,
-    broken_promises,
-    computed_saving,
-    nothing_to_hit,
-)
-from benchmarks.engines.vllm_plot import draw
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client
-
-DESCRIPTION = """\
 The same requests on vLLM alone, its own prefix cache on, and on vLLM with prefixd's connector. Run it with the
 Python that vLLM is installed in:
 
@@ -55,7 +22,37 @@ requests a second are left. With --short times are shown but not judged: there a
 With --model hybrid it is a Gemma 3 whose layers see 128 tokens back, or all: the chats go to an engine that saves every
 KV group of every block (resume_every = 1), and to one that saves of a window what likely prefixes need. The run fails
 when the second does not have as many hits, or saves more than 0.6 of the bytes a token. The chats share no block:
-where prompts part for the first time, the second one that has the beginning finds less of it (--system-tokens 256)."""
+where prompts part for the first time, the second one that has the beginning finds less of it (--system-tokens 256).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import harness
+from benchmarks.common.options import option
+from benchmarks.engines import vllm_hybrid
+from benchmarks.engines.vllm_chat import play_turn
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
+from benchmarks.engines.vllm_figures import Round, Run, Stage, broken_promises, computed_saving, nothing_to_hit
+from benchmarks.engines.vllm_options import engine_options, fill_in
+from benchmarks.engines.vllm_plot import draw
+from benchmarks.workloads.growing_chats import ChatPlan, Chats, Tokens, distinct_prompts
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import Client
 
 _FULL = {
     "conversations": 16,
@@ -313,51 +310,31 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("vllm", DESCRIPTION)
-    for name, text in _HELP.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
-    parser.add_argument("--model", choices=("llama", "hybrid"), default="llama", help="what is measured, see above")
-    parser.add_argument("--threads", type=harness.positive, default=1, help="cores that the model computes on (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, users and order (0)")
-    parser.add_argument("--short", action="store_true", help="a small run of about a minute, for a first look")
-    parser.add_argument(
-        "--option",
-        type=harness.json_option,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of the connector, its value in JSON (block_tokens=128); again for another",
-    )
-    options = parser.parse_args(arguments)
-    full, short = (_HYBRID, _HYBRID_SHORT) if options.model == "hybrid" else (_FULL, _SHORT)
-    for name, value in (short if options.short else full).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when a promise does not hold, after the result is written."""
-    options = _options(arguments)
-    from importlib.util import find_spec
-
+@harness.benchmark(
+    "vllm",
+    __doc__,
+    option("--model", "llama", "what is measured, see above", str, choices=("llama", "hybrid")),
+    *engine_options(_HELP, _FULL, "a small run of about a minute, for a first look"),
+    unrecorded=("option",),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was measured, and what must hold of it. Raises BenchmarkError without vLLM."""
     if find_spec("vllm") is None:
         raise harness.BenchmarkError(
             f"vLLM is not installed in {sys.executable}; run `make test-vllm` once, then .venv-vllm/bin/python"
         )
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "option")}
     hybrid = options.model == "hybrid"
+    fill_in(options, *((_HYBRID, _HYBRID_SHORT) if hybrid else (_FULL, _SHORT)))
     measured = vllm_hybrid.measure(options) if hybrid else measure(options)
-    result = {**parameters, "connector_options": dict(options.option), **measured}
-    (vllm_hybrid.show if hybrid else show)(result)
-    if options.json is not None:
-        harness.write("vllm", result, options.json)
-    if options.plot is not None and not hybrid:
-        draw(result, options.plot)
-    if result["broken"]:
-        raise harness.BenchmarkError("; ".join(result["broken"]))
+    shown = {**vars(options), **measured}
+    return harness.Outcome(
+        {"connector_options": dict(options.option), **measured},
+        measured["broken"],
+        show=lambda: (vllm_hybrid.show if hybrid else show)(shown),
+        figures=False,
+        draw=None if hybrid else lambda panels: draw(panels, measured),
+        columns=3,
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,5 @@
-"""The worker's KV memory in one process: virtual tensors against block tables, the cost of mapping, memory held."""
+"""The worker's KV memory in one process: virtual tensors against block tables, the cost of mapping, memory held.
 
-from __future__ import annotations
-
-import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-
-from benchmarks.common import harness
-from benchmarks.kv import attention_calls, designs, memory_held, step_tail
-from benchmarks.kv.rig import load_embedded_model
-
-DESCRIPTION = """\
 Runs the worker's engine in this process, without a daemon, on host memory and the small model that comes with prefixd:
 
     python -m benchmarks.worker --json worker.json --plot worker.png
@@ -30,7 +17,22 @@ requests that reach the end of theirs, a long prefix for a new request), over th
 1.1. idle_halves_p99_ratio is what the same ratio comes to between steps that both map nothing.
 
 memory_ratio: the most bytes that the KV of a batch held over those of a cache that has room for the longest sequence
-for each request; a list with one figure a batch, and the plot (vTensor, figure 11a). Must be below 1."""
+for each request; a list with one figure a batch, and the plot (vTensor, figure 11a). Must be below 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.common import harness
+from benchmarks.common.options import option, seed
+from benchmarks.kv import attention_calls, designs, step_tail
+from benchmarks.kv import memory_by_design as memory_held
+from benchmarks.kv.rig import load_embedded_model
 
 LEAST_RATIO = {"single_generation": 1.0, "prefix_sharing": 1.2}
 MOST_STEP_P99_RATIO = 1.1
@@ -131,40 +133,32 @@ def violations(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = harness.parser("worker", DESCRIPTION)
-    numbers = [
-        ("--requests", 8, "requests of a workload; all at a time, or half of them with a shared prefix"),
-        ("--repetitions", 5, "repetitions of both designs, each with other prompts"),
-        ("--prompt-tokens", 256, "length of an independent prompt, give or take half"),
-        ("--output-tokens", 32, "tokens generated for it"),
-        ("--prefix-tokens", 3072, "length of the shared prefix, and of what a new request attaches"),
-        ("--question-tokens", 32, "length of a question behind the prefix, give or take half"),
-        ("--answer-tokens", 10, "tokens generated for a question"),
-        ("--rounds", 5, "rounds of decode steps; the ratio is the median of the rounds'"),
-        ("--steps", 240, "decode steps of a round; half of them map blocks"),
-        ("--run-blocks", 1, "blocks of a prefix to be attached that lie together; each run is a mapping of the kernel"),
-        ("--largest-batch", 32, "most requests at a time whose memory, and whose attention calls, are measured"),
-        ("--longest-prompt-tokens", 1024, "longest prompt of these"),
-        ("--threads", 1, "threads of torch; one core less than there are leaves one to map in the background"),
-    ]
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and of the order of steps (0)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when something is violated, after the result is written."""
-    options = make_parser().parse_args(arguments)
+@harness.benchmark(
+    "worker",
+    __doc__,
+    option("--requests", 8, "requests of a workload; all at a time, or half of them with a shared prefix"),
+    option("--repetitions", 5, "repetitions of both designs, each with other prompts"),
+    option("--prompt-tokens", 256, "length of an independent prompt, give or take half"),
+    option("--output-tokens", 32, "tokens generated for it"),
+    option("--prefix-tokens", 3072, "length of the shared prefix, and of what a new request attaches"),
+    option("--question-tokens", 32, "length of a question behind the prefix, give or take half"),
+    option("--answer-tokens", 10, "tokens generated for a question"),
+    option("--rounds", 5, "rounds of decode steps; the ratio is the median of the rounds'"),
+    option("--steps", 240, "decode steps of a round; half of them map blocks"),
+    option("--run-blocks", 1, "blocks of an attached prefix that lie together; each run is a mapping of the kernel"),
+    option("--largest-batch", 32, "most requests at a time whose memory, and whose attention calls, are measured"),
+    option("--longest-prompt-tokens", 1024, "longest prompt of these"),
+    option("--threads", 1, "threads of torch; one core less than there are leaves one to map in the background"),
+    seed("of prompts and of the order of steps"),
+)
+def main(options: harness.Options) -> harness.Outcome:
+    """What was measured, and what must hold of it."""
     torch.set_num_threads(options.threads)
     result = measure(options)
-    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    harness.finish("worker", {**parameters, **result}, options.json)
-    harness.plot(options.plot, lambda axes: memory_held.draw(axes, result["memory"]))
-    if found := violations(result):
-        raise harness.BenchmarkError("; ".join(found))
+    return harness.Outcome(result, violations(result), draw=lambda axes: memory_held.draw(axes, result["memory"]))
+
+
+make_parser = main.parser
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
-from prefixd.client import Client, Finished, Tier, Tokens
+from prefixd.client import Client, Finished, Sampling, Tier, Tokens
 
 DOCUMENT = "The archive has a record of every ship that entered the harbour, what it carried and who paid. " * 10
 WAIT_S = 60.0
@@ -29,7 +29,7 @@ def ask_all(client: Client) -> tuple[list[list[int]], int]:
     answers, from_store = [], 0
     for question in QUESTIONS:
         tokens: list[int] = []
-        for event in client.generate(DOCUMENT + question, max_tokens=8, ignore_eos=True):
+        for event in client.generate(DOCUMENT + question, sampling=Sampling(max_tokens=8, ignore_eos=True)):
             if isinstance(event, Tokens):
                 tokens += event.token_ids
             elif isinstance(event, Finished):

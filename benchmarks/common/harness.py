@@ -1,44 +1,161 @@
-"""What every benchmark shares: its options, the daemon it measures, results with their circumstances, progress, and
-failures in one line.
+"""What every benchmark shares: options, a result with its circumstances, plot, progress, exit status; and the daemon
+that it measures.
+
+    @harness.benchmark("match", __doc__, option("--repeats", 1000, "matches to time"))
+    def main(options: harness.Options) -> harness.Outcome:
+        ...
+
+    if __name__ == "__main__":
+        harness.run(main)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.common.options import Option, drawable, result_file
 from prefixd.base.errors import PrefixdError
-from prefixd.base.sizes import parse_size
 from prefixd.cli.demo.daemon_process import DaemonProcess, ended_by_sigterm
 from prefixd.workloads.circumstances import circumstances
+
+_SHOWN = 20
+_OWN = ("json", "plot")
+Options = argparse.Namespace
 
 
 class BenchmarkError(Exception):
     """Ends a benchmark with exit status 2 and this one line."""
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes; `description` is what the benchmark measures."""
-    made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        result: figures for the JSON. Of a list `found`, the first lines are printed.
+        broken: promises that were not kept, in words; with one, the benchmark fails, once the result is written.
+        show: prints what the plain figures do not show.
+        figures: False: only `show` prints.
+        draw: fills the axes of the plot.
+        columns: of axes in the plot, in one row.
+    """
+
+    result: Mapping[str, Any]
+    broken: Sequence[str] = ()
+    show: Callable[[], None] | None = None
+    figures: bool = True
+    draw: Callable[[Any], None] | None = None
+    columns: int = 1
+
+
+class Benchmark:
+    """One command, `python -m benchmarks.MODULE`, made by `benchmark`."""
+
+    def __init__(
+        self,
+        module: str,
+        description: str,
+        options: Sequence[Option],
+        measure: Callable[[Options], Outcome],
+        unrecorded: Sequence[str],
+    ) -> None:
+        self._module = module
+        self._description = description
+        self._options = options
+        self._measure = measure
+        self._unrecorded = (*_OWN, *unrecorded)
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The command's options."""
+        made = parser(self._module, self._description)
+        for each in self._options:
+            each.add_to(made)
+        return made
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> None:
+        """The command. Raises BenchmarkError when a promise was broken, after the result is written."""
+        options = self.parser().parse_args(arguments)
+        began_s = time.perf_counter()
+        outcome = self._measure(options)
+        seconds = round(time.perf_counter() - began_s, 1)
+        result = {**self._recorded(options), "seconds": seconds, **outcome.result}
+        if outcome.figures:
+            _print_figures(result)
+        if outcome.show is not None:
+            outcome.show()
+        if options.json is not None:
+            write(self._module.rpartition(".")[2], result, options.json)
+        for line in result.get("found", ())[:_SHOWN]:
+            print(line)
+        if outcome.draw is not None:
+            plot(options.plot, outcome.draw, outcome.columns)
+        if outcome.broken:
+            raise BenchmarkError("; ".join(outcome.broken))
+
+    def _recorded(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Options as they stand in the result; files and folders of this machine do not."""
+        return {
+            name: value
+            for name, value in vars(options).items()
+            if name not in self._unrecorded and not (value is None or isinstance(value, Path))
+        }
+
+
+def benchmark(
+    module: str, description: str | None, *options: Option, unrecorded: Sequence[str] = ()
+) -> Callable[[Callable[[Options], Outcome]], Benchmark]:
+    """Makes a command of the function that measures.
+
+    Args:
+        module: below `benchmarks`; its last part is the benchmark's name.
+        description: what it measures, or checks: the module's docstring.
+        options: beside `--json` and `--plot`.
+        unrecorded: options that do not belong into the result. The others do, and `seconds`, unless the result has its
+            own of that name.
+    """
+
+    def make(measure: Callable[[Options], Outcome]) -> Benchmark:
+        return Benchmark(module, description or "", options, measure, unrecorded)
+
+    return make
+
+
+def bare_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser without options, of a module below `benchmarks`."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--json", type=writable, metavar="FILE", help="write the result here")
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes."""
+    made = bare_parser(module, description)
+    made.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
     made.add_argument("--plot", type=drawable, metavar="FILE", help="draw the result here (needs matplotlib)")
     return made
 
 
-def add_address(made: argparse.ArgumentParser) -> None:
-    """The option `--address`, for `daemon_address`."""
-    made.add_argument("--address", help="a running daemon; by default one is started for this run")
+def committed(file: Path) -> Path:
+    """The file, for a result that no option names. Raises BenchmarkError as `result_file` refuses one."""
+    try:
+        return result_file(str(file))
+    except argparse.ArgumentTypeError as error:
+        raise BenchmarkError(str(error)) from error
+
+
+ADDRESS = Option("--address", {"help": "a running daemon; by default one is started for this run"})
+"""For `daemon_address`."""
 
 
 @contextmanager
@@ -51,65 +168,45 @@ def daemon_address(given: str | None, settings: Mapping[str, object]) -> Iterato
         yield daemon.address
 
 
-def size(text: str) -> int:
-    """Bytes written as 8GiB, 512MiB or 4096; an argparse type."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-
-
-def positive(text: str) -> int:
-    """A positive integer; an argparse type."""
-    try:
-        value = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from error
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not positive")
-    return value
-
-
-def number(least: float, most: float) -> Callable[[str], float]:
-    """An argparse type: a number from `least` to `most`."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not from {least:g} to {most:g}")
-        return value
-
-    return parse
-
-
-def json_option(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value in JSON or else a string; an argparse type."""
-    name, found, value = text.partition("=")
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody used a moment ago."""
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
+def wait_until(reached: Callable[[], bool], timeout_s: float, poll_s: float = 0.05) -> bool:
+    """Whether `reached` came about within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not reached():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
+def not_zero(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Which of the figures with these names are not 0, in words: for `Outcome.broken`."""
+    return [f"{name} is {result[name]}" for name in names if result[name]]
+
+
+def median_and_most(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """`NAME_p50_s` and `NAME_max_s`; 0 of nothing."""
+    ordered = sorted(seconds) or [0.0]
+    return {f"{name}_p50_s": round(ordered[len(ordered) // 2], 4), f"{name}_max_s": round(ordered[-1], 4)}
+
+
 def finish(name: str, result: Mapping[str, Any], json_file: Path | None) -> None:
     """Prints a result, and writes it with its circumstances where asked to."""
+    _print_figures(result)
+    if json_file is not None:
+        write(name, result, json_file)
+
+
+def _print_figures(result: Mapping[str, Any]) -> None:
     for key, value in result.items():
         if not isinstance(value, list):
             print(f"{key:>24}  {value:.6g}" if isinstance(value, float) else f"{key:>24}  {value}")
-    if json_file is not None:
-        write(name, result, json_file)
 
 
 def write(name: str, result: Mapping[str, Any], json_file: Path) -> None:
@@ -171,28 +268,3 @@ def _foreseen() -> tuple[type[Exception], ...]:
 
         return BenchmarkError, PrefixdError, ClientError
     return BenchmarkError, PrefixdError
-
-
-def writable(text: str) -> Path:
-    """A file to write a result to; refused now rather than after the minutes that the run takes."""
-    path = Path(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot make {path.parent}: {error.strerror}; choose another") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write to {path}; choose another file")
-    return path
-
-
-def drawable(text: str) -> Path:
-    """As `writable`, a file that a plot can be saved as."""
-    path = writable(text)
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:  # `plot` says what is missing
-        return path
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".").lower() not in kinds:
-        raise argparse.ArgumentTypeError(f"{path} names no kind of picture; end it with one of .{', .'.join(kinds)}")
-    return path

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.common.limited ARGUMENTS`: `python ARGUMENTS` that may lock hardly any memory, root or not."""
+"""`python -m benchmarks.common.limited WHAT ARGUMENTS`: `python ARGUMENTS` with a low limit, root or not.
+
+WHAT is "memory", of which it may lock 64 KiB, or "descriptors", of which it may have 1,024.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,28 @@ import resource
 import sys
 
 LOCKABLE_BYTES = 64 << 10
+DESCRIPTORS = 1024
 
 _PR_CAPBSET_DROP = 24
 _CAP_IPC_LOCK = 14
 
 
 def main() -> None:
-    """Becomes the other program: a right that is not in the bounding set is not given to what root executes."""
+    """Becomes the other program."""
+    what, *arguments = sys.argv[1:]
+    if what == "descriptors":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    else:
+        _limit_locked_memory()
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _limit_locked_memory() -> None:
+    """A right that is not in the bounding set is not given to what root executes."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKABLE_BYTES, hard))
     if os.geteuid() == 0 and ctypes.CDLL(None, use_errno=True).prctl(_PR_CAPBSET_DROP, _CAP_IPC_LOCK, 0, 0, 0):
         sys.exit(f"the right to lock memory cannot be dropped: {os.strerror(ctypes.get_errno())}")
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,17 @@
-"""A daemon in its own process whose disk is as slow as one says, and can be made faster or slower while it runs.
-
-`python -m benchmarks.common.throttled --rate FILE PARENT serve ...` is `prefixd serve ...` that ends with process
-PARENT and whose disk tier reads and writes as FILE says. A harness uses `ThrottledDaemon`, which starts it and writes
-the file: one JSON object with the fields of `DiskRate`. It is looked at before each call, and while one waits for a
-disk that hangs.
-"""
+"""A daemon in its own process whose disk is as slow as one says, and can be made faster or slower while it runs."""
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from prefixd.cli.demo.daemon_process import DaemonProcess
+import lmdb
+
+from benchmarks.common.steered_daemon import Orders, SteeredDaemon, serve
 from prefixd_swap import FileOps
 
 _LOOK_S = 0.01
@@ -28,99 +22,102 @@ class DiskRate:
     """How fast a disk is.
 
     bytes_per_s: what all reads and writes have together; None for what the device has, 0 for a disk that hangs.
-    latency_s: seconds that each read takes besides. Reads of several threads wait for it at the same time.
+    latency_s: seconds that each read takes besides.
+    alone: writes, syncs and commits take the latency too, and nothing is synced: whatever the machine's disk can do.
+        Not for a store whose durability is in question.
     """
 
     bytes_per_s: float | None = None
     latency_s: float = 0.0
+    alone: bool = False
 
 
 class ThrottledOps(FileOps):
-    """The real calls; reads and writes take as long as on a disk of the rate in `path`. Any thread may call.
+    """The real files on a disk of the rate in `path`, which serves one call after the other, as they come.
 
-    The bytes of all threads pass one after the other, each call's without a gap; with no file nothing is slowed down.
+        call 1   |transfer|--latency--|
+        call 2            |transfer|--latency--|      the disk is free for the next transfer, the caller is not
+        call 3                     |transfer|--latency--|
+
+    So several callers at a time get all of the bandwidth, and one whose call is behind others' waits for theirs. The
+    real call runs meanwhile and adds nothing unless it takes longer. Any thread may call.
+
+    Args:
+        path: a JSON object with fields of `DiskRate`; with no file nothing is slowed down.
+        clock: seconds; passed in so that tests own the time.
+        sleep: waits so many seconds by the clock.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._orders = Orders(path)
+        self._clock = clock
+        self._sleep = sleep
         self._lock = threading.Lock()
-        self._seen: tuple[int, int] | None = None
         self._rate = DiskRate()
-        self._free_s = 0.0  # when the bytes of all calls so far have passed
+        self._free_s = 0.0  # when the disk has transferred everything that was asked for
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """As slow as the rate says."""
-        began_s = time.monotonic()
-        count = super().pread(fd, buffer, offset)
-        self._pass(count, began_s, read=True)
-        return count
+        """Read at the disk's speed."""
+        with self._served(len(buffer), read=True):
+            return super().pread(fd, buffer, offset)
 
     def copy_mapped(self, address: int, buffer: memoryview) -> int:
-        """As slow as the rate says."""
-        began_s = time.monotonic()
-        count = super().copy_mapped(address, buffer)
-        self._pass(count, began_s, read=True)
-        return count
+        """Copy at the disk's speed, as if nothing of the mapping was in memory."""
+        with self._served(len(buffer), read=True):
+            return super().copy_mapped(address, buffer)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """As slow as the rate says."""
-        began_s = time.monotonic()
-        count = super().pwrite(fd, buffer, offset)
-        self._pass(count, began_s, read=False)
-        return count
+        """Write at the disk's speed."""
+        with self._served(len(buffer)):
+            return super().pwrite(fd, buffer, offset)
 
-    def _pass(self, nbytes: int, began_s: float, *, read: bool) -> None:
-        """Returns when a call that began then would have ended."""
+    def fdatasync(self, fd: int) -> None:
+        """Wait for what the disk was asked for before."""
+        with self._served(0) as rate:
+            if not rate.alone:
+                super().fdatasync(fd)
+
+    def commit(self, transaction: lmdb.Transaction[bytes]) -> None:
+        """Commit, after what the disk was asked for before."""
+        with self._served(0):
+            super().commit(transaction)
+
+    @contextmanager
+    def _served(self, nbytes: int, *, read: bool = False) -> Iterator[DiskRate]:
+        """Within it the real call is made; it is left when the disk would have answered."""
+        rate = self._now()
+        if not nbytes and not rate.alone:  # a sync of the machine's disk takes its own time
+            yield rate
+            return
         while (rate := self._now()).bytes_per_s == 0:
             time.sleep(_LOOK_S)
         with self._lock:
-            self._free_s = max(self._free_s, began_s)
+            self._free_s = max(self._clock(), self._free_s)
             if rate.bytes_per_s is not None:
                 self._free_s += nbytes / rate.bytes_per_s
-            ends_s = self._free_s + (rate.latency_s if read else 0.0)
-        if (left_s := ends_s - time.monotonic()) > 0:
-            time.sleep(left_s)
+            answered_s = self._free_s + (rate.latency_s if read or rate.alone else 0.0)
+        yield rate
+        self._sleep(max(0.0, answered_s - self._clock()))
 
     def _now(self) -> DiskRate:
-        try:
-            stat = self._path.stat()
-        except FileNotFoundError:
-            return DiskRate()
         with self._lock:
-            if (stat.st_ino, stat.st_mtime_ns) != self._seen:
-                self._rate = DiskRate(**json.loads(self._path.read_text()))
-                self._seen = stat.st_ino, stat.st_mtime_ns
+            if (changed := self._orders.changed()) is not None:
+                self._rate = DiskRate(**changed)
                 self._free_s = 0.0  # what waits for the old rate does so, what comes now does not wait behind it
             return self._rate
 
 
-class ThrottledDaemon(DaemonProcess):
+class ThrottledDaemon(SteeredDaemon):
     """A daemon whose disk is as fast as `throttle` said last; at first as fast as the device."""
 
-    def __init__(self, settings: Mapping[str, object] | None = None, **how: Any) -> None:
-        """As `DaemonProcess`."""
-        super().__init__(settings, **how)
-        self.rate = self.directory / "rate.json"
-        self._program = ("-m", "benchmarks.common.throttled", "--rate", str(self.rate))
+    MODULE = "benchmarks.common.throttled"
 
     def throttle(self, rate: DiskRate) -> None:
         """From its next file call on the disk has this rate; a call that waits for a disk that hangs has it, too."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        fresh = self.rate.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(rate)))
-        fresh.rename(self.rate)
-
-
-def main() -> None:
-    """The daemon."""
-    from prefixd.cli import tethered
-
-    if len(sys.argv) < 3 or sys.argv[1] != "--rate":
-        sys.exit("usage: python -m benchmarks.common.throttled --rate FILE PARENT serve ...")
-    path = Path(sys.argv[2])
-    del sys.argv[1:3]
-    tethered.main(ThrottledOps(path))
+        self._orders.write(asdict(rate))
 
 
 if __name__ == "__main__":
-    main()
+    serve(ThrottledOps)

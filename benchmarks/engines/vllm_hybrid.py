@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import harness
-from benchmarks.engines.vllm_chat import ChatPlan, Chats
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
+from benchmarks.workloads.growing_chats import ChatPlan, Chats
 from prefixd.cli.demo.daemon_process import DaemonProcess
 
 MOST_BYTES = 0.6

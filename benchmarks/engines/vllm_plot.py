@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 _COLOURS = {"vllm": "#bbbbbb", "prefixd": "#4477aa"}
 _LABELS = {"vllm": "vLLM alone", "prefixd": "vLLM with prefixd"}
 
 
-def draw(result: dict[str, Any], file: Path) -> None:
-    """Three panels: waiting for the first token, tokens computed, requests a second. Says so without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("matplotlib is not installed, so there is no plot: pip install matplotlib", file=sys.stderr)
-        return
-    figure = Figure(figsize=(13, 4.2), layout="constrained", facecolor="white")
-    waits, tokens, rates = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+def draw(panels: Sequence[Any], result: dict[str, Any]) -> None:
+    """Three panels: waiting for the first token, tokens computed, requests a second."""
+    waits, tokens, rates = panels
     _draw_waits(waits, result["runs"])
     _draw_tokens(tokens, result["runs"])
     _draw_rates(rates, result)
-    figure.savefig(file, dpi=120)
 
 
 def _draw_waits(axes: Any, runs: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model, random_tokens, shape, write
 from benchmarks.gpu_parts.part import Budget, Part, Prediction
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import AsyncClient, Tokens
+from prefixd.client import AsyncClient, Sampling, Tokens
 from prefixd.v1 import admin_pb2
 
 _REQUESTS = (1, 64)
@@ -94,7 +94,7 @@ async def _tokens(client: AsyncClient, prompt: list[int], output: int) -> tuple[
     """When each token came, and when the request was sent."""
     sent = time.monotonic()
     times: list[float] = []
-    async for event in client.generate(prompt, max_tokens=output, ignore_eos=True, temperature=0.0):
+    async for event in client.generate(prompt, sampling=Sampling(max_tokens=output, ignore_eos=True, temperature=0.0)):
         if isinstance(event, Tokens):
             times += [time.monotonic()] * len(event.token_ids)
     return times, sent

@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.part import Unavailable
+from prefixd.base.sampling import Sampling
 from prefixd.worker.attention.attention import ATTENTION_NAME, register_attention
 from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.protocol import Done, Sampling, Start, Step
+from prefixd.worker_protocol.protocol import Done, Start, Step
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.geometry import Layout
 from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common.harness import BenchmarkError
+from prefixd.base.sampling import Sampling
 from prefixd.serving.models.embedded_model import ensure_embedded_model
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.frame_window import FrameWindow
@@ -22,7 +23,7 @@ from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
-from prefixd.worker_protocol.protocol import Done, Extend, Sampling, Start, Step
+from prefixd.worker_protocol.protocol import Done, Extend, Start, Step
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.vmem import FrameId, FramePool, create_memory
 from prefixd_swap.vtensor import VirtualTensorManager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -77,3 +78,11 @@ class Companion:
 
     def _ended(self) -> BenchmarkError:
         return BenchmarkError(f"{self._module} ended by itself, with status {self._process.wait()}")
+
+
+async def order_lines() -> asyncio.StreamReader:
+    """The lines on this process's standard input, on its side."""
+    lines = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    return lines

@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.load.companion import Companion
+from benchmarks.load.companion import Companion, order_lines
 from prefixd.client import AsyncCache, AsyncClient, AsyncLease, ExhaustedError, NamespaceSpec, PartSpec, Tier
 
 BLOCK_TOKENS = 16
@@ -191,9 +191,7 @@ def _words(name: str, block_bytes: int) -> npt.NDArray[np.uint64]:
 
 
 async def _serve(address: str, plan: TrafficPlan) -> None:
-    orders = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    orders = await order_lines()
     traffic = Traffic()
     async with (
         AsyncClient(address, name="prefetches", timeout_s=TIMEOUT_S) as prefetches,

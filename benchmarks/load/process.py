@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.load.companion import Companion
-from benchmarks.load.load import LoadPlan, MixedLoad, Tally
+from benchmarks.load.companion import Companion, order_lines
+from benchmarks.load.mixed_load import LoadPlan, MixedLoad, Tally
 from benchmarks.load.world import Prompt
 
 
@@ -43,10 +44,15 @@ class LoadProcess(Companion):
         return Tally.from_plain(self.ask("count")["tally"])
 
 
+def tell_all(clients: Sequence[LoadProcess], do: str) -> list[dict[str, Any]]:
+    """The same order to all of them at once; their answers."""
+    for client in clients:
+        client.order(do)
+    return [client.answer() for client in clients]
+
+
 async def _serve(address: str, plan: LoadPlan) -> None:
-    orders = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    orders = await order_lines()
     async with MixedLoad(address, plan) as load:
         while line := await orders.readline():
             order = json.loads(line)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from benchmarks.load.load import LoadPlan, MixedLoad
+from benchmarks.load.mixed_load import LoadPlan, MixedLoad
 from benchmarks.load.world import NAMESPACES, Prompt, content
 from prefixd.client import AsyncCache, AsyncClient
 

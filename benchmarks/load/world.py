@@ -14,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.client import Client, NamespaceSpec, PartSpec
 
 Tokens = npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
@@ -100,9 +100,24 @@ def wrong_bytes(got: Bytes, expected: Bytes) -> int:
     return 0 if np.array_equal(got, expected) else int(np.count_nonzero(got != expected))
 
 
+def store_prompt(client: Client, prompt: Prompt, *, durable: bool = False) -> int:
+    """Stores its whole blocks; how many are new."""
+    whole = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
+    return client.register(prompt.spec).store(whole, content(prompt), durable=durable).committed
+
+
+def read_prompt(client: Client, prompt: Prompt) -> tuple[int, list[int]]:
+    """How many of its blocks were served, and which of them with a wrong byte."""
+    expected = content(prompt)
+    got = np.zeros_like(expected)
+    there = client.register(prompt.spec).load(prompt.tokens, got)
+    size = prompt.spec.block_bytes
+    return there, [at for at in range(there) if wrong_bytes(got[at * size :][:size], expected[at * size :][:size])]
+
+
 def block_key(prompt: Prompt, block: int) -> str:
     """The key of one of its blocks, as an administrator names it; for clients of the default tenant."""
-    from benchmarks.common.daemon_specs import as_the_daemon_has_it
+    from benchmarks.common.daemons import as_the_daemon_has_it
     from prefixd.cache.namespaces import namespace_digest
 
     return key_in_namespace(namespace_digest(as_the_daemon_has_it(prompt.spec)), prompt, block)

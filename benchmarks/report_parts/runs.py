@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.report_parts.page import Picture, Table
+from prefixd.base.tiers import QUOTA_TIERS
 
-TIERS = ("gpu", "cpu", "disk")
+TIERS = QUOTA_TIERS
 TIER_COLORS = {"gpu": "#228833", "cpu": "#4477aa", "disk": "#ccbb44"}
 PLAIN, BEST = "#b9c4d0", "#2b6cb0"
 

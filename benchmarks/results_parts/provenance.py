@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from benchmarks import checks
 from benchmarks.report_parts.results import Result
 
 BEFORE_THE_RULE: Mapping[str, tuple[str, str]] = {
@@ -56,7 +58,10 @@ def machine(result: Result) -> str:
 def command(result: Result) -> str:
     """What measures the result again."""
     name, *arguments = result.content["circumstances"].get("command", [result.benchmark])
-    return " ".join([f"python -m {'prefixd' if name == '__main__' else f'benchmarks.{name}'}", *arguments])
+    if name == "__main__":
+        return " ".join(["python -m prefixd", *arguments])
+    room = "checks." if (Path(checks.__file__).parent / f"{name}.py").exists() else ""
+    return " ".join([f"python -m benchmarks.{room}{name}", *arguments])
 
 
 def _commits(content: Any) -> Iterator[str]:

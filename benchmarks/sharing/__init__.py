@@ -1,1 +1,1 @@
-"""Hosts that share a store: what `benchmarks.remote` and `benchmarks.bit_rot --tier remote` measure and attack."""
+"""Hosts that share a store: measured by `benchmarks.remote`, attacked by `benchmarks.checks.bit_rot --tier remote`."""

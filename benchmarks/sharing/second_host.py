@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.common import harness
 from benchmarks.sharing.hosts import Secrets, cache_host, remote_stats, sharing, wait_until_shared
-from benchmarks.sharing.requests import RightBytes
 from benchmarks.sharing.valkey_server import ValkeyServer
+from benchmarks.workloads.trace_requests import RightBytes, wrong_words
 from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, Tier
 from prefixd.workloads.mooncake import HASH_TOKENS, TraceRequest, tokens_of
 
@@ -98,8 +98,7 @@ def _read_all(
             got = np.zeros_like(expected)
             hit = cache.load(tokens, got)
             hit_blocks += hit
-            if not np.array_equal(got[:hit], expected[:hit]):
-                wrong_bytes += int(np.count_nonzero(got[:hit].view(np.uint8) != expected[:hit].view(np.uint8)))
+            wrong_bytes += wrong_words(got[:hit], expected[:hit])
         step()
     seconds = time.perf_counter() - began_s
     return {"hit_blocks": hit_blocks, "wrong_bytes": wrong_bytes, "by_tier": by_tier, "seconds": seconds}

@@ -18,6 +18,7 @@ from benchmarks.storage.sparse_files import SparseFiles
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec, Reservation, TieredCache, Tiers
 from prefixd.cache.index.trie import DISK
+from prefixd.cache.options import CacheOptions
 from prefixd_swap import CpuArena, SlabStore, create_copy_engine, create_eviction_policy
 
 TierName = Literal["cpu", "disk"]
@@ -195,7 +196,9 @@ async def mixed_tier(
     store = None
     if tier == "disk":
         store = SlabStore.open(folder / "store", mixture.capacity_bytes, io="buffered", ops=SparseFiles())
-    cache = TieredCache(Tiers.local(arena, store), engine, create_eviction_policy("lru", seed), clock, write_back=False)
+    cache = TieredCache(
+        Tiers.local(arena, store), engine, create_eviction_policy("lru", seed), clock, CacheOptions(write_back=False)
+    )
     try:
         yield MixedTier(cache, tier, mixture, operations, seed)
         await cache.mover.quiesce()

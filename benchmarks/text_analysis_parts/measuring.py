@@ -7,6 +7,7 @@ why was not measured.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
 import tempfile
@@ -18,8 +19,9 @@ from typing import Any
 
 from benchmarks.common.throttled import DiskRate, ThrottledDaemon
 from benchmarks.text_analysis_parts.suites import Cell
-from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.cli.demo.runner import Progress, measure, settings_for, warm_up_all
+from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
+from prefixd.cli.demo.runner import Progress, measure, send_requests, settings_for
+from prefixd.client import ClientError
 from prefixd.workloads.figures import Figures
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
@@ -121,6 +123,31 @@ def _warm_up(
     at_once = max(1, len(os.sched_getaffinity(0)) // threads)
     took_s = iter(warm_up_all(caching, at_once, progress=progress) if caching else ())
     return [next(took_s) if cell.serving.caching else None for cell, *_ in daemons]
+
+
+def warm_up_all(
+    daemons: Sequence[tuple[DaemonProcess, TextAnalysis]], at_once: int, *, progress: Progress
+) -> list[float]:
+    """As `ask_each_once` of several daemons, so many `at_once`; the seconds of each.
+
+    Raises:
+        DaemonFailed: a request failed.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def warm_up(daemon: DaemonProcess, workload: TextAnalysis) -> float:
+        async with places:
+            prompts, outstanding = workload.warm_up_prompts(), workload.outstanding
+            try:
+                return (await send_requests(daemon.address, workload, prompts, outstanding, progress.advance))[1]
+            except ClientError as error:
+                raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
+
+    async def all_of_them() -> list[float]:
+        return await asyncio.gather(*(warm_up(*each) for each in daemons))
+
+    progress.begin(f"{len(daemons)} daemons, each prefix once", sum(workload.prefixes for _, workload in daemons))
+    return asyncio.run(all_of_them())
 
 
 def _workload(cell: Cell, workload: TextAnalysis) -> TextAnalysis:

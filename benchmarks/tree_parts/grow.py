@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.serving.asking import Asked, ask, together
-from benchmarks.serving.seen_blocks import SeenBlocks
 from benchmarks.tree_parts.language_server import Diagnostic, LanguageServer
 from benchmarks.tree_parts.planned import PlannedModel, same_program
 from benchmarks.tree_parts.programs import Program
 from benchmarks.tree_parts.search import Search
+from benchmarks.workloads.asking import Asked, ask, together
+from benchmarks.workloads.seen_blocks import SeenBlocks
 from prefixd.cli.demo.runner import Progress
 from prefixd.client import AsyncClient
 from prefixd.workloads.text_analysis import BLOCK_TOKENS, FIRST_TOKEN

@@ -196,14 +196,14 @@ class SharedBytes:
     def held(self, tenant: Tenant, nbytes: int) -> Generator[None]:
         """While a call has these. Raises ExhaustedError."""
         shared = self._shared
-        if nbytes > shared.left(tenant.name):
+        if nbytes and not shared.try_add(tenant.name, nbytes):
             tenant.refused[self._limit] += 1
             raise ExhaustedError(
                 f"the request has {nbytes} bytes of {self._what}, others have {self.nbytes}, and {self._limit} allows "
                 f"{shared.limit}, of which {shared.reserved} are kept for each tenant; send it again later"
             )
-        shared.add(tenant.name, nbytes)
         try:
             yield
         finally:
-            shared.add(tenant.name, -nbytes)
+            if nbytes:
+                shared.add(tenant.name, -nbytes)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prefixd.base.errors import ExhaustedError
+from prefixd.base.tiers import QUOTA_TIERS
 
 DEFAULT = "default"
 """Name of the tenant of callers that no setting maps to another one."""
@@ -22,9 +23,6 @@ COMMON = "(common)"
 LONGEST_NAME = 64
 _NAMED = 4  # tenants in an error, those with most of what it is about
 _NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{LONGEST_NAME - 1}}}")
-
-QUOTA_TIERS = ("gpu", "cpu", "disk")
-"""Tiers that have quotas, by level."""
 
 
 class Role(StrEnum):
@@ -142,7 +140,8 @@ class Tenants:
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
         self._by_name: dict[str, Tenant] = {}
-        self._by_ordinal: list[Tenant] = []
+        self.all: list[Tenant] = []
+        """All of them, by ordinal."""
         self._named: frozenset[str] = frozenset()
         self.calling = 0
         """How many of them may send calls: those that settings name; where they name none, all but the one that owns
@@ -155,13 +154,13 @@ class Tenants:
         tenant = self._by_name.get(name)
         if tenant is None:
             tenant = self._by_name[name] = Tenant(name, len(self._by_name))
-            self._by_ordinal.append(tenant)
+            self.all.append(tenant)
             self._count_calling()
         return tenant
 
     def at(self, ordinal: int) -> Tenant:
         """The tenant with this ordinal."""
-        return self._by_ordinal[ordinal]
+        return self.all[ordinal]
 
     def get(self, name: str) -> Tenant | None:
         """The tenant of this name, if there is one."""
@@ -178,7 +177,7 @@ class Tenants:
         self._count_calling()
 
     def __iter__(self) -> Iterator[Tenant]:
-        return iter(self._by_ordinal)
+        return iter(self.all)
 
     def __len__(self) -> int:
         return len(self._by_name)

@@ -23,6 +23,7 @@ from prefixd.cache.index.trie import Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.sessions.sessions import LeaseTable
+from prefixd.cache.tries import Tries
 from prefixd.cache.troubles import Troubles
 from prefixd_swap import StorageError
 
@@ -44,8 +45,7 @@ class NamespaceRoom:
         tenants: to whom they belong.
         leases: the sessions that have some open.
         mover: forgets blocks.
-        trie_at: the trie of the namespace with an ordinal.
-        forgotten: called with ordinal and id of each that is forgotten.
+        tries: have their blocks.
         troubles: where it is told that one was refused.
         clock: seconds.
         limit_bytes: the most that all may take.
@@ -57,8 +57,7 @@ class NamespaceRoom:
         tenants: Tenants,
         leases: LeaseTable,
         mover: Mover,
-        trie_at: Callable[[int], Trie],
-        forgotten: Callable[[int, bytes], None],
+        tries: Tries,
         troubles: Troubles,
         clock: Callable[[], float],
         limit_bytes: int,
@@ -72,8 +71,9 @@ class NamespaceRoom:
         self._tenants = tenants
         self._leases = leases
         self._mover = mover
-        self._trie_at = trie_at
-        self._forgotten = forgotten
+        self._trie_of = tries.by_namespace
+        self.on_forgotten: Callable[[int, bytes], None] = lambda ordinal, identity: None
+        """Called with ordinal and id of each that is forgotten."""
         self._troubles = troubles
         self._clock = clock
         self._making = asyncio.Lock()
@@ -180,13 +180,13 @@ class NamespaceRoom:
                 await give_way()
             if not self._has(ordinal, identity) or not self._close(ordinal):
                 continue
-            trie = self._trie_at(ordinal)
+            trie = self._trie_of[ordinal]
             if trie.blocks_of(ordinal):
                 with_blocks[trie.ordinal][ordinal] = identity
             else:
                 self._drop(ordinal)
         for of_trie in with_blocks.values():
-            await self._forget_blocks(self._trie_at(next(iter(of_trie))), of_trie)
+            await self._forget_blocks(self._trie_of[next(iter(of_trie))], of_trie)
         return self.forgotten - before
 
     def _close(self, ordinal: int) -> bool:
@@ -248,4 +248,4 @@ class NamespaceRoom:
         identity = self._registry.forget(ordinal)
         if identity is not None:
             self.forgotten += 1
-            self._forgotten(ordinal, identity)
+            self.on_forgotten(ordinal, identity)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from weakref import ref
 
@@ -159,16 +159,31 @@ class Namespace:
     ordinal: int
     spec: NamespaceSpec
     common: Namespace | None = None
+    seed: int = field(init=False)
+    """Seeds its block keys, which are those of the common namespace beside it."""
+    root: int = field(init=False)
+    """Stands as the parent of its first blocks in the trie."""
 
-    @property
-    def seed(self) -> int:
-        """Seeds its block keys, which are those of the common namespace beside it."""
-        return int.from_bytes(self.id if self.common is None else self.common.id, "little")
+    def __post_init__(self) -> None:
+        keyed_by = self.id if self.common is None else self.common.id
+        object.__setattr__(self, "seed", int.from_bytes(keyed_by, "little"))
+        object.__setattr__(self, "root", -1 - self.ordinal)
 
-    @property
-    def root(self) -> int:
-        """Stands as the parent of its first blocks in the trie."""
-        return -1 - self.ordinal
+    def check_parts(self, parts: Sequence[int]) -> tuple[int, ...]:
+        """The part indices meant by `parts` (empty: all); InvalidArgumentError for unknown or repeated ones."""
+        have = len(self.spec.parts)
+        if not parts:
+            return tuple(range(have))
+        if len(parts) > have:
+            raise InvalidArgumentError(
+                f"parts has {len(parts)} numbers; the namespace has {have} parts, name each once"
+            )
+        for part in parts:
+            if not 0 <= part < have:
+                raise InvalidArgumentError(f"part {part} does not exist; the namespace has parts 0 to {have - 1}")
+        if len(set(parts)) != len(parts):
+            raise InvalidArgumentError(f"parts {list(parts)} name one twice; name each once")
+        return tuple(parts)
 
     @property
     def block_bytes(self) -> int:

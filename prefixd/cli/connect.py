@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from prefixd.base.setting_sources import find_socket
 from prefixd.cli.failures import CommandFailed, WrongUsage
 from prefixd.process import signals
 
@@ -80,9 +81,8 @@ def asks_daemon(command: Callable[..., None]) -> Callable[..., None]:
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     """A client of the daemon at `address`; its errors leave as CommandFailed with what to do next."""
     from prefixd.client import AsyncClient, ClientError, ServerUnavailable, UnsupportedError
-    from prefixd.settings import Settings
 
-    target = address or f"unix:{Settings.load().server.socket}"
+    target = address or f"unix:{find_socket(os.environ)}"
     here = target.startswith(("unix:", "/"))
     if here and _given.get().get("token_file") is not None:
         raise WrongUsage(

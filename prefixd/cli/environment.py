@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefixd.base.sizes import as_size
-from prefixd.v1 import admin_pb2, cache_pb2
+from prefixd.base.tiers import Tier
+from prefixd.v1 import admin_pb2
 from prefixd_swap.memory_limit import cgroup_limit
 
 _DESCRIPTORS = 4096  # 256 slabs, 256 sessions and their connections, and as much again for a worker and its files
@@ -35,7 +36,7 @@ def check_environment(address: str, stats: admin_pb2.StatsResponse) -> list[Chec
     limits = _limits(pid)
     tiers: dict[int, admin_pb2.TierStats] = {tier.tier: tier for tier in stats.tiers}
     checks = [_descriptors(limits.get("Max open files", "")), _mappings(), _memlock(limits, tiers)]
-    cpu, disk = tiers.get(cache_pb2.TIER_CPU), tiers.get(cache_pb2.TIER_DISK)
+    cpu, disk = tiers.get(Tier.CPU.wire), tiers.get(Tier.DISK.wire)
     if cpu is not None:
         checks.append(_shared_memory(cpu))
         checks.append(_control_group(pid, tiers))
@@ -99,7 +100,7 @@ def _mappings() -> Check:
 
 def _memlock(limits: dict[str, str], tiers: dict[int, admin_pb2.TierStats]) -> Check:
     limit = limits.get("Max locked memory", "")
-    wanted = tiers[cache_pb2.TIER_CPU].capacity_bytes if cache_pb2.TIER_CPU in tiers else 0
+    wanted = tiers[Tier.CPU.wire].capacity_bytes if Tier.CPU.wire in tiers else 0
     if not limit.isdecimal():
         return Check("locked memory", f"a process may lock {limit or _NO_LIMIT}")
     found = f"a process may lock {as_size(int(limit))}"
@@ -131,7 +132,7 @@ def _control_group(pid: int, tiers: dict[int, admin_pb2.TierStats], root: Path =
     limit = cgroup_limit(pid or "self", root)
     if limit is None:
         return Check("control group", "it limits no memory")
-    cpu = tiers[cache_pb2.TIER_CPU].capacity_bytes
+    cpu = tiers[Tier.CPU.wire].capacity_bytes
     found = f"the daemon's may have {as_size(limit.nbytes)} of memory, has {as_size(limit.used_bytes)} ({limit.source})"
     if cpu + _DAEMON_BYTES > limit.nbytes:
         return Check(

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from prefixd.base.errors import ConfigError, PrefixdError
+from prefixd.base.extras import MissingExtraError, extra_of
 from prefixd.cli.output.terminal import shown
 
 EXIT_FAILED = 1
@@ -30,7 +31,7 @@ class WrongUsage(CommandFailed):
 
 
 class CleanGroup(TyperGroup):
-    """A group of commands whose foreseen errors never show a traceback."""
+    """A group of commands whose foreseen errors never show a traceback, a package that is not installed among them."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command; what it raises becomes a line on stderr and an exit code."""
@@ -40,6 +41,11 @@ class CleanGroup(TyperGroup):
             raise _end(str(error), EXIT_USAGE) from error
         except PrefixdError as error:
             raise _end(str(error), EXIT_FAILED) from error
+        except ModuleNotFoundError as error:
+            if (extra := extra_of(error.name or "")) is None:
+                raise
+            line = MissingExtraError(f"{ctx.command_path} {ctx.invoked_subcommand}", str(error.name), extra)
+            raise _end(str(line), EXIT_USAGE) from error
         except BrokenPipeError as error:
             # The reader (`head`, a pager) has seen enough. Python would complain when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

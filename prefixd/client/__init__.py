@@ -10,6 +10,8 @@ that the daemon shares with clients on its host, and through gRPC for all others
 """
 
 from prefixd.client.connecting.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
+from prefixd.base.sampling import BeamSearch, Sampling
+from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
 from prefixd.client.connecting.arena import Arena
@@ -38,7 +40,6 @@ from prefixd.client.errors import (
 from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import (
     Accepted,
-    BeamSearch,
     Finished,
     FinishReason,
     GenerateEvent,
@@ -58,7 +59,6 @@ from prefixd.client.spec import (
     Rule,
     SlidingWindow,
     StoreResult,
-    Tier,
     TierRun,
     VisionEmbedding,
 )
@@ -103,6 +103,7 @@ __all__ = [
     "Reservation",
     "Retention",
     "Rule",
+    "Sampling",
     "SequenceFinished",
     "ServerError",
     "ServerUnavailable",

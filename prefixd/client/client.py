@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Self, cast
 
 from prefixd.base.clocks import elapsed_s
+from prefixd.base.sampling import Sampling
+from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
 from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import Connection, parse_address
@@ -19,13 +21,13 @@ from prefixd.client.connecting.credentials import Credentials
 from prefixd.client.connecting.forks import check_not_forked, forked_from
 from prefixd.client.connecting.session import MemoryMode, NewSession, Session
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
-from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_from_proto, generate_request
+from prefixd.client.inference import GenerateEvent, event_from_proto, generate_request
 from prefixd.client.memory.copying import Copier
 from prefixd.client.memory.holds import renew
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.memory.namespace import RegisteredNamespace
 from prefixd.client.messages import message
-from prefixd.client.spec import NamespaceSpec, Retention, Tier
+from prefixd.client.spec import NamespaceSpec, Retention
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
@@ -42,6 +44,9 @@ class AsyncClient:
     restarted, calls in flight raise `ServerUnavailable`, leases and reservations raise `LeaseLost`, and the
     next call opens another, registers its namespace again and maps the new arena.
     """
+
+    address: str
+    """The daemon's address."""
 
     def __init__(
         self,
@@ -201,24 +206,10 @@ class AsyncClient:
         self,
         prompt: str | TokenIds,
         *,
+        sampling: Sampling = Sampling(),
         images: Sequence[bytes] = (),
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        logprobs: int | None = None,
-        forced_tokens: TokenIds | None = None,
         n: int = 1,
         best_of: int | None = None,
-        beam_search: BeamSearch | None = None,
         request_id: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
@@ -230,57 +221,33 @@ class AsyncClient:
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
 
-        `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends the
-        output: it is the last of the token ids and no part of the text; a stop string ends it too, and the text ends
-        before it. Lower `priority` goes first, and under the policy "deadline" whose first token is due
-        first, `deadline_s` after it has arrived (None: never). `model` names one of several models of the daemon
-        (empty: its first). The whole answer may take `timeout_s` seconds (None: any time). Closing
-        the iterator cancels the request. For what the other parameters do see `prefixd.client.inference.Sampling` and
-        `proto/prefixd/v1/inference.proto`.
+        `sampling` says how tokens are chosen and when the output ends: greedily and after 16 tokens unless it says
+        otherwise. Closing the iterator cancels the request.
 
         Of `n` sequences (which need a temperature) the events carry an `index`, and each ends with a
         `SequenceFinished`. Of `best_of` sequences the `n` with the highest sum of logprobs come when all have ended,
-        the best as index 0. With `beam_search` the `n` best sequences that it finds come at its end, likewise; it takes
-        nothing that draws or changes tokens.
-
-        The output has at most `max_tokens` (None: 16). With `forced_tokens` it is exactly these, for scoring and
-        replay: keys, values and logprobs are computed as if the model had chosen them. They take no stop strings,
-        no second sequence and no beam search.
+        the best as index 0. With `sampling.beam_search` the `n` best sequences that it finds come at its end, likewise.
 
         `images` are the files (PNG, JPEG, WebP) of a prompt that holds the model's placeholder once for each, as text
         or as token id; 16 MiB with the prompt.
 
-        `retention` gives blocks of the prompt priorities in the cache; with `read_only` the request uses what is cached
-        and leaves nothing of its own there. Priorities beyond the tenant's quota are left out, and `Accepted` says so.
+        Lower `priority` goes first, and under the policy "deadline" whose first token is due first, `deadline_s` after
+        it has arrived (None: never). `model` names one of several models of the daemon (empty: its first). Prompts of
+        different salts never share a cached block. `retention` gives blocks of the prompt priorities in the cache; with
+        `read_only` the request uses what is cached and leaves nothing of its own there. Priorities beyond the tenant's
+        quota are left out, and `Accepted` says so. The whole answer may take `timeout_s` seconds (None: any time).
 
         Raises `UnsupportedError` when the daemon has no model, or one of text alone and images for it, `ExhaustedError`
         when its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
         sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that runs already, `NotFoundError`
         for a `model` that there is not, and `CallTimeout`.
         """
-        sampling = Sampling(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-            forced_tokens=forced_tokens,
-        )
         request = generate_request(
             prompt,
             sampling,
             images=images,
             n=n,
             best_of=best_of,
-            beam_search=beam_search,
             request_id=request_id,
             priority=priority,
             deadline_s=deadline_s,
@@ -426,7 +393,7 @@ class AsyncClient:
         """
         if not isinstance(tier, Tier):
             raise InvalidArgumentError(f"tier is {tier!r}; it must be Tier.GPU, the only one that can be resized")
-        request = message(admin_pb2.ResizeTierRequest, tier=f"TIER_{tier.name}", nbytes=nbytes, wait_s=wait_s)
+        request = message(admin_pb2.ResizeTierRequest, tier=tier.wire, nbytes=nbytes, wait_s=wait_s)
         connection = self.connection
         async with aclosing(connection.stream(connection.admin.ResizeTier, request)) as answers:
             async for answer in answers:

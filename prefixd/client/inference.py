@@ -3,91 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from prefixd.base.sampling import BeamSearch, Sampling
+from prefixd.base.tiers import Tier
 from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.client.messages import message
-from prefixd.client.spec import Retention, Tier, check_salt, retention_to_proto
+from prefixd.client.spec import Retention, check_salt, retention_to_proto
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import inference_pb2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How tokens are chosen. The k-th depends on (seed, k) and the logits alone."""
-
-    max_tokens: int | None = None
-    """Of each sequence; None: 16, or all of `forced_tokens`."""
-    temperature: float = 0.0
-    """0: greedy."""
-    top_k: int = 0
-    """Sample among so many most likely tokens; 0: off."""
-    top_p: float = 1.0
-    """Sample among the fewest tokens that together have this probability; 0 or 1: off."""
-    min_p: float = 0.0
-    """Sample among tokens that are at least so likely in proportion to the most likely one; 0: off."""
-    repetition_penalty: float = 1.0
-    """For tokens of prompt and output, 0.01 to 100; more than 1 makes repetition less likely, 0 or 1: off."""
-    presence_penalty: float = 0.0
-    """For tokens of the output, -2 to 2."""
-    frequency_penalty: float = 0.0
-    """For tokens of the output, each time they are there, -2 to 2."""
-    seed: int | None = None
-    """None: chosen by the daemon."""
-    stop_token_ids: Sequence[int] = ()
-    """Generation ends when one of these is sampled; it is the last of the token ids and no part of the text."""
-    stop: str | Sequence[str] = ()
-    """Generation ends when the text has this string, or one of these; it is not part of the text."""
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    """Tell each token's logprob, and those of so many most likely ones, in the model's own distribution."""
-    forced_tokens: TokenIds | None = None
-    """The output, for scoring and replay: keys, values and logprobs are computed as if the model had chosen it."""
-
-    def to_proto(self) -> inference_pb2.SamplingParams:
-        """The message that Generate takes. Raises `InvalidArgumentError` for a value that does not fit into it."""
-        return message(
-            inference_pb2.SamplingParams,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-            forced_tokens=None
-            if self.forced_tokens is None
-            else inference_pb2.TokenIds(ids=token_bytes(self.forced_tokens)),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearch:
-    """Search for the likeliest sequences, with the rules of transformers' `generate`, instead of sampling."""
-
-    width: int
-    """Beams that are continued in each step, 1 to 16."""
-    length_penalty: float = 1.0
-    """A score is the sum of the logprobs divided by the length to this power."""
-    early_stopping: bool = False
-    """End as soon as `width` sequences have ended."""
-
-    def to_proto(self) -> inference_pb2.BeamSearch:
-        """The message that Generate takes. Raises `InvalidArgumentError` for a value that does not fit into it."""
-        return message(
-            inference_pb2.BeamSearch,
-            width=self.width,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-        )
 
 
 class FinishReason(StrEnum):
@@ -175,43 +101,48 @@ def generate_request(
     prompt: str | TokenIds,
     sampling: Sampling,
     *,
-    images: Sequence[bytes] = (),
-    n: int = 1,
-    best_of: int | None = None,
-    beam_search: BeamSearch | None = None,
-    request_id: str = "",
-    priority: int = 0,
-    deadline_s: float | None = None,
     salt: bytes = b"",
-    model: str = "",
     retention: Sequence[Retention] = (),
-    read_only: bool = False,
+    **fields: object,
 ) -> inference_pb2.GenerateRequest:
-    """The message for a prompt given as text or as token ids.
+    """The message for a prompt given as text or as token ids; `fields` are of the message as they are.
 
     Raises `InvalidArgumentError` for a value that does not fit into it.
     """
     check_salt(salt)
-    if beam_search is not None and not isinstance(beam_search, BeamSearch):
-        raise InvalidArgumentError(f"beam_search is {beam_search!r}; it must be a BeamSearch, as BeamSearch(width=4)")
-    text, ids = (prompt, None) if isinstance(prompt, str) else (None, token_bytes(prompt))
+    if not isinstance(sampling, Sampling):
+        raise InvalidArgumentError(f"sampling is {sampling!r}; it must be a Sampling, as Sampling(max_tokens=64)")
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, _token_ids(prompt))
     return message(
         inference_pb2.GenerateRequest,
-        request_id=request_id,
         text=text,
-        token_ids=None if ids is None else inference_pb2.TokenIds(ids=ids),
-        sampling=sampling.to_proto(),
-        priority=priority,
-        deadline_s=deadline_s,
+        token_ids=ids,
+        sampling=_sampling_to_proto(sampling),
+        beam_search=_beam_search_to_proto(sampling.beam_search),
         salt=salt,
-        images=images,
-        model=model,
-        n=n,
-        best_of=best_of,
-        beam_search=beam_search.to_proto() if beam_search is not None else None,
         retention=retention_to_proto(retention),
-        read_only=read_only,
+        **fields,
     )
+
+
+def _sampling_to_proto(sampling: Sampling) -> inference_pb2.SamplingParams:
+    values = {name: getattr(sampling, name) for name in inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name}
+    forced = sampling.forced_tokens
+    values["forced_tokens"] = None if forced is None else _token_ids(forced)
+    values["stop"] = sampling.stop_strings
+    return message(inference_pb2.SamplingParams, **values)
+
+
+def _beam_search_to_proto(search: BeamSearch | None) -> inference_pb2.BeamSearch | None:
+    if search is None:
+        return None
+    if not isinstance(search, BeamSearch):
+        raise InvalidArgumentError(f"beam_search is {search!r}; it must be a BeamSearch, as BeamSearch(width=4)")
+    return message(inference_pb2.BeamSearch, **asdict(search))
+
+
+def _token_ids(tokens: TokenIds | bytes) -> inference_pb2.TokenIds:
+    return inference_pb2.TokenIds(ids=tokens if isinstance(tokens, bytes) else token_bytes(tokens))
 
 
 def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:

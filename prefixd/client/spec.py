@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
+from prefixd.base.tiers import Tier
 from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.client.estimates import LoadEstimate
 from prefixd.client.messages import message
@@ -93,21 +93,6 @@ def check_salt(salt: object) -> None:
         )
 
 
-class Tier(IntEnum):
-    """Where bytes are; the value is the distance."""
-
-    GPU = 0
-    CPU = 1
-    DISK = 2
-    REMOTE = 3
-
-
-_WIRE_TIERS = {
-    Tier.GPU: cache_pb2.TIER_GPU,
-    Tier.CPU: cache_pb2.TIER_CPU,
-    Tier.DISK: cache_pb2.TIER_DISK,
-    Tier.REMOTE: cache_pb2.TIER_REMOTE,
-}
 _MOST_RUNS = 4096
 
 
@@ -195,7 +180,7 @@ class MatchResult:
 
     def to_found(self) -> list[cache_pb2.TierRun]:
         """The runs as Acquire and Get take them: where the prompt's blocks were when it was asked about."""
-        return [cache_pb2.TierRun(tier=_WIRE_TIERS[run.tier], blocks=run.blocks) for run in self.runs[:_MOST_RUNS]]
+        return [cache_pb2.TierRun(tier=run.tier.wire, blocks=run.blocks) for run in self.runs[:_MOST_RUNS]]
 
     def blocks_in(self, tier: Tier) -> int:
         """Blocks of the prefix whose nearest copy is in `tier`."""
@@ -205,8 +190,7 @@ class MatchResult:
     def from_proto(cls, response: cache_pb2.MatchResponse) -> MatchResult:
         """The result in the client's words. Raises `ServerError` for a tier that this version does not know."""
         try:
-            # The contract's tiers count from 1.
-            runs = tuple(TierRun(Tier(run.tier - 1), run.blocks) for run in response.runs)
+            runs = tuple(TierRun(Tier.from_wire(run.tier), run.blocks) for run in response.runs)
             return cls(response.blocks, runs, LoadEstimate.from_proto(response.estimate))
         except ValueError as error:
             raise ServerError(f"the daemon has blocks in a tier that this client does not know: {error}") from error

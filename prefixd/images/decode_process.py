@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from prefixd.base.errors import InvalidArgumentError
+from prefixd.images.check_image import check_image
 from prefixd.images.decoding import (
     Answer,
     Decoded,
@@ -37,7 +38,7 @@ from prefixd.images.decoding import (
     encode,
     to_decoder,
 )
-from prefixd.images.image_files import ImageLimits, check_image
+from prefixd.images.image_files import ImageLimits
 from prefixd.images.load_processor import load_processor
 from prefixd.images.prepare import prepare_image
 from prefixd.images.token_counts import ImageProcessor

@@ -1,4 +1,4 @@
-"""Encoded images that came with a prompt: bounded, whole, and named by their content.
+"""Files of images that came with a prompt: bounded, and named by their content, before they are decoded.
 
 What decoding costs is bounded before it begins. Bytes and pixels alone do not bound it: each scan of a JPEG goes over
 all pixels, and has 28 bytes if it changes none of them; each chunk of a PNG is a turn of a loop, and has 12 bytes.
@@ -7,24 +7,18 @@ all pixels, and has 28 bytes if it changes none of them; each chunk of a PNG is 
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 from dataclasses import dataclass
-
-from PIL import Image, ImageOps, UnidentifiedImageError
 
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.images.token_counts import ImageProcessor
 
-FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_SCANS = 64
 """Of a JPEG. libjpeg's own progressive files have 10, mozjpeg's up to 23; the format allows any number."""
 MOST_SEGMENTS = 1024
 """Of a JPEG: tables, and metadata in pieces of 64 KiB."""
 MOST_CHUNKS = 1 << 14
 """Of a PNG. Encoders write 8 KiB and more in each."""
-_ORIENTATION = 0x0112  # in Exif: 5 to 8 lay the image on its side
-_ON_ITS_SIDE = (5, 6, 7, 8)
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 _MARKER = re.compile(rb"\xff+([^\x00\xff])", re.DOTALL)
 _END_OF_DATA = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
@@ -48,75 +42,11 @@ class ImageLimits:
     image_seconds: int = 10
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedImage:
-    """An image that has been decoded.
-
-    Attributes:
-        image: upright, in RGB.
-        tokens: its placeholders in the prompt.
-    """
-
-    image: Image.Image
-    tokens: int
-
-
 def image_digest(data: bytes, processor: ImageProcessor) -> bytes:
     """32 bytes: SHA-256 of a file and of what the model's image processor does with it."""
     digest = hashlib.sha256(processor.digest)
     digest.update(data)
     return digest.digest()
-
-
-def check_image(data: bytes, number: int, processor: ImageProcessor, limits: ImageLimits) -> CheckedImage:
-    """Decodes an image. Takes up to a second of an honest one: in a process that can be killed (`decode_process`).
-
-    Args:
-        data: the file. `number`: which of the prompt's, from 0.
-        processor: of the model.
-        limits: refused above them, before anything is decoded.
-
-    Raises:
-        InvalidArgumentError: it is too large, has too many scans, is no PNG, JPEG or WebP, damaged, incomplete, or
-            moves.
-    """
-    name = f"images[{number}]"
-    check_file(data, number, limits)
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            frames = getattr(image, "n_frames", 1)
-            decoded = None
-            if width * height <= limits.image_pixels and frames == 1:
-                if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
-                    width, height = height, width
-                tokens = _tokens(name, processor, width, height)
-                image.load()
-                decoded = ImageOps.exif_transpose(image).convert("RGB")
-    except InvalidArgumentError:
-        raise
-    except UnidentifiedImageError as error:  # its text names an object in memory
-        raise InvalidArgumentError(
-            f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: it is none of them; send a whole file of "
-            "these formats"
-        ) from error
-    except Image.DecompressionBombError as error:
-        raise InvalidArgumentError(
-            f"{name} has too many pixels, and worker.image_pixels allows {limits.image_pixels}; make it smaller"
-        ) from error
-    except Exception as error:  # each format's decoder fails in its own ways
-        raise InvalidArgumentError(
-            f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: "
-            f"{' '.join(str(error).split())[:200] or type(error).__name__}; send a whole file of these formats"
-        ) from error
-    if width * height > limits.image_pixels:
-        raise InvalidArgumentError(
-            f"{name} has {width} x {height} pixels, and worker.image_pixels allows {limits.image_pixels}; "
-            "make it smaller"
-        )
-    if decoded is None:
-        raise InvalidArgumentError(f"{name} has {frames} frames; send one image a file")
-    return CheckedImage(decoded, tokens)
 
 
 def check_file(data: bytes, number: int, limits: ImageLimits) -> None:
@@ -165,10 +95,3 @@ def _check_png(data: bytes, name: str) -> None:
         if chunks > MOST_CHUNKS:
             raise InvalidArgumentError(f"{name} is a PNG of more than {MOST_CHUNKS} chunks; save it anew")
         at += 12 + int.from_bytes(data[at : at + 4], "big")
-
-
-def _tokens(name: str, processor: ImageProcessor, width: int, height: int) -> int:
-    try:
-        return processor.counts.tokens(height, width)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{name} cannot be used: {error}") from error

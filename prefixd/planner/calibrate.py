@@ -205,10 +205,10 @@ async def _copies(device: str) -> tuple[float, float]:
 
 async def _asked(client: AsyncClient, prompt: Sequence[int], output_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there to the end."""
-    from prefixd.client import Tokens
+    from prefixd.client import Sampling, Tokens
 
     began_s, first_s = time.perf_counter(), 0.0
-    async for event in client.generate(prompt, max_tokens=output_tokens, ignore_eos=True):
+    async for event in client.generate(prompt, sampling=Sampling(max_tokens=output_tokens, ignore_eos=True)):
         if isinstance(event, Tokens) and not first_s:
             first_s = time.perf_counter()
     return first_s - began_s, time.perf_counter() - first_s

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from prefixd.base.errors import ConfigError
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_integrity
 from prefixd.planner.figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.hardware import ComputeCosts, Way, Ways
@@ -22,10 +23,10 @@ from prefixd.planner.simulation.store import UnbackedStoreTier
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
+from prefixd.serving.request.events import Event, NewTokens
 from prefixd.serving.request.kv_needs import KvNeeds
-from prefixd.serving.request.request import Event, NewTokens, Request
+from prefixd.serving.request.request import Request
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool
 from prefixd_swap.tiers import GpuTier
@@ -179,7 +180,7 @@ class VirtualDaemon:
         began_s, busy_s = self._clock(), self.worker.counters.busy_s
         read, written = self._read_link.moved_bytes, self._write_link.moved_bytes
         evicted = {tier.name: tiers.counters(tier).evicted for tier in tiers.existing}
-        preempted = self.dispatcher.resumed
+        preempted = self.dispatcher.counters.resumed
         client = _Client(self, workload, self._plan.request_s, progress)
         results = await client.run()
         if not results:
@@ -197,7 +198,7 @@ class VirtualDaemon:
             disk_written_bytes=self._write_link.moved_bytes - written,
             disk_read_bytes=self._read_link.moved_bytes - read,
             evicted_blocks={tier.name: tiers.counters(tier).evicted - evicted[tier.name] for tier in tiers.existing},
-            preempted=self.dispatcher.resumed - preempted,
+            preempted=self.dispatcher.counters.resumed - preempted,
             busy_s=self.worker.counters.busy_s - busy_s,
         )
 

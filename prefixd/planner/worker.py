@@ -1,7 +1,7 @@
 """A worker that computes nothing: it answers as the real one does, after the time that a pass would take.
 
-`_plan` has the rules of `prefixd.worker.engine.Engine._plan`: who decodes goes first, a token each; then prompts as
-they came, with what is left of `max_step_tokens`.
+`_plan` has the rules of `prefixd.worker.step_plan.StepPlanner.plan`: runs that decode go first, a token each; then
+prompts as they came, with what is left of `max_step_tokens`.
 
 Passes are alike until a run ends, fills a block with its output, comes to the end of its frames or to its first token.
 They are told as one `Step` of several passes, since a message takes longer to handle than to wait for: a full block up

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from prefixd.base.errors import ConfigError
 from prefixd.workloads.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace, tokens_of
-from prefixd.workloads.text_analysis import TextAnalysis
 
 TokenIds = npt.NDArray[np.uint32]
 _OWN_TOKENS = 1 << 31
@@ -106,21 +105,6 @@ def of_trace(name: str, found: Sequence[TraceRequest], *, speed: float = 1.0) ->
         "same",
     ]
     return Workload(name, requests, block_tokens=HASH_TOKENS, assumptions=tuple(assumptions))
-
-
-def of_text_analysis(workload: TextAnalysis) -> list[Workload]:
-    """The text analysis workload as `prefixd.cli.demo.runner` sends it: each prefix once, and then the requests of
-    each repeat."""
-    rounds = [workload.warm_up_prompts(), *(workload.prompts(repeat) for repeat in range(workload.repeats))]
-    planned = []
-    for number, prompts in enumerate(rounds):
-        requests = [
-            PlannedRequest(0.0, partial(np.array, prompt, np.uint32), len(prompt), workload.output_tokens)
-            for prompt in prompts
-        ]
-        name = f"text analysis, {f'round {number}' if number else 'warm-up'}"
-        planned.append(Workload(name, requests, outstanding=workload.outstanding))
-    return planned
 
 
 def achievable_rate(found: Sequence[TraceRequest], refused: Collection[int] = ()) -> float:

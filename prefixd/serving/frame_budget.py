@@ -20,7 +20,7 @@ class FrameBudget:
     of each that count, [m]; None for all of them.
 
     Args:
-        frames: how many frames parts of so many bytes take.
+        frames: how many frames parts of these bytes take.
 
     Attributes:
         taken: frames of the blocks counted, each once, and of the requests' own frames.
@@ -31,7 +31,7 @@ class FrameBudget:
         self._memory = ColumnMemory()  # a table of a million rows grows without copying
         self._holders: list[Rows] = []  # by group and row: how many counted requests hold its bytes of the block
         self._frames = frames
-        self._widths: list[int] = []  # by group: the frames that it has of a block
+        self._groups: list[tuple[np.uint8, int]] = []  # by group: its mask, and the frames that it has of a block
         self._round = 1
         self._weighed_in: list[Rows] = []  # by group and row: the last round in which they were weighed
 
@@ -39,18 +39,18 @@ class FrameBudget:
         """Counts `rows`, which are distinct, for one more request, and `own` more frames."""
         self._fit(trie)
         self.taken += own
-        for group in trie.groups:
-            chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
+        for (mask, width), holders in zip(self._groups, self._holders, strict=True):
+            chosen = _of_group(rows, wanted, mask)
             holders[chosen] += 1
-            self.taken += int(np.count_nonzero(holders[chosen] == 1)) * self._widths[group.bit]
+            self.taken += int(np.count_nonzero(holders[chosen] == 1)) * width
 
-    def remove(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
+    def remove(self, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
         """Ends what `add` began."""
         self.taken -= own
-        for group in trie.groups:
-            chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
+        for (mask, width), holders in zip(self._groups, self._holders, strict=True):
+            chosen = _of_group(rows, wanted, mask)
             holders[chosen] -= 1
-            self.taken -= int(np.count_nonzero(holders[chosen] == 0)) * self._widths[group.bit]
+            self.taken -= int(np.count_nonzero(holders[chosen] == 0)) * width
 
     def begin_round(self) -> None:
         """From here on `weigh` has seen no block."""
@@ -60,26 +60,29 @@ class FrameBudget:
         """How many more frames a request with these blocks takes, besides those taken or weighed in this round."""
         self._fit(trie)
         frames = 0
-        for group in trie.groups:
-            chosen, weighed_in = _of_group(rows, wanted, group.mask), self._weighed_in[group.bit]
-            more = (self._holders[group.bit][chosen] == 0) & (weighed_in[chosen] != self._round)
+        for (mask, width), holders, weighed_in in zip(self._groups, self._holders, self._weighed_in, strict=True):
+            chosen = _of_group(rows, wanted, mask)
+            more = (holders[chosen] == 0) & (weighed_in[chosen] != self._round)
             weighed_in[chosen] = self._round
-            frames += int(np.count_nonzero(more)) * self._widths[group.bit]
+            frames += int(np.count_nonzero(more)) * width
         return frames
 
     def _fit(self, trie: Trie) -> None:
         if not self._holders:
             self._holders = [np.zeros(0, np.int64) for _ in trie.groups]
             self._weighed_in = [np.zeros(0, np.int64) for _ in trie.groups]
-            self._widths = [self._frames([trie.part_bytes[part] for part in group.parts]) for group in trie.groups]
+            self._groups = [
+                (np.uint8(group.mask), self._frames([trie.part_bytes[part] for part in group.parts]))
+                for group in trie.groups
+            ]
         if trie.rows > len(self._holders[0]):
-            for bit in range(len(trie.groups)):
+            for bit in range(len(self._groups)):
                 for name, columns in (("holders", self._holders), ("weighed in", self._weighed_in)):
                     columns[bit] = self._memory.grown(f"{name} {bit}", columns[bit], 2 * trie.rows)
 
 
-def _of_group(rows: Rows, wanted: GroupMask | None, mask: int) -> Rows:
-    chosen: Rows = rows if wanted is None else rows[(wanted & np.uint8(mask)) != 0]
+def _of_group(rows: Rows, wanted: GroupMask | None, mask: np.uint8) -> Rows:
+    chosen: Rows = rows if wanted is None else rows[(wanted & mask) != 0]
     return chosen
 
 
@@ -97,7 +100,7 @@ def name_holders(cache: TieredCache, *, owners: bool = True) -> str:
     )
     if pinned:
         text += f", {pinned} blocks are pinned"
-    holders = cache.mover.placement.holds.blocks_by_owner().most_common(_NAMED)
+    holders = cache.holds.blocks_by_owner().most_common(_NAMED)
     if holders and owners:
         text += "; most by " + ", ".join(f"{owner} ({blocks} blocks)" for owner, blocks in holders)
     return text

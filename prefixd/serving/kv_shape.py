@@ -124,14 +124,14 @@ class KvShape:
         return 2 * len(sizes) * max(sizes) if len(sizes) > 1 else 0
 
     def ahead_blocks(self, computed_tokens: int) -> int:
-        """So many blocks a run of a model with windows has at most, when so many tokens are computed.
+        """The most blocks that a run of a model with windows has, when so many tokens are computed.
 
         The worker computes a step in them, and the next one while more frames are on their way.
         """
         return -(-(computed_tokens + 2 * self.step_tokens) // self.block_tokens) + 1
 
     def most_frames(self, blocks: int) -> int:
-        """The most frames that a run of so many blocks has at a time."""
+        """The most frames that a run of `blocks` blocks has at a time."""
         frames = 2 * self.state_frames + self._rests
         for group in self.token_groups:
             most = blocks
@@ -142,7 +142,7 @@ class KvShape:
         return frames
 
     def beam_frames(self, blocks: int) -> int:
-        """Frames of a beam search of so many blocks, which it has from its start."""
+        """Frames of a beam search of `blocks` blocks, which it has from its start."""
         return blocks * self.block_frames + self._rests
 
     def passed(self, computed_tokens: int) -> Iterator[tuple[int, int, int]]:

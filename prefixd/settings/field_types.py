@@ -60,13 +60,6 @@ def default_data_dir() -> Path:
     return Path(home).expanduser() / "prefixd"
 
 
-def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/prefixd/prefixd.sock`, else `/tmp/prefixd-<uid>/prefixd.sock`."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
-    return directory / "prefixd.sock"
-
-
 class Section(BaseModel):
     """A table of the settings file: no unknown names, nothing changes after it is checked."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import model_validator as check_together
 
+from prefixd.base.setting_sources import default_socket
 from prefixd.base.tenants import COMMON, check_tenant_name
 from prefixd.settings.field_types import (
     AbsolutePath,
@@ -18,7 +19,6 @@ from prefixd.settings.field_types import (
     Section,
     SocketPath,
     UserId,
-    default_socket,
     listed_numbers,
     listed_texts,
 )

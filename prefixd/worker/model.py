@@ -43,7 +43,7 @@ from prefixd.worker_protocol.errors import ModelError
 ROW_MULTIPLE = 16
 _MOST_CELL_TOKENS = 64  # of a cell, which divides the block, at whose end a state may be kept
 _SELF_CHECK_TOKENS = 24
-_CHECKED_WINDOW = 512  # tokens: the self check reaches beyond windows of up to so many
+_CHECKED_WINDOW = 512  # tokens: the self check reaches beyond windows of up to this many
 _SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
@@ -291,7 +291,7 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
     if spec.device.type == "cpu":
         return TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
     if not spec.attention:
-        return TileAttention(spec.block_tokens, dtype)  # nobody asks it for anything
+        return TileAttention(spec.block_tokens, dtype)  # it is asked for nothing
     if not spec.groups.own.alone:
         return GroupedAttention(_choose_on_cuda(spec, kinds, paged=paged))
     return _choose_on_cuda(spec, kinds, paged=paged)

@@ -29,69 +29,12 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from prefixd.base.sampling import Sampling
 from prefixd.images.decoding import Pixels
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError
 
 MAX_MESSAGE_BYTES = 64 << 20
-MOST_LOGPROBS = 20
-"""Most alternatives to a token whose logprobs a request may ask for."""
 _LENGTH = struct.Struct("<I")
-
-
-MOST_BEAMS = 16
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of one request are chosen.
-
-    First the penalties change the logits, then the temperature, then the filters apply: top_k, top_p among what that
-    leaves, min_p.
-
-    max_tokens: most tokens to generate, counting those of earlier runs of the same request.
-    temperature: 0, and everything below 1e-5, takes the most likely token.
-    top_k: sample among so many most likely tokens, and those exactly as likely as the last of them; 0 is off.
-    top_p: sample among the fewest tokens that together have this probability; 1 is off.
-    min_p: sample among tokens that are at least so likely in proportion to the most likely one; 0 is off.
-    repetition_penalty: divides a positive logit, and multiplies a negative one, of each token that is in the prompt or
-        the output; 1 is off.
-    presence_penalty: taken from the logit of each token that is in the output; 0 is off.
-    frequency_penalty: the same, times how often the token is there; 0 is off.
-    seed: the k-th generated token depends on (seed, k) and the logits, on nothing else.
-    stop_token_ids: end after one of these, in addition to the model's end-of-sequence tokens.
-    ignore_eos: do not end at the model's end-of-sequence tokens.
-    logprobs: tell each token's log probability, and those of so many most likely ones (at most `MOST_LOGPROBS`), in the
-        model's own distribution: before penalties, temperature and filters. None is off.
-    beams: search with so many beams, and report nothing before the end; 0 samples. What chooses a token by chance or by
-        a penalty has no effect then.
-    beam_answers: how many of the best sequences to report.
-    length_penalty: a sequence's score is its sum of logprobs divided by its length to this power.
-    early_stopping: end the search when as many sequences have ended as there are beams.
-    forced: the output's ids as little-endian uint32, 4 bytes each, `max_tokens` of them: the k-th token is the k-th of
-        these whatever the logits are. Empty: tokens are chosen.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    beams: int = 0
-    beam_answers: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-    forced: bytes = b""
-
-    @property
-    def penalised(self) -> bool:
-        """Whether the logits depend on the tokens so far through a penalty."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class FullAttention(msgspec.Struct, frozen=True, tag=True):
@@ -316,7 +259,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class BeamResult(msgspec.Struct, frozen=True):
-    """A sequence that a beam search has found. score: see `Sampling.length_penalty`."""
+    """A sequence that a beam search has found. score: see `BeamSearch.length_penalty`."""
 
     tokens: list[int]
     score: float
@@ -465,6 +408,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         order (`blocks_needed`).
     fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
         the cached blocks is copied, not computed again. -1: none.
+    sampling: of the prompt's sequence, with `max_tokens`, which count those of earlier runs, and a seed; no `stop`.
     state: None for a model without.
     images: those of the prompt, in its order. image_frames: of each of them, if the model has an `image_group`.
     """

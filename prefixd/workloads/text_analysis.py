@@ -173,11 +173,6 @@ def serving_of(config: str) -> Serving:
     return Serving(name=config, policy=config)
 
 
-def config_overrides(config: str) -> dict[str, Any]:
-    """The settings, by dotted name, of one of CONFIGS, but for the sizes of its tiers."""
-    return serving_of(config).settings
-
-
 def _tokens(source: random.Random, count: int) -> list[int]:
     return [source.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(count)]
 

@@ -17,7 +17,7 @@ from prefixd_scheduler.errors import (
     UnknownRequestError,
 )
 from prefixd_scheduler.header import Header
-from prefixd_scheduler.load_plan import LoadPlan, Stretch, plan_load
+from prefixd_scheduler.load_plan import LoadPlan, Regret, Stretch, plan_load
 from prefixd_scheduler.look_ahead import LookAhead
 from prefixd_scheduler.policies import (
     POLICIES,
@@ -31,7 +31,6 @@ from prefixd_scheduler.policies import (
     create_policy,
 )
 from prefixd_scheduler.queue import RequestQueue
-from prefixd_scheduler.regret import Regret
 from prefixd_scheduler.request import QueuedRequest
 from prefixd_scheduler.shared_limit import SharedLimit
 

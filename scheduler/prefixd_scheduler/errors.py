@@ -11,7 +11,7 @@ class QueueFullError(SchedulerError):
     """The queue holds as many requests as it may.
 
     Args:
-        limit: so many.
+        limit: how many requests may wait.
         had: of these the tenant's own, if what is left is kept for others.
         reserved: places kept for each tenant.
     """

@@ -4,7 +4,7 @@ Start-time fair queueing (Goyal, Vin and Cheng, "Start-Time Fair Queueing", SIGC
 in Serving Large Language Models" (Sheng et al., VTC, OSDI 2024), of equal weights. Each tenant has a counter of the
 service that it has received, in tokens of prompts that were computed; a generated token counts as two (VTC, section
 4.1). The tenant whose counter is lowest is next. A request is charged for its prompt when it is handed over and for its
-output as it comes, since nobody knows before how long that will be.
+output as it comes, since its length is not known before.
 
 **No credit.** A tenant that begins to wait is lifted to the lowest counter among those that wait; where none does, to
 the counter of the one that waited last. What it did not use while it was idle is gone.
@@ -19,6 +19,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import takewhile
+
+from prefixd_scheduler.orders import Order
+from prefixd_scheduler.request import QueuedRequest
 
 OUTPUT_TOKEN = 2
 """What a generated token counts."""
@@ -75,7 +79,7 @@ class FairShare:
         cost: Callable[[int], int],
         admits: Callable[[int], bool],
     ) -> Iterator[int]:
-        """The ids of all requests, as they would be served if nobody came and nothing was generated.
+        """The ids of all requests, as they would be served if no request came and nothing was generated.
 
         Args:
             waiting: tenants that wait, each with its requests in its own order.
@@ -97,3 +101,45 @@ class FairShare:
             yield request_id
             turn += 1
             heapq.heapreplace(line, (received + cost(request_id), turn, place, ids))
+
+
+class ByTenant(Order):
+    """An order for each tenant, taken from in turn (`FairShare`): what a tenant's requests are decides nothing about
+    another's.
+
+    The first w requests of t tenants cost O(t + w log t) besides. A single tenant's are in the order of its own.
+
+    Args:
+        order: makes an order.
+        share: whose turn it is.
+        cost: what a request will be charged when it is handed over.
+    """
+
+    def __init__(self, order: Callable[[], Order], share: FairShare, cost: Callable[[int], int]) -> None:
+        self._new = order
+        self._share = share
+        self._cost = cost
+        self._orders: dict[Hashable, Order] = {}
+        self._tenant_of: dict[int, Hashable] = {}
+
+    def put(self, request: QueuedRequest) -> None:
+        if request.tenant not in self._orders:
+            self._orders[request.tenant] = self._new()
+        self._tenant_of[request.id] = request.tenant
+        self._orders[request.tenant].put(request)
+
+    def remove(self, request_id: int) -> None:
+        tenant = self._tenant_of.pop(request_id)
+        self._orders[tenant].remove(request_id)
+        if not len(self._orders[tenant]):
+            del self._orders[tenant]
+
+    def ids(self, now_s: float, admits: Callable[[int], bool] = lambda request_id: True) -> Iterator[int]:
+        if len(self._orders) == 1:
+            (order,) = self._orders.values()
+            return takewhile(admits, order.ids(now_s))
+        waiting = ((tenant, order.ids(now_s)) for tenant, order in self._orders.items())
+        return self._share.in_turn(waiting, self._cost, admits)
+
+    def __len__(self) -> int:
+        return len(self._tenant_of)

@@ -33,8 +33,8 @@ class _Span:
 class Header:
     """How long the header of the prompts that come is, of what was cached of each when it came.
 
-    Which prompt is nearer to its first token is decided behind the header: every prompt needs that, and whoever comes
-    first brings it for all. Counted are the last 32 to 64 prompts. One that does not share the header ends it at once,
+    Which prompt is nearer to its first token is decided behind the header: every prompt needs that, and the first one
+    brings it for all. Counted are the last 32 to 64 prompts. One that does not share the header ends it at once,
     a new one is found after 32 prompts. If nothing was cached behind what all share, that is no header: it is the
     prefix that all ask about.
     """

@@ -25,7 +25,7 @@ _WORTH = 0.88
 pass that began before the last block came has to end: it takes a sixth longer than its estimate, by more than loading
 alone does (`benchmarks.load_or_recompute`)."""
 _PROBED = 16
-"""A probe loads one part in so many."""
+"""A probe loads one part in this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +219,34 @@ class _Planner:
             at += stretch.tokens
         for distance, count in nbytes.items():
             yield count, distance, self._queued_bytes.get(distance, 0)
+
+
+@dataclass(slots=True)
+class Regret:
+    """Time lost against the better choice in hindsight, of decisions of which the outcome is known.
+
+    What was done is measured. What was not done can only be estimated, after the fact: what loading and computing were
+    learned to take since the decision counts as well. A decision that was faster than all others by their estimates is
+    not regretted; that one was better by more makes up for no other.
+
+    Attributes:
+        judged: decisions.
+        spent_s: seconds that they took.
+        lost_s: seconds of these that the best other choice would have saved.
+    """
+
+    judged: int = 0
+    spent_s: float = 0.0
+    lost_s: float = 0.0
+
+    def judge(self, spent_s: float, *others_s: float | None) -> float:
+        """A decision took `spent_s` seconds; each other choice would have taken so many, None where that was never
+        observed. Returns the seconds lost."""
+        known = [other_s for other_s in others_s if other_s is not None]
+        if not known:
+            return 0.0
+        lost_s = max(0.0, spent_s - min(known))
+        self.judged += 1
+        self.spent_s += spent_s
+        self.lost_s += lost_s
+        return lost_s

@@ -25,7 +25,7 @@ class LookAhead:
     Args:
         cost: knows how long a load takes.
         clock: seconds.
-        fixed: so many requests instead; 0 brings nothing up ahead of its turn.
+        fixed: this many requests instead; 0 brings nothing up ahead of its turn.
     """
 
     def __init__(self, cost: CostModel, clock: Callable[[], float], fixed: int | None = None) -> None:
@@ -51,7 +51,7 @@ class LookAhead:
         self._last_s = now_s if others_wait else None
 
     def loads(self, distance: Distance, nbytes: int) -> None:
-        """A load of so many bytes from `distance` begins."""
+        """A load of `nbytes` bytes from `distance` begins."""
         mean = self._mean_bytes.get(distance, float(nbytes))
         self._mean_bytes[distance] = mean + _SMOOTHING * (nbytes - mean)
 
@@ -73,5 +73,5 @@ class LookAhead:
         return min(MOST, running + math.ceil(_SPARE * load_s / self._interval_s))
 
     def until_turn_s(self, places: int) -> float:
-        """Estimated seconds until so many requests have been handed over; 0 where nothing is known."""
+        """Estimated seconds until `places` requests have been handed over; 0 where nothing is known."""
         return max(0, places) * (self._interval_s or 0.0)

@@ -3,22 +3,22 @@
 A request's *standing* is what its place depends on besides the time. The order is changed only when a standing changes,
 and the first requests of 10,000 are found without looking at the others.
 
-Orders contain each other: `ByTenant` has an order for each tenant, `ByPriority` one for each class, `OverdueFirst` puts
-some before those of another.
+Orders contain each other: `ByTenant` (`fair_share`) has an order for each tenant, `ByPriority` one for each class,
+`OverdueFirst` puts some before those of another.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain, takewhile
 from typing import Generic, TypeAlias, TypeVar
 
 from prefixd_scheduler.distance import WEIGHT_CLASSES
-from prefixd_scheduler.fair_share import FairShare
+from prefixd_scheduler.errors import IntegrityError
 from prefixd_scheduler.request import QueuedRequest
-from prefixd_scheduler.sorted_keys import SortedKeys
 
 Arrival: TypeAlias = tuple[float, int]
 """When a request arrived, and its id: `(12.5, 7)`."""
@@ -27,6 +27,68 @@ Key: TypeAlias = tuple[float, ...]
 """What a policy ranks by, the lowest first; of one policy all have one length."""
 
 S = TypeVar("S")
+K = TypeVar("K", int, tuple[float, ...])
+"""What `bisect` can compare: here always a number or a tuple of numbers."""
+
+_CHUNK = 512
+
+
+class SortedKeys(Generic[K]):
+    """Different keys in ascending order.
+
+    The keys lie in short sorted lists, one after the other, so that a change moves at most `2 * _CHUNK` keys in memory
+    and compares O(log n). Example with chunks of 2: `[[1, 3], [4, 7], [9]]`.
+    """
+
+    __slots__ = ("_chunks", "_lasts")
+
+    def __init__(self) -> None:
+        self._chunks: list[list[K]] = []
+        self._lasts: list[K] = []  # the last key of each chunk
+
+    def add(self, key: K) -> None:
+        """Puts a key that is not there into its place."""
+        if not self._chunks:
+            self._chunks.append([key])
+            self._lasts.append(key)
+            return
+        at = min(bisect_left(self._lasts, key), len(self._chunks) - 1)
+        chunk = self._chunks[at]
+        insort(chunk, key)
+        if len(chunk) > 2 * _CHUNK:
+            self._chunks[at : at + 1] = [chunk[:_CHUNK], chunk[_CHUNK:]]
+            self._lasts.insert(at, chunk[_CHUNK - 1])
+            at += 1
+        self._lasts[at] = self._chunks[at][-1]
+
+    def remove(self, key: K) -> None:
+        """Takes a key out. Raises IntegrityError if it is not there: its owner has changed it meanwhile."""
+        at = bisect_left(self._lasts, key)
+        chunk = self._chunks[at] if at < len(self._chunks) else []
+        place = bisect_left(chunk, key)
+        if place == len(chunk) or chunk[place] != key:
+            raise IntegrityError(f"the key {key} is not where the order has it; it was changed while it was kept there")
+        del chunk[place]
+        if chunk:
+            self._lasts[at] = chunk[-1]
+        else:
+            del self._chunks[at], self._lasts[at]
+
+    @property
+    def first(self) -> K:
+        """The lowest key. Raises IndexError when there is none."""
+        return self._chunks[0][0]
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys, ascending. Do not add or remove meanwhile."""
+        for chunk in self._chunks:
+            yield from chunk
+
+    def __len__(self) -> int:
+        return sum(map(len, self._chunks))
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
 
 
 class Order(ABC):
@@ -239,48 +301,6 @@ class ByPriority(Order):
         if not len(self._classes[priority]):
             del self._classes[priority]
             self._priorities.remove(priority)
-
-
-class ByTenant(Order):
-    """An order for each tenant, taken from in turn (`FairShare`): what a tenant's requests are decides nothing about
-    another's.
-
-    The first w requests of t tenants cost O(t + w log t) besides. A single tenant's are in the order of its own.
-
-    Args:
-        order: makes an order.
-        share: whose turn it is.
-        cost: what a request will be charged when it is handed over.
-    """
-
-    def __init__(self, order: Callable[[], Order], share: FairShare, cost: Callable[[int], int]) -> None:
-        self._new = order
-        self._share = share
-        self._cost = cost
-        self._orders: dict[Hashable, Order] = {}
-        self._tenant_of: dict[int, Hashable] = {}
-
-    def put(self, request: QueuedRequest) -> None:
-        if request.tenant not in self._orders:
-            self._orders[request.tenant] = self._new()
-        self._tenant_of[request.id] = request.tenant
-        self._orders[request.tenant].put(request)
-
-    def remove(self, request_id: int) -> None:
-        tenant = self._tenant_of.pop(request_id)
-        self._orders[tenant].remove(request_id)
-        if not len(self._orders[tenant]):
-            del self._orders[tenant]
-
-    def ids(self, now_s: float, admits: Callable[[int], bool] = lambda request_id: True) -> Iterator[int]:
-        if len(self._orders) == 1:
-            (order,) = self._orders.values()
-            return takewhile(admits, order.ids(now_s))
-        waiting = ((tenant, order.ids(now_s)) for tenant, order in self._orders.items())
-        return self._share.in_turn(waiting, self._cost, admits)
-
-    def __len__(self) -> int:
-        return len(self._tenant_of)
 
 
 def _weighted(members: SortedKeys[Key], weight: float, now_s: float) -> Iterator[tuple[float, float, int]]:

@@ -26,12 +26,12 @@ class Policy(ABC):
     A policy keeps no state: the order follows from the requests and the time. Most are a `key` and perhaps a `group`.
 
     **Starvation.** A policy that `may_starve` passes a request over for as long as better ones keep coming. With a
-    `starvation_bound_s` of B, whoever has waited for B seconds goes before all who have not, by arrival. Therefore, if
-    at most L requests wait at a time and the first in order is handed over at least every s seconds,
+    `starvation_bound_s` of B, a request that has waited for B seconds goes before all that have not, by arrival.
+    Therefore, if at most L requests wait at a time and the first in order is handed over at least every s seconds,
 
         a request waits at most B + L * s.
 
-    Proof: at the age of B only those that came before it can go before it, at most L - 1 of them, and nobody who comes
+    Proof: at the age of B only those that came before it can go before it, at most L - 1 of them, and none that comes
     later passes it any more. One more is put back in front of it for each older request that is interrupted.
 
     Args:

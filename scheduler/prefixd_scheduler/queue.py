@@ -15,12 +15,11 @@ from prefixd_scheduler.errors import (
     QueueFullError,
     UnknownRequestError,
 )
-from prefixd_scheduler.fair_share import OUTPUT_TOKEN, FairShare
-from prefixd_scheduler.orders import ByTenant
+from prefixd_scheduler.fair_share import OUTPUT_TOKEN, ByTenant, FairShare
+from prefixd_scheduler.orders import SortedKeys
 from prefixd_scheduler.policies import Policy
-from prefixd_scheduler.request import QueuedRequest, check_state
+from prefixd_scheduler.request import QueuedRequest
 from prefixd_scheduler.shared_limit import SharedLimit
-from prefixd_scheduler.sorted_keys import SortedKeys
 
 _Common: TypeAlias = tuple[Hashable, Hashable]
 """Whose requests, and what they lack."""
@@ -39,7 +38,7 @@ class RequestQueue:
 
     **Computed once.** Of a tenant's requests that lack the same block next (`QueuedRequest.lacks`) only one stands in
     the order, the first one by `Policy.first_of`: it computes what the others then find. They stand behind it, so that
-    a thousand of them do not hide the next request, and whoever is earliest takes its place when it leaves. Nobody
+    a thousand of them do not hide the next request, and the earliest takes its place when it leaves. No request
     stands behind another tenant's request, which may be long in coming up.
 
     Args:
@@ -68,12 +67,16 @@ class RequestQueue:
             QueueFullError: `limit` requests wait already, or the tenant has its share of it.
             DuplicateRequestError: one with this id waits already.
         """
-        if len(self._requests) >= self.limit:
-            raise QueueFullError(self.limit)
-        if not self._admitted.left(request.tenant):
-            raise QueueFullError(self.limit, self._admitted[request.tenant], self._admitted.reserved)
+        self.check_room(request.tenant)
         self._add(request)
         self._admitted.add(request.tenant, 1)
+
+    def check_room(self, tenant: Hashable) -> None:
+        """Raise QueueFullError unless one more request of a tenant can be pushed."""
+        if len(self._requests) >= self.limit:
+            raise QueueFullError(self.limit)
+        if not self._admitted.left(tenant):
+            raise QueueFullError(self.limit, self._admitted[tenant], self._admitted.reserved)
 
     def readmit(self, request: QueuedRequest) -> None:
         """Put back a request that was handed over and interrupted; the limit does not apply to it.
@@ -114,7 +117,7 @@ class RequestQueue:
         return self.remove(request_id)
 
     def charge(self, tenant: Hashable, output_tokens: int) -> None:
-        """So many tokens were generated for requests of a tenant that were handed over."""
+        """`output_tokens` tokens were generated for requests of a tenant that were handed over."""
         self._share.charge(tenant, OUTPUT_TOKEN * output_tokens)
 
     def waiting_of(self, tenant: Hashable) -> int:
@@ -131,7 +134,8 @@ class RequestQueue:
         lacks: Hashable | None = None,
         ready_s: float = math.inf,
     ) -> None:
-        """Record how much of a waiting request's prefix is cached now, and where; see `QueuedRequest`.
+        """Record how much of a waiting request's prefix is cached now, and where (`QueuedRequest.set_cached`), and move
+        it in the order.
 
         Raises:
             UnknownRequestError: no request with this id waits.
@@ -139,12 +143,10 @@ class RequestQueue:
                 `WEIGHT_CLASSES`, or `ready_s` is negative.
         """
         request = self._waiting(request_id)
-        check_state(request_id, cached_tokens, request.prompt_tokens, weight, ready_s)
-        request.weight, request.cached_tokens, request.prefix = weight, cached_tokens, prefix
-        request.ready_s = ready_s
-        if lacks != request.lacks:
+        lacks_other = lacks != request.lacks
+        request.set_cached(weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
+        if lacks_other:
             self._leave(request_id)
-            request.lacks = lacks
             self._enter(request)
         elif self._is_first(request):
             self._order.put(request)
@@ -189,9 +191,9 @@ class RequestQueue:
                 raise IntegrityError(
                     f"request {request_id}: {request.cached_tokens} cached of {request.prompt_tokens} tokens"
                 )
-        strangers = self._readmitted - self._requests.keys()
-        if strangers:
-            raise IntegrityError(f"requests {sorted(strangers)} are marked as readmitted but do not wait")
+        unknown = self._readmitted - self._requests.keys()
+        if unknown:
+            raise IntegrityError(f"requests {sorted(unknown)} are marked as readmitted but do not wait")
         admitted = len(self._requests) - len(self._readmitted)
         if admitted > self.limit:
             raise IntegrityError(f"{admitted} admitted requests wait, over the limit of {self.limit}")

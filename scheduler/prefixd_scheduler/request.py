@@ -26,7 +26,7 @@ class QueuedRequest:
         prefix: equal for requests that need the same cached prefix, such as the key of its last block; None
             when the request shares nothing.
         lacks: equal for requests that lack the same block next, behind what is cached, such as that block's key; None
-            when nobody else can lack it.
+            when no other can lack it.
         ready_s: estimated seconds of loading and computing until its first token; infinite while unknown.
         deadline_s: when its first token is due, on the clock of `arrival_s`; infinite for never.
         tenant: whose it is: tenants are served in turn, and all that is said here orders requests of one tenant alone.
@@ -49,12 +49,30 @@ class QueuedRequest:
     tenant: Hashable = None
 
     def __post_init__(self) -> None:
-        check_state(self.id, self.cached_tokens, self.prompt_tokens, self.weight, self.ready_s)
+        _check_cached(self.id, self.cached_tokens, self.prompt_tokens, self.weight, self.ready_s)
         if math.isnan(self.deadline_s):
             raise InvalidValueError(f"request {self.id} has the deadline {self.deadline_s}; pass seconds")
 
+    def set_cached(
+        self,
+        weight: float,
+        cached_tokens: int,
+        prefix: Hashable | None,
+        *,
+        lacks: Hashable | None = None,
+        ready_s: float = math.inf,
+    ) -> None:
+        """Records how much of the prefix is cached, and where. For a request that is not in a queue.
 
-def check_state(request_id: int, cached_tokens: int, prompt_tokens: int, weight: float, ready_s: float) -> None:
+        Raises:
+            InvalidValueError: as the constructor; nothing has changed then.
+        """
+        _check_cached(self.id, cached_tokens, self.prompt_tokens, weight, ready_s)
+        self.weight, self.cached_tokens, self.prefix = weight, cached_tokens, prefix
+        self.lacks, self.ready_s = lacks, ready_s
+
+
+def _check_cached(request_id: int, cached_tokens: int, prompt_tokens: int, weight: float, ready_s: float) -> None:
     """Raises InvalidValueError unless 0 <= cached_tokens <= prompt_tokens, the weight is one of `WEIGHT_CLASSES` and
     0 <= ready_s."""
     if not 0 <= cached_tokens <= prompt_tokens:

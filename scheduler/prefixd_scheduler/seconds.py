@@ -19,7 +19,7 @@ _LATELY = 5
 or slower: of each class the last observation counts then, and what is still off all estimates follow."""
 _STEADY = 1.25
 _HALF_AGE = 64
-"""A class that was not seen for so many observations counts half."""
+"""A class that was not seen for this many observations counts half."""
 _WORTH = 4e-4
 """A coefficient is believed in when it makes the mean square of the relative error smaller by so much: 2% squared."""
 

@@ -9,7 +9,7 @@ class SharedLimit:
     """Counts what each tenant has of something that is limited.
 
     One half is divided evenly: of T tenants each has 1 / 2T of the limit to itself, and at least one where there are as
-    many. The other half is for whoever comes first. With one tenant the limit is all there is.
+    many. The other half is for those who come first. With one tenant the limit is all there is.
 
     ```
     limit 80, T = 4     [ 10 | 10 | 10 | 10 ][         40         ]
@@ -18,7 +18,7 @@ class SharedLimit:
 
     Args:
         limit: what all have together.
-        tenants: how many there are now; whoever has something counts besides.
+        tenants: how many there are now; tenants that have something count besides.
     """
 
     def __init__(self, limit: int, tenants: Callable[[], int] = lambda: 1) -> None:
@@ -34,15 +34,22 @@ class SharedLimit:
     @property
     def reserved(self) -> int:
         """What each tenant has to itself."""
-        tenants = max(1, self._tenants(), len(self._had))
-        return max(self.limit // (2 * tenants), int(self.limit >= tenants))
+        return self._reserved(self._sharers())
 
     def left(self, tenant: Hashable) -> int:
         """How much more a tenant may have now. Time O(tenants that have something)."""
-        reserved, tenants = self.reserved, max(1, self._tenants(), len(self._had))
+        tenants = self._sharers()
+        reserved = self._reserved(tenants)
         above = sum(max(0, had - reserved) for had in self._had.values())
         open_to_all = max(0, self.limit - tenants * reserved - above)
         return max(0, min(self.limit - self.total, max(0, reserved - self[tenant]) + open_to_all))
+
+    def try_add(self, tenant: Hashable, amount: int) -> bool:
+        """Adds what a tenant wants if it may have as much; returns whether it may."""
+        if amount > self.left(tenant):
+            return False
+        self.add(tenant, amount)
+        return True
 
     def add(self, tenant: Hashable, amount: int) -> None:
         """A tenant has more, whether it may or not; less if negative."""
@@ -52,3 +59,9 @@ class SharedLimit:
             self._had[tenant] = had
         else:
             self._had.pop(tenant, None)
+
+    def _sharers(self) -> int:
+        return max(1, self._tenants(), len(self._had))
+
+    def _reserved(self, sharers: int) -> int:
+        return max(self.limit // (2 * sharers), int(self.limit >= sharers))

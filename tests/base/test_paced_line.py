@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from prefixd_swap.simulated_time import SimulatedTimeLoop
-
 from prefixd.base.fairness import PacedLine
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 
 
 async def _turns(line: PacedLine, count: int, cost_s: float) -> list[float]:

@@ -33,10 +33,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def result_of(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    file = folder / "result.json"
+def result_of(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    file, name = folder / "result.json", module.rpartition(".")[2]
     # Settings of the caller must not reach the daemon that is measured.
-    done = run(f"benchmarks.{name}", "--json", str(file), *arguments, PREFIXD_CPU__BYTES="1")
+    done = run(f"benchmarks.{module}", "--json", str(file), *arguments, PREFIXD_CPU__BYTES="1")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(file.read_text())
@@ -145,7 +145,7 @@ def test_sigterm_ends_a_benchmark_and_its_daemon(short_folder: Path) -> None:
 
 
 def test_salts(tmp_path: Path) -> None:
-    result = result_of("salts", tmp_path, "--salts", "500", "--through-daemon", "40", "--in-use", "8")
+    result = result_of("checks.salts", tmp_path, "--salts", "500", "--through-daemon", "40", "--in-use", "8")
     assert (result["refused"], result["daemon_refused"], result["daemon_violations"]) == (0, 0, [])
     assert result["found_in_use"] == result["asked_in_use"] > 50 and result["stored"] > 60
     assert result["daemon_found_in_use"] == result["daemon_asked_in_use"] == 3

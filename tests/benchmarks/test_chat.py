@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from benchmarks.chat import main
-from benchmarks.chat_parts.conversations import Conversation, Statistics, Turn, distinct_tokens, fitting, generate
-from benchmarks.chat_parts.share_gpt import read_share_gpt
-from benchmarks.chat_parts.traced import read_conversations
 from benchmarks.common.harness import BenchmarkError
+from benchmarks.workloads.conversations import Conversation, Statistics, Turn, distinct_tokens, fitting, generate
+from benchmarks.workloads.share_gpt import read_share_gpt
+from benchmarks.workloads.traced import read_conversations
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW: dict[str, Any] = {"scale": 1.0, "time_scale": 1.0}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load.chats import BlockBytes, ChatEngine
+from benchmarks.workloads.chat_engine import BlockBytes, ChatEngine
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import jenga
 from benchmarks.common import harness
 from benchmarks.jenga_parts.chats import Plan
-from benchmarks.jenga_parts.figures import MOST_WASTE, summary, violations
-from benchmarks.jenga_parts.runs import Run, measure
+from benchmarks.jenga_parts.comparison import MOST_WASTE, summary, violations
+from benchmarks.jenga_parts.subject_runs import Run, measure
 from benchmarks.jenga_parts.subjects import ALONE, BASELINE, BLOCK_TOKENS, DRAFT, SUBJECTS, TWO_WAYS, WAYS
 
 GOOD: dict[str, Any] = {

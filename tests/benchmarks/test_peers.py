@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import harness
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Run, Stage
 from benchmarks.peers_parts import guard_dispatcher
-from benchmarks.peers_parts.figures import after_restart, figures, leads, not_ahead, other_tokens, summary
-from benchmarks.peers_parts.plot import draw
+from benchmarks.peers_parts.cache_figures import after_restart, figures, leads, not_ahead, other_tokens, summary
+from benchmarks.peers_parts.peers_plot import draw
 
 
 def stage(name: str, waits_s: list[float], elapsed_s: float, tokens: tuple[int, ...] = (1, 2)) -> Stage:
@@ -67,7 +68,7 @@ def test_the_summary_is_drawn(tmp_path: Path) -> None:
     cold = caches["lmcache"]["cold"]
     assert cold["requests_per_s"] == 1.0 and cold["rounds"]["requests_per_s"] == [1.0, 0.9524, 1.0526]
     assert cold["prompt_tokens"] == {"total": 60, "computed": 36, "local": 24, "external": 0}
-    draw({"caches": caches}, tmp_path / "plot.png")
+    harness.plot(tmp_path / "plot.png", lambda panels: draw(panels, caches), columns=3)
     if "matplotlib" in sys.modules:
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -32,7 +32,7 @@ def test_a_batch_wants_each_block_once() -> None:
     # 48 + 15 tokens and one to come are 4 blocks each; of three requests 2 are the same.
     assert batch.wanted_blocks == 5 * 4 - 2 * 2
     assert batch.pressed_blocks == 5
-    kinds = {(number % 2, batch.options(number)["temperature"]) for number in range(4)}
+    kinds = {(number % 2, batch.options(number)["sampling"].temperature) for number in range(4)}
     assert kinds == {(0, 0.0), (1, 0.0), (0, 1.0), (1, 1.0)}, "shared and not, greedy and sampled"
     assert batch.prompts() == prompts
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from pathlib import Path
 
 from benchmarks.common import throttled
+from benchmarks.common.steered_daemon import Orders
 from benchmarks.common.throttled import ThrottledOps
 
 
 def write(path: Path, **rate: float) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(rate))
-    fresh.rename(path)
+    Orders(path).write(rate)
 
 
 def test_reads_of_all_threads_share_the_bandwidth_and_wait_for_the_latency_side_by_side(tmp_path: Path) -> None:

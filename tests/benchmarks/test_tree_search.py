@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tree_search
-from benchmarks.serving.ways import Room
 from benchmarks.tree_parts import language_server
 from benchmarks.tree_parts.language_server import Diagnostic, LanguageServer, LanguageServerError, pylsp
 from benchmarks.tree_parts.planned import PlannedModel, program_lines, same_program
 from benchmarks.tree_parts.programs import PROGRAMS, Program
 from benchmarks.tree_parts.search import Node, Search
+from benchmarks.workloads.ways import Room
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Program(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks import urgency
+from benchmarks.common.steered_daemon import Orders
+from benchmarks.common.throttled import DiskRate, ThrottledOps
 from benchmarks.load.disk_traffic import Prompts, TrafficPlan
-from benchmarks.storage.throttled_daemon import ThrottledOps
 from prefixd.client import AsyncLease
 
 SHORT = (
@@ -91,6 +92,13 @@ def test_a_plan_reaches_the_process_as_it_is() -> None:
     assert TrafficPlan.from_json(plan.to_json()) == plan
 
 
+def throttled(tmp_path: Path, latency_s: float, clock: Clock) -> ThrottledOps:
+    """The files on a disk of 1,000 bytes a second."""
+    path = tmp_path / "rate.json"
+    Orders(path).write(asdict(DiskRate(1000.0, latency_s, alone=True)))
+    return ThrottledOps(path, clock, clock.sleep)
+
+
 class Clock:
     """Time of one disk and its callers, each of which has its own."""
 
@@ -107,7 +115,7 @@ class Clock:
 
 def test_calls_wait_for_the_bytes_asked_for_before_them(tmp_path: Path) -> None:
     clock = Clock()
-    ops = ThrottledOps(1000.0, 0.25, clock, clock.sleep)
+    ops = throttled(tmp_path, 0.25, clock)
     fd = ops.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     data, into = memoryview(bytes(range(100))), memoryview(bytearray(100))
     assert ops.pwrite(fd, data, 0) == 100
@@ -121,7 +129,7 @@ def test_calls_wait_for_the_bytes_asked_for_before_them(tmp_path: Path) -> None:
 
 def test_callers_at_the_same_time_share_the_disk(tmp_path: Path) -> None:
     clock = Clock()
-    ops = ThrottledOps(1000.0, 0.0, clock, clock.sleep)
+    ops = throttled(tmp_path, 0.0, clock)
     fd = ops.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     callers = [threading.Thread(target=ops.pwrite, args=(fd, memoryview(bytes(100)), 0)) for _ in range(8)]
     for caller in callers:
@@ -134,7 +142,7 @@ def test_callers_at_the_same_time_share_the_disk(tmp_path: Path) -> None:
 
 def test_mapped_reads_are_throttled_too(tmp_path: Path) -> None:
     clock = Clock()
-    ops = ThrottledOps(1000.0, 0.0, clock, clock.sleep)
+    ops = throttled(tmp_path, 0.0, clock)
     fd = ops.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.pwrite(fd, b"x" * 4096, 0)
     address = ops.map(fd, 4096)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines.vllm_chat import ChatPlan, Chats, distinct_prompts
+from benchmarks.common import harness
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Round, Run, Stage, broken_promises, nothing_to_hit
 from benchmarks.engines.vllm_plot import draw
+from benchmarks.workloads.growing_chats import ChatPlan, Chats, distinct_prompts
 
 PLAN = ChatPlan(conversations=5, turns=3, system_tokens=20, user_tokens=7, output_tokens=3, vocabulary=1000, seed=1)
 
@@ -140,5 +141,5 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
         "runs": [ALONE.to_plain(), PREFIXD.to_plain()],
         "nothing_to_hit": nothing_to_hit(ROUNDS),
     }
-    draw(result, tmp_path / "plot.png")
+    harness.plot(tmp_path / "plot.png", lambda panels: draw(panels, result), columns=3)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import worker
-from benchmarks.kv import designs, memory_held, step_tail
+from benchmarks.kv import designs, step_tail
+from benchmarks.kv import memory_by_design as memory_held
 from benchmarks.kv.rig import PAGED, VIRTUAL, EngineRig, Frames, Request, load_embedded_model
 from prefixd.worker.model import CausalModel
 

@@ -32,7 +32,10 @@ from prefixd.cache import (
 )
 from prefixd.cache.index.keys import Digest, xxh3_digest
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT
+from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions
+from prefixd.cache.sessions.leasing import Asked
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd_swap import (
     CpuArena,
     FrameId,
@@ -102,7 +105,8 @@ class Disk(FileOps):
 class Rig:
     """A cache with as many slots a tier as a test asks for (0: no such tier).
 
-    A slot has 4096 bytes, or 2 MiB with the GPU tier on CUDA, where a chunk cannot be smaller.
+    A slot has 4096 bytes, or 2 MiB with the GPU tier on CUDA, where a chunk cannot be smaller. `write_queue` counts
+    blocks; `cache` are fields of `CacheOptions`, of which write-back is off and the limits of a session are wide.
     """
 
     def __init__(
@@ -114,20 +118,15 @@ class Rig:
         disk: int = 0,
         policy: str = "lru",
         digest: Digest = xxh3_digest,
-        write_back: bool = False,
-        max_sessions: int = 256,
         device: str = "cpu",
         ops: FileOps | None = None,
-        write_queue: int | None = None,
         io: DiskIo = "direct",
-        admit_uses: int = 0,
+        write_queue: int | None = None,
         remote: ObjectStore | None = None,
         seal: Seal | None = None,
         options: RemoteOptions | None = None,
-        reserved: int | None = 1 << 30,
-        share_after: int = 0,
-        namespace_bytes: int = 64 << 20,
         tenants: Tenants | None = None,
+        **cache: Any,
     ) -> None:
         self.path = path
         self.device = device
@@ -137,19 +136,17 @@ class Rig:
         self._slots = (gpu, cpu, disk)
         self._policy = policy
         self._digest = digest
-        self._write_back = write_back
-        self._max_sessions = max_sessions
-        self._write_queue = write_queue
         self._io = io
-        self._admit_uses = admit_uses
         self._remote = remote
-        self._reserved = reserved
-        self._share_after = share_after
-        self._namespace_bytes = namespace_bytes
         self._tenants = tenants
         self._seal = seal or Seal(b"a secret of tests")
+        if write_queue is not None:
+            cache["write_queue_bytes"] = write_queue * self.part_bytes
         # An answer that is late is for those who ask later: a test that waits for one must not depend on the machine.
-        self._options = options or RemoteOptions(lookup_s=WAIT_S)
+        cache["remote"] = options or RemoteOptions(lookup_s=WAIT_S)
+        self._options = CacheOptions(
+            **{"write_back": False, "prefetch_bytes": 1 << 30, "reserved_bytes": 1 << 30, **cache}
+        )
         self._open()
 
     def _open(self) -> None:
@@ -172,17 +169,9 @@ class Rig:
             self.engine,
             create_eviction_policy(self._policy, seed=1),
             self.clock,
-            write_back=self._write_back,
-            digest=self._digest,
-            max_sessions=self._max_sessions,
-            prefetch_bytes=1 << 30,
-            reserved_bytes=self._reserved,
-            admit_uses=self._admit_uses,
-            remote=self._options,
-            share_after=self._share_after,
-            namespace_bytes=self._namespace_bytes,
+            self._options,
             tenants=self._tenants,
-            write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
+            digest=self._digest,
         )
         self.computed: Counter[int] = Counter()
         self.own: list[int] = []
@@ -318,7 +307,7 @@ class Rig:
         """Reserves, fills and commits what is not cached of the prompt; returns (committed, duplicates)."""
         home = namespace or self.namespace
         self.clock.now += 1
-        reservation = await self.cache.reserve(self.session, home, self.chain(prompt, home), parts=parts)
+        reservation = await self.cache.reserve(self.session, home, self.chain(prompt, home), ToFill(parts))
         if isinstance(reservation, int):
             return 0, 0
         self.fill(reservation)
@@ -331,7 +320,8 @@ class Rig:
         home = namespace or self.namespace
         self.clock.now += 1
         chain = self.chain(prompt, home)
-        lease = await self.cache.acquire(self.session, home, chain, **how)
+        matched = how.pop("matched", None)
+        lease = await self.cache.acquire(self.session, home, chain, Asked(**how), matched)
         if lease is not None:
             self.check_lease(lease, home, chain, how.get("first_block", 0))
         return lease
@@ -375,7 +365,7 @@ class Rig:
             self.computed -= Counter(rows)
         held = np.array(rows, np.int64)
         self.trie.unhold(held, tier.level)
-        self.cache.mover.placement.sweep(self.trie, held)
+        self.cache.placement.sweep(self.trie, held)
 
     # -- what must hold -----------------------------------------------------------------------------------------
 

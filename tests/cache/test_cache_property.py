@@ -24,6 +24,7 @@ from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.retention import Retention
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd_swap import Span
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.tiers import MemoryTier
@@ -124,7 +125,7 @@ class CacheMachine(RigMachine):
         self.rig.clock.now += 1
         chain = self.rig.chain(prompt, self.homes[home])
         try:
-            given = self.run(self.rig.cache.reserve(self.rig.session, self.homes[home], chain, parts=parts))
+            given = self.run(self.rig.cache.reserve(self.rig.session, self.homes[home], chain, ToFill(parts)))
         except ExhaustedError:
             assert self.held or self.reserved or self.own, "all is free, yet there was no room"
             return
@@ -336,7 +337,7 @@ class CacheMachine(RigMachine):
         for home, namespace in self.homes.items():
             trie = self.rig.cache.trie(namespace)
             for row in trie.used_rows().tolist():
-                if trie.namespace[row] == namespace.ordinal and trie.complete[row]:
+                if trie.namespace[row] == namespace.ordinal and trie.there[row].any():
                     path = self.run(find_ancestry(trie, np.array([row])))
                     tokens = trie.tokens[path[np.argsort(trie.depth[path])]].astype("<u4").tobytes()
                     assert self.committed.get((home, tokens)) == set(range(len(namespace.spec.parts)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyOps
+from benchmarks.checks.fault_injection.faulty_daemon import FAULTS, FaultyOps
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
@@ -30,7 +30,7 @@ MakeRig = Callable[..., "Rig"]
 
 
 class Faults:
-    """A cache on a disk that fails on command, as `benchmarks.fault_injection.faulty_daemon` has it."""
+    """A cache on a disk that fails on command, as `benchmarks.checks.fault_injection.faulty_daemon` has it."""
 
     def __init__(self, make_rig: MakeRig, path: Path, **how: Any) -> None:
         self._orders = path / "orders"
@@ -139,8 +139,8 @@ async def test_blocks_that_are_lost_together_go_once(make_rig: MakeRig) -> None:
     rows, other = rig.rows([1, 2, 3, 4]), rig.rows([1, 5])
     held = await rig.lease([1, 5])
     assert held is not None
-    rig.cache.mover.placement.drop(rig.trie, rows[:1:-1], rig.cache.tiers.shared)
-    rig.cache.mover.placement.drop(rig.trie, rows[1:2], rig.cache.tiers.shared)
+    rig.cache.placement.drop(rig.trie, rows[:1:-1], rig.cache.tiers.shared)
+    rig.cache.placement.drop(rig.trie, rows[1:2], rig.cache.tiers.shared)
     lost = np.array([rows[1], rows[2], other[1]])
     assert rig.cache.mover.disk.damaged.drop(rig.trie, lost, StorageError("by the test")) == 4
     assert rig.rows([1, 2, 3, 4]) == rows[:1], "with what continued them"

@@ -22,6 +22,7 @@ from prefixd.cache import (
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.moving.page_victims import has_other_sizes
 from prefixd.cache.rules import FullAttention, SlidingWindow
+from prefixd.cache.sessions.reservations import ToFill
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 
 MakeRig = Callable[..., Rig]
@@ -66,7 +67,7 @@ async def test_a_match_is_the_longest_length_that_every_group_allows(make_rig: M
     await rig.put([1, 2, 3, 4, 5], namespace=home)
     trie = rig.cache.trie(home)
     rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5], home))
-    rig.cache.mover.placement.drop(trie, rows[2:3], rig.cache.tiers.shared, np.array([1 << WINDOW], np.uint8))
+    rig.cache.placement.drop(trie, rows[2:3], rig.cache.tiers.shared, np.array([1 << WINDOW], np.uint8))
     for prompt, expected in (([1, 2, 3, 4, 5], 5), ([1, 2, 3, 4], 2), ([1, 2, 3], 2), ([1, 2], 2), ([1], 1)):
         assert len(await rig.cache.match(home, rig.chain(prompt, home))) == expected
     check_integrity(rig.cache)
@@ -121,7 +122,7 @@ async def test_a_writer_begins_behind_window_bytes_that_it_does_not_have(make_ri
     whole = await rig.cache.reserve(rig.session, home, chain)
     assert isinstance(whole, Reservation) and (whole.first_block, len(whole.slots)) == (0, 5)
     rig.cache.release(rig.session, whole.id)
-    behind = await rig.cache.reserve(rig.session, home, chain, first_block=3)
+    behind = await rig.cache.reserve(rig.session, home, chain, ToFill(first_block=3))
     assert isinstance(behind, Reservation) and (behind.first_block, len(behind.slots)) == (3, 2)
     rig.fill(behind)
     assert await rig.cache.commit(behind, 2) == (2, 0)
@@ -137,10 +138,10 @@ async def test_a_writer_does_not_begin_behind_bytes_that_every_prefix_needs(make
     await rig.put([1], namespace=home)
     await rig.put([1, 2], namespace=home, parts=[WINDOW])
     chain = rig.chain([1, 2, 3], home)
-    reservation = await rig.cache.reserve(rig.session, home, chain, first_block=2)
+    reservation = await rig.cache.reserve(rig.session, home, chain, ToFill(first_block=2))
     assert isinstance(reservation, Reservation) and reservation.first_block == 1
     with pytest.raises(InvalidArgumentError, match="first_block is 4, but token_ids has 3 full blocks"):
-        await rig.cache.reserve(rig.session, home, chain, first_block=4)
+        await rig.cache.reserve(rig.session, home, chain, ToFill(first_block=4))
 
 
 async def test_what_waits_for_the_disk_is_counted_right_where_prompts_branch(make_rig: MakeRig) -> None:
@@ -151,7 +152,7 @@ async def test_what_waits_for_the_disk_is_counted_right_where_prompts_branch(mak
     await rig.put([1, 2, 3, 9, 9], namespace=home)
     await rig.get([1, 2, 3, 4], namespace=home)
     trie = rig.cache.trie(home)
-    waiting = rig.cache.mover.placement.to_write(trie, np.arange(trie.rows))
+    waiting = rig.cache.placement.to_write(trie, np.arange(trie.rows))
     assert rig.cache.mover.queued == (np.count_nonzero(waiting), trie.group_bytes[waiting].sum())
 
 
@@ -225,8 +226,8 @@ async def test_who_needs_more_of_a_block_than_others_bring_gets_it(make_rig: Mak
     await rig.put([1, 2, 3], namespace=home, durable=True)
     await rig.put([1, 2, 3, 4, 5, 6, 7], namespace=home, durable=True)
     trie = rig.cache.trie(home)
-    rig.cache.mover.placement.drop(trie, trie.copies(CPU)[::-1], rig.cache.tiers.shared)
-    rig.cache.mover.placement.drop(trie, np.arange(trie.rows), rig.cache.tiers.shared, np.full(trie.rows, 3, np.uint8))
+    rig.cache.placement.drop(trie, trie.copies(CPU)[::-1], rig.cache.tiers.shared)
+    rig.cache.placement.drop(trie, np.arange(trie.rows), rig.cache.tiers.shared, np.full(trie.rows, 3, np.uint8))
     assert await asyncio.gather(rig.get([1, 2, 3, 4, 5, 6, 7], namespace=home), rig.get([1, 2, 3], namespace=home)) == [
         7,
         3,
@@ -238,7 +239,7 @@ async def test_sizes_are_told_apart_whatever_lies_on_other_tiers(make_rig: MakeR
     rig = make_rig(cpu=16, disk=64)
     await rig.put([1, 2], durable=True)
     await rig.put([3, 4])
-    rig.cache.mover.placement.drop(rig.trie, rig.rows([1, 2])[::-1], rig.cache.tiers.shared)
+    rig.cache.placement.drop(rig.trie, rig.rows([1, 2])[::-1], rig.cache.tiers.shared)
     assert has_other_sizes(rig.cache.tries, CPU, [3 * PART_BYTES])
     assert not has_other_sizes(rig.cache.tries, CPU, [PART_BYTES])
 

@@ -37,8 +37,9 @@ from prefixd.cache import (
     SlidingWindowSpec,
     Trie,
 )
-from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
+from prefixd.cache.sessions.leasing import NO_OFFSET
+from prefixd.cache.sessions.reservations import ToFill
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 from tests.cache.machine import RigMachine
 
@@ -193,7 +194,7 @@ class GroupsMachine(RigMachine):
     async def reserve_and_fill(self, home: str, prompt: Prompt, parts: Sequence[int], first: int) -> Reservation | None:
         self.rig.clock.now += 1
         cache, chain = self.rig.cache, self.chain(home, prompt)
-        given = await cache.reserve(self.rig.session, self.homes[home], chain, parts=parts, first_block=first)
+        given = await cache.reserve(self.rig.session, self.homes[home], chain, ToFill(parts, first))
         if isinstance(given, int):
             assert given == len(prompt)
             return None
@@ -473,7 +474,7 @@ class GroupsMachine(RigMachine):
     @invariant()
     def the_books_balance(self) -> None:
         self.rig.check()
-        placement = self.rig.cache.mover.placement
+        placement = self.rig.cache.placement
         waiting = [(trie, placement.to_write(trie, trie.used_rows())) for trie in self.rig.cache.tries]
         assert placement.queued_blocks == sum(int(np.count_nonzero(groups)) for _, groups in waiting)
         assert placement.queued_bytes == sum(int(trie.group_bytes[groups].sum()) for trie, groups in waiting)

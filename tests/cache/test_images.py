@@ -50,7 +50,7 @@ async def test_an_image_with_a_hole_is_not_there(make_rig: MakeRig) -> None:
     await rig.put(image(1), namespace=home)
     trie = rig.cache.trie(home)
     rows = trie.nodes(home.root, rig.chain(image(1), home))
-    rig.cache.mover.placement.drop(trie, rows[1:2], rig.cache.tiers.shared, np.array([1], np.uint8))
+    rig.cache.placement.drop(trie, rows[1:2], rig.cache.tiers.shared, np.array([1], np.uint8))
     assert await found(rig, home, 1) == 0
     assert await rig.put(image(1), namespace=home) == (1, 3), "what is missing is filled in"
     assert await rig.get(image(1), namespace=home) == BLOCKS

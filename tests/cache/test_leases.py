@@ -22,6 +22,8 @@ from prefixd.base.errors import (
 from prefixd.base.tenants import Quota, Tenants
 from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU
+from prefixd.cache.options import CacheOptions
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd.cache.sessions.sessions import LeaseTable
 
 if TYPE_CHECKING:
@@ -30,13 +32,10 @@ if TYPE_CHECKING:
 
 def make_table(tenants: Tenants | None = None, *, max_sessions: int = 1) -> LeaseTable:
     return LeaseTable(
-        lambda grants, at_its_word: None,
+        lambda work: None,
         lambda session: None,
-        default_ttl_s=60.0,
-        max_ttl_s=100.0,
-        max_sessions=max_sessions,
-        max_grants=4,
-        tenants=tenants or Tenants(),
+        CacheOptions(default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=max_sessions, max_grants=4),
+        tenants or Tenants(),
     )
 
 
@@ -72,7 +71,7 @@ async def test_a_renewed_lease_lives_on_and_an_unknown_one_renews_none(make_rig:
     rig = make_rig()
     await rig.put([1, 2])
     lease = await rig.lease([1, 2], ttl_s=5.0)
-    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([3]), ttl_s=5.0)
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([3]), ToFill(ttl_s=5.0))
     assert lease is not None and isinstance(reservation, Reservation)
     leases = rig.cache.leases
     rig.clock.now += 4
@@ -94,7 +93,7 @@ async def test_a_renewed_lease_lives_on_and_an_unknown_one_renews_none(make_rig:
 
 async def test_a_reservation_that_expired_cannot_be_committed(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
-    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]), ttl_s=5.0)
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]), ToFill(ttl_s=5.0))
     assert isinstance(reservation, Reservation)
     rig.fill(reservation)
     rig.clock.now += 5
@@ -402,7 +401,7 @@ async def test_a_grant_ends_at_its_last_deadline_however_often_it_was_renewed(ma
 async def test_a_session_with_many_leases_ends_in_many_turns(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.cache._ENDED_AT_ONCE", 2 * (2 + 2048))
+    monkeypatch.setattr("prefixd.cache.sessions.sessions._ENDED_AT_ONCE", 2 * (2 + 2048))
     rig = make_rig(cpu=4)
     await rig.put([1, 2])
     for _ in range(7):

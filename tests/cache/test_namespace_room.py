@@ -145,7 +145,7 @@ async def test_the_trouble_ends_when_room_comes_back_by_itself(make_rig: Callabl
     rig.cache.namespace_room.look()
     assert PART in rig.cache.tiers.troubles
     rig.cache.leases.close(one)
-    rig.cache._forget_namespaces()
+    rig.cache.registration.forget_unused()
     rig.cache.namespace_room.look()
     assert PART not in rig.cache.tiers.troubles
 
@@ -281,7 +281,7 @@ async def test_what_is_registered_or_used_meanwhile_is_not_forgotten(
         if turns == turn:
             ordinal = held.pop().ordinal
             room._drop(ordinal)
-            new = rig.cache._give_trie(rig.cache.namespaces.register(salted(99, "b")))
+            new = rig.cache.registration.add(rig.cache.namespaces.register(salted(99, "b")))
             assert new.ordinal == ordinal
             done.extend([new.id, rig.cache.register(salted(20)).id])
 

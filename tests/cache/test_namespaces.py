@@ -26,6 +26,7 @@ from prefixd.cache import (
     VisionEmbeddingSpec,
 )
 from prefixd.cache.namespaces import NamespaceRegistry, namespace_digest
+from prefixd.cache.options import CacheOptions
 from prefixd.cache.rules import (
     ChunkedWindow,
     CrossAttention,
@@ -205,12 +206,12 @@ async def test_a_namespace_is_on_disk_while_a_block_of_it_is(make_rig: Callable[
     await rig.put([1, 2], namespace=gone, durable=True)
     assert rig.store.namespaces().keys() == {kept.id, gone.id}
     await rig.cache.mover.forget(rig.cache.trie(gone), rig.rows([1, 2], gone)[::-1])
-    rig.cache._forget_namespaces()
+    rig.cache.registration.forget_unused()
     await rig.cache.mover.quiesce()
     assert rig.store.namespaces().keys() == {kept.id, gone.id}, "it is in use"
     identity = gone.id
     del gone
-    rig.cache._forget_namespaces()
+    rig.cache.registration.forget_unused()
     await rig.cache.mover.quiesce()
     assert rig.store.namespaces().keys() == {kept.id} and identity not in rig.cache.namespaces
     await rig.restart()
@@ -260,7 +261,7 @@ async def test_nothing_of_a_namespace_that_was_forgotten_is_found_under_its_ordi
         rig.check()
         await rig.cache.mover.forget(rig.cache.trie(home), rig.rows([1, 2], home)[::-1])
         del home
-        rig.cache._forget_namespaces()
+        rig.cache.registration.forget_unused()
 
 
 async def test_a_trie_that_no_namespace_uses_gets_another_geometry(make_rig: Callable[..., Rig]) -> None:
@@ -277,7 +278,7 @@ async def test_a_trie_that_no_namespace_uses_gets_another_geometry(make_rig: Cal
         assert trie.generation[rows].tolist() == [each + 1 for each in generations]
         await rig.check_disk()
         del home
-        rig.cache._forget_namespaces()
+        rig.cache.registration.forget_unused()
     assert len(rig.cache.tries) <= 2 + 1, "those of the rig, of a new one, and of one that is forgotten then"
 
 
@@ -294,7 +295,12 @@ def limited(most: int, quota: int | None = None) -> TieredCache:
     engine, policy = create_copy_engine("cpu", 1), create_eviction_policy("lru", 0)
     nbytes = (most * changed(name="0").nbytes) + 100
     return TieredCache(
-        Tiers.local(CpuArena(1 << 16)), engine, policy, lambda: 0.0, namespace_bytes=nbytes, tenants=tenants
+        Tiers.local(CpuArena(1 << 16)),
+        engine,
+        policy,
+        lambda: 0.0,
+        CacheOptions(namespace_bytes=nbytes),
+        tenants=tenants,
     )
 
 

@@ -15,7 +15,7 @@ from prefixd.base.errors import InvalidArgumentError, PreconditionError
 from prefixd.cache import BlockChain, Reservation, Trie
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.rules import FullAttention, GroupRule, SlidingWindow
-from prefixd.cache.sessions.reservations import present
+from prefixd.cache.sessions.reservations import ToFill, present
 from tests.cache.index.entering import enter_chain
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ async def test_a_rank_reserves_only_what_it_has_not_committed(make_rig: MakeRig)
     home = rig.register("tp2", parts=2)
     await rig.put([1, 2], namespace=home, parts=[1])
     chain = rig.chain([1, 2, 3], home)
-    again = await rig.cache.reserve(rig.session, home, chain, parts=[1])
+    again = await rig.cache.reserve(rig.session, home, chain, ToFill([1]))
     assert isinstance(again, Reservation) and (again.first_block, len(again.slots)) == (2, 1)
-    other = await rig.cache.reserve(rig.session, home, chain, parts=[0])
+    other = await rig.cache.reserve(rig.session, home, chain, ToFill([0]))
     assert isinstance(other, Reservation) and (other.first_block, len(other.slots)) == (0, 3)
 
 
@@ -50,7 +50,7 @@ async def test_ranks_that_fill_at_once_do_not_see_each_other(make_rig: MakeRig) 
     rig = make_rig(cpu=8)
     home = rig.register("tp2", parts=2)
     reservations = [
-        await rig.cache.reserve(rig.session, home, rig.chain([1, 2], home), parts=[rank]) for rank in (0, 1)
+        await rig.cache.reserve(rig.session, home, rig.chain([1, 2], home), ToFill([rank])) for rank in (0, 1)
     ]
     for reservation in reservations:
         assert isinstance(reservation, Reservation)
@@ -72,7 +72,7 @@ async def test_who_brings_all_parts_completes_a_torn_block(make_rig: MakeRig) ->
 async def test_a_late_part_does_not_hide_the_copy_on_disk(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=4, disk=8)
     home = rig.register("tp2", parts=2)
-    late = await rig.cache.reserve(rig.session, home, rig.chain([1], home), parts=[0])
+    late = await rig.cache.reserve(rig.session, home, rig.chain([1], home), ToFill([0]))
     assert isinstance(late, Reservation)
     rig.fill(late)
     await rig.put([1], namespace=home, durable=True)
@@ -117,9 +117,9 @@ async def test_parts_that_do_not_exist_are_refused(make_rig: MakeRig, parts: lis
     rig = make_rig()
     home = rig.register("tp2", parts=2)
     with rig.nothing_lost(), pytest.raises(InvalidArgumentError, match=message):
-        await rig.cache.reserve(rig.session, home, rig.chain([1], home), parts=parts)
-    assert rig.cache.check_parts(home, []) == (0, 1)
-    assert rig.cache.check_parts(home, [1]) == (1,)
+        await rig.cache.reserve(rig.session, home, rig.chain([1], home), ToFill(parts))
+    assert home.check_parts([]) == (0, 1)
+    assert home.check_parts([1]) == (1,)
 
 
 def instructions(work: Callable[[], object]) -> int:

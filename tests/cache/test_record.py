@@ -32,7 +32,7 @@ async def frames_of(rig: Rig, count: int) -> list[int]:
 async def test_some_blocks_are_new_and_some_are_there(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=8, cpu=2)
     cache, chain = rig.cache, rig.chain([1, 2, 3, 4])
-    holds = cache.mover.placement.holds
+    holds = cache.holds
     frames = await frames_of(rig, 6)
     rows, taken = cache.record(rig.namespace, rig.namespace.root, chain, 0, frames[:3])
     assert taken.tolist() == [True] * 3
@@ -74,7 +74,7 @@ async def test_a_hold_of_some_groups_is_extended_and_released_by_group(make_rig:
     rig = make_rig(gpu=2, cpu=2)
     await rig.put([1, 2])
     rows = np.array(rig.rows([1, 2]), np.int64)
-    holds = rig.cache.mover.placement.holds
+    holds = rig.cache.holds
     some = holds.hold("some groups", rig.trie, rows[:1], rig.cache.tiers.shared, np.ones(1, np.uint8))
     some.extend(rows[1:])
     assert some.wanted is not None and some.wanted.tolist() == [1, 1]

@@ -15,14 +15,15 @@ import pytest
 from prefixd.base.tenants import Quota, Tenants
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Session, TieredCache, Tiers, check_integrity
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.options import CacheOptions
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.simulation.link import SimulatedLink
 from prefixd_swap import create_eviction_policy
 from prefixd_swap.transfers import DeviceLimits, Transfers
+from tests.swap.simulated_memory import SimulatedMemoryTier
 from tests.swap.tiers.simulated import (
     SimulatedCopyEngine,
     SimulatedFaults,
-    SimulatedMemoryTier,
     SimulatedStoreTier,
 )
 
@@ -70,7 +71,7 @@ class House:
         await self.commit(prompt, blocks)
         await self.cache.write_back.flush()
         rows = await self.rows(prompt, blocks)
-        assert self.cache.mover.placement.drop(self.cache.trie(self.namespace), rows[::-1], self.middle) == blocks
+        assert self.cache.placement.drop(self.cache.trie(self.namespace), rows[::-1], self.middle) == blocks
 
     async def rows(self, prompt: int, blocks: int) -> Rows:
         return (await self.cache.match(self.namespace, self.chain(prompt, blocks))).rows
@@ -120,8 +121,8 @@ async def house(
     tiers = Tiers(transfers, compute=first, shared=second, durable=third)
     engine = SimulatedCopyEngine(SimulatedLink(COPY_BYTES_PER_S, 0.0, clock, asyncio.sleep))
     policy = create_eviction_policy("lru", 0)
-    kept = {"write_back": False, "reserved_bytes": second.capacity_bytes}
-    cache = TieredCache(tiers, engine, policy, clock, tenants=tenants, **kept)
+    options = CacheOptions(write_back=False, reserved_bytes=second.capacity_bytes)
+    cache = TieredCache(tiers, engine, policy, clock, options, tenants=tenants)
     namespace = cache.register(NamespaceSpec("model", TOKENS, (PartSpec("all", 0, BLOCK),)))
     yield House(
         cache, first, second, third, faults, cache.leases.open("test", 1, 0.0, cache.tenants.default), namespace
@@ -247,12 +248,10 @@ def test_a_prefetch_ends_with_its_session_and_holds_nothing_then() -> None:
             assert await here.cache.prefetch(other, here.namespace, here.chain(1, 900)) == 512
             assert await here.cache.prefetch(other, here.namespace, here.chain(1, 900)) == 0, "as much as it may"
             await asyncio.sleep(0.05)
-            assert any(
-                owner.startswith("prefetch of session") for owner in here.cache.mover.placement.holds.blocks_by_owner()
-            )
+            assert any(owner.startswith("prefetch of session") for owner in here.cache.holds.blocks_by_owner())
             here.cache.leases.close(other)
             await here.cache.mover.quiesce()
-            assert not here.cache.mover.placement.holds.live
+            assert not here.cache.holds.live
             moved = here.far.link.moved_bytes
             await asyncio.sleep(1.0)
             assert here.far.link.moved_bytes == moved, "nobody reads on"
@@ -269,7 +268,7 @@ def test_what_cannot_be_read_straight_comes_through_a_pipeline() -> None:
             await here.put_far(1, 64)
             trie, rows = here.cache.trie(here.namespace), await here.rows(1, 64)
             began_s = now_s()
-            with here.cache.mover.placement.holds.hold("test", trie, rows, here.near):
+            with here.cache.holds.hold("test", trie, rows, here.near):
                 assert await here.cache.mover.bring(trie, rows, here.near) == 64
             return (now_s() - began_s) / (64 * BLOCK / STORE_BYTES_PER_S)
 

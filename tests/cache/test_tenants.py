@@ -438,7 +438,7 @@ async def test_pins_leave_others_what_they_are_guaranteed(make_rig: MakeRig) -> 
 
 
 async def test_one_session_may_reserve_half_of_the_tier(make_rig: MakeRig) -> None:
-    rig = make_rig(cpu=8, reserved=None)
+    rig = make_rig(cpu=8, reserved_bytes=None)
     rig.session.processes.add(process := Process(1))
     given = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(range(8)))
     assert not isinstance(given, int) and len(given.slots) == 4
@@ -473,7 +473,7 @@ async def test_places_that_a_store_names_again_are_counted_once(make_rig: MakeRi
     rig = make_rig(cpu=4, disk=8)
     await rig.put([1, 2], durable=True)
     rows = np.array(rig.rows([1, 2]))
-    rig.cache.mover.placement.put(rig.trie, rows, rig.durable, rig.trie.slots[rows, DISK].copy())
+    rig.cache.placement.put(rig.trie, rows, rig.durable, rig.trie.slots[rows, DISK].copy())
     rig.check()
 
 

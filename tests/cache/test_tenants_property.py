@@ -165,10 +165,10 @@ class TenantMachine(RigMachine):
         waiting: Counter[Tenant] = Counter()
         for trie in cache.tries:
             rows = trie.used_rows()
-            nbytes = trie.group_bytes[cache.mover.placement.to_write(trie, rows)]
+            nbytes = trie.group_bytes[cache.placement.to_write(trie, rows)]
             for tenant, its in cache.mover.use.places_by_owner(trie, rows):
                 waiting[tenant] += int(nbytes[its].sum())
-        assert +cache.mover.placement.queued_bytes_of == +waiting
+        assert +cache.placement.queued_bytes_of == +waiting
 
     @invariant()
     def nobody_is_above_its_most(self) -> None:

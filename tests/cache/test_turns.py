@@ -85,4 +85,4 @@ def test_a_list_of_parts_is_not_read_when_it_is_too_long(make_rig: MakeRig) -> N
 
     rig = make_rig()
     with pytest.raises(InvalidArgumentError, match="parts has 9 numbers; the namespace has 1 parts, name each once"):
-        rig.cache.check_parts(rig.namespace, Unread(np.zeros(9, np.int64)))
+        rig.namespace.check_parts(Unread(np.zeros(9, np.int64)))

@@ -150,4 +150,4 @@ async def test_blocks_that_the_disk_has_no_room_for_are_in_nobodys_way(
     assert a.has(range(12), CPU) == 12, "nothing of it was lost"
     a.limit({})
     rig.cache.mover.changed.set()
-    await eventually(lambda: a.has(range(12), DISK) == 12 and not rig.cache.mover.placement.without_room)
+    await eventually(lambda: a.has(range(12), DISK) == 12 and not rig.cache.placement.without_room)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, ClientError, ExhaustedError, Finished, ServerUnavailable
+from prefixd.client import Client, ClientError, ExhaustedError, Finished, Sampling, ServerUnavailable
 
 pytestmark = pytest.mark.slow
 
@@ -218,7 +218,7 @@ def test_a_daemon_whose_model_loads_ends_at_once(number: signal.Signals, to_grou
     def ask() -> None:
         with Client(daemon.address) as client:
             try:
-                list(client.generate([1, 2, 3], max_tokens=4))
+                list(client.generate([1, 2, 3], sampling=Sampling(max_tokens=4)))
             except ClientError as error:
                 answers.append(error)
 
@@ -248,7 +248,7 @@ def test_the_first_token_waits_for_the_model_and_a_worker_that_hangs_is_killed()
     with DaemonProcess(MODEL, log_level="info") as daemon:
         with Client(daemon.address) as client:
             began_s = time.monotonic()
-            *_, finished = client.generate([1, 2, 3], max_tokens=1)
+            *_, finished = client.generate([1, 2, 3], sampling=Sampling(max_tokens=1))
             waited_s = time.monotonic() - began_s
         assert isinstance(finished, Finished) and waited_s / 2 < finished.ttft_s < waited_s
         (worker,) = children(daemon.pid)

@@ -16,7 +16,7 @@ from prefixd.workloads.text_analysis import (
     Serving,
     TextAnalysis,
     TierSizes,
-    config_overrides,
+    serving_of,
 )
 
 
@@ -92,7 +92,7 @@ def test_every_configuration_is_one_the_daemon_accepts(config: str) -> None:
     overrides = {
         "worker.embedded": True,
         **tiers.overrides(TextAnalysis(prefixes=2, requests=2)),
-        **config_overrides(config),
+        **serving_of(config).settings,
     }
     settings = Settings.load(Path(os.devnull), overrides, {})
     assert settings.cache.enabled is (config != "no-cache")

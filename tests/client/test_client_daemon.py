@@ -30,6 +30,7 @@ from prefixd.client import (
     PreconditionError,
     Prefill,
     Retention,
+    Sampling,
     ServerUnavailable,
     StoreResult,
     Tier,
@@ -175,7 +176,7 @@ async def test_durable_needs_a_disk(client: AsyncClient, spec: NamespaceSpec) ->
 
 async def test_without_a_model_nothing_is_generated(client: AsyncClient) -> None:
     with pytest.raises(UnsupportedError):
-        async for _ in client.generate([1, 2, 3], max_tokens=2):
+        async for _ in client.generate([1, 2, 3], sampling=Sampling(max_tokens=2)):
             pass
 
 

@@ -15,9 +15,10 @@ from prefixd.client import (
     MemoryUnavailable,
     NamespaceSpec,
     Retention,
+    Sampling,
     StoreResult,
 )
-from prefixd.client.inference import Sampling, generate_request
+from prefixd.client.inference import generate_request
 
 EMPTY = [[], (), np.empty(0, np.uint32), np.empty(0)]
 

@@ -11,7 +11,8 @@ import pytest
 
 import prefixd.client
 
-HEAVY = ("torch", "transformers", "lmdb", "cuda", "pydantic", "prefixd_swap", "prefixd_scheduler")
+WORKER = ("torch", "transformers", "tokenizers", "safetensors", "PIL", "cuda")
+HEAVY = (*WORKER, "lmdb", "msgspec", "pydantic", "aiofiles", "zmq", "prometheus_client", "rich", "prefixd_swap")
 DAEMON = ("prefixd.server", "prefixd.cache", "prefixd.serving", "prefixd.worker", "prefixd.settings", "prefixd.cli.")
 
 
@@ -31,7 +32,28 @@ def python(program: str, **environment: str) -> str:
 def test_the_client_loads_neither_torch_nor_the_daemon() -> None:
     loaded = python("import sys, prefixd.client; print(*sys.modules)").split()
     assert "prefixd.client.sync" in loaded
-    assert [name for name in loaded if name.startswith((*HEAVY, *DAEMON))] == []
+    assert [name for name in loaded if name.startswith((*HEAVY, "prefixd_scheduler", *DAEMON))] == []
+
+
+@pytest.mark.slow
+def test_the_command_line_loads_what_a_command_needs_only() -> None:
+    """And answers --help at once. typer imports pydantic by itself, for types that it does not know."""
+    loaded = python("import sys, prefixd.cli.app, prefixd.cli.connect; print(*sys.modules)").split()
+    heavy = {name for name in HEAVY if name != "pydantic"}
+    assert not heavy & {*loaded} and "prefixd.settings" not in loaded and "grpc" not in loaded
+
+
+@pytest.mark.slow
+def test_a_daemon_without_a_model_loads_nothing_of_the_worker() -> None:
+    loaded = python("import sys, prefixd.server.daemon, prefixd.planner.sweep; print(*sys.modules)").split()
+    assert "prefixd.serving.models.models" in loaded
+    assert not {*WORKER} & {*loaded}
+
+
+@pytest.mark.slow
+def test_what_an_engines_connector_shares_with_the_daemon_loads_no_lmdb() -> None:
+    loaded = python("import sys, prefixd_swap; print(*sys.modules)").split()
+    assert not {*WORKER, "lmdb", "msgspec", "pydantic"} & {*loaded}
 
 
 def test_public_names_exist() -> None:

@@ -13,9 +13,10 @@ from prefixd.client import (
     InvalidArgumentError,
     NamespaceSpec,
     PartSpec,
+    Sampling,
     SlidingWindow,
 )
-from prefixd.client.inference import Sampling, generate_request
+from prefixd.client.inference import generate_request
 
 NOBODY = "unix:/nobody/listens.here"
 
@@ -40,25 +41,35 @@ def test_numbers_that_the_contract_cannot_hold_are_refused_by_name(block_tokens:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"top_k": -1}, "top_k is -1; it must be an integer from 0 to 4294967295"),
-        ({"top_k": 1.5}, "top_k is 1.5; it must be an integer from 0 to 4294967295"),
-        ({"max_tokens": -1}, "max_tokens is -1; it must be an integer from 0 to 4294967295"),
-        ({"logprobs": -1}, "logprobs is -1; it must be an integer from 0 to 4294967295"),
-        ({"seed": 1 << 64}, "seed is 18446744073709551616; it must be an integer from 0 to 18446744073709551615"),
-        ({"temperature": 10**400}, "temperature is 1000000000"),
-        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
-        ({"ignore_eos": "x"}, "ignore_eos is 'x'; it must be True or False"),
+        ({"sampling": Sampling(top_k=-1)}, "top_k is -1; it must be an integer from 0 to 4294967295"),
+        ({"sampling": Sampling(top_k=1.5)}, "top_k is 1.5; it must be an integer from 0 to 4294967295"),
+        ({"sampling": Sampling(max_tokens=-1)}, "max_tokens is -1; it must be an integer from 0 to 4294967295"),
+        ({"sampling": Sampling(logprobs=-1)}, "logprobs is -1; it must be an integer from 0 to 4294967295"),
+        (
+            {"sampling": Sampling(seed=1 << 64)},
+            "seed is 18446744073709551616; it must be an integer from 0 to 18446744073709551615",
+        ),
+        ({"sampling": Sampling(temperature=10**400)}, "temperature is 1000000000"),
+        ({"sampling": Sampling(temperature="hot")}, "temperature is 'hot'; it must be a number"),
+        ({"sampling": Sampling(ignore_eos="x")}, "ignore_eos is 'x'; it must be True or False"),
         ({"n": -1}, "n is -1; it must be an integer from 0 to 4294967295"),
         ({"best_of": -1}, "best_of is -1; it must be an integer from 0 to 4294967295"),
         ({"priority": 1 << 31}, "priority is 2147483648; it must be an integer from -2147483648 to 2147483647"),
-        ({"stop": [1]}, "stop has 1; each element must be a string that UTF-8 can encode"),
-        ({"stop": 1}, "stop is 1; it must be a sequence, each element a string"),
-        ({"stop_token_ids": [*range(20), -7]}, "stop_token_ids has -7; each element must be an integer from 0"),
+        ({"sampling": Sampling(stop=[1])}, "stop has 1; each element must be a string that UTF-8 can encode"),
+        ({"sampling": Sampling(stop=1)}, "stop is 1; it must be a sequence, each element a string"),
+        (
+            {"sampling": Sampling(stop_token_ids=[*range(20), -7])},
+            "stop_token_ids has -7; each element must be an integer",
+        ),
         ({"salt": "secret"}, "salt is of type str; it must be bytes"),
         ({"request_id": 1}, "request_id is 1; it must be a string"),
         ({"prompt": "\udcff"}, r"text is '\udcff'; it must be a string that UTF-8 can encode"),
-        ({"beam_search": 4}, "beam_search is 4; it must be a BeamSearch, as BeamSearch(width=4)"),
-        ({"beam_search": BeamSearch(width=-1)}, "width is -1; it must be an integer from 0 to 4294967295"),
+        ({"sampling": {"top_k": 4}}, "sampling is {'top_k': 4}; it must be a Sampling, as Sampling(max_tokens=64)"),
+        ({"sampling": Sampling(beam_search=4)}, "beam_search is 4; it must be a BeamSearch, as BeamSearch(width=4)"),
+        (
+            {"sampling": Sampling(beam_search=BeamSearch(width=-1))},
+            "width is -1; it must be an integer from 0",
+        ),
     ],
     ids=str,
 )

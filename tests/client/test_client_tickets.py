@@ -176,7 +176,7 @@ async def test_a_replaced_daemon_is_used_at_once(guarded: Guarded, made: str) ->
     if made == "sync":
         client = Client(stand_in.address)
         cache = await asyncio.to_thread(client.register, SPEC)
-        await guarded.replace(client._client.connection)
+        await guarded.replace(client._inner.connection)
         assert (await asyncio.to_thread(cache.match, TOKENS)).blocks == 1
         await asyncio.to_thread(client.close)
     else:

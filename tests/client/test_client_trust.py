@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from prefixd.base.setting_sources import default_socket
 from prefixd.client import AsyncClient, NamespaceSpec, ServerUnavailable, SocketUntrusted
-from prefixd.client.connecting.default_socket import check_default_socket, default_socket
+from prefixd.client.connecting.default_socket import check_default_socket
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

@@ -49,7 +49,7 @@ def test_a_path_that_a_page_names_exists(page: Path) -> None:
 def test_a_benchmark_that_a_page_names_exists(page: Path) -> None:
     names = re.findall(r"\bbenchmarks\.(?!md\b)([a-z_]+(?:\.[a-z_]+)*)", page.read_text())
     if page.name == "CONTRIBUTING.md":  # the table of harnesses; those above it and below are whole commands
-        names += re.findall(r"`([a-z_]+)[^`]*`", "".join(re.findall(r"(?m)^\| (`.*?) \|", _harnesses(page))))
+        names += re.findall(r"`([a-z_.]+)[^`]*`", "".join(re.findall(r"(?m)^\| (`.*?) \|", _harnesses(page))))
     assert [name for name in names if not any(ROOT.glob(f"benchmarks/{name.replace('.', '/')}*"))] == []
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from prefixd.base.errors import InvalidArgumentError
+from prefixd.images.check_image import check_image
 from prefixd.images.image_files import (
     MOST_CHUNKS,
     MOST_SCANS,
     MOST_SEGMENTS,
     ImageLimits,
     check_file,
-    check_image,
     image_digest,
 )
 from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor, TileCount

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from prefixd.base.sampling import Sampling
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.serving.kv_shape import KvShape
@@ -19,7 +20,6 @@ from prefixd.worker_protocol.protocol import (
     Extend,
     FullAttention,
     GroupShape,
-    Sampling,
     Start,
     Step,
     ToWorker,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import Client, InvalidArgumentError, ServerUnavailable
+from prefixd.client import Client, InvalidArgumentError, Sampling, ServerUnavailable
 from prefixd.process.start import ensure_temporary_folder
 from prefixd.v1 import admin_pb2
 
@@ -127,7 +127,7 @@ exec "$@"
         try:
             with Client(f"unix:{folder}/prefixd/prefixd.sock") as client:
                 assert _worker(client).pid
-                assert [event for event in client.generate("hello", max_tokens=2)]
+                assert [event for event in client.generate("hello", sampling=Sampling(max_tokens=2))]
         finally:
             daemon.terminate()
             if daemon.wait(60) == 77:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, Finished, Tier, Tokens
+from prefixd.client import Client, Finished, Sampling, Tier, Tokens
 
 SECRET = "0123456789abcdef0123456789abcdef"
 BLOCK = 16
@@ -47,7 +47,7 @@ class Host:
         """Generates; a request that fails raises."""
         began = time.monotonic()
         tokens: list[int] = []
-        for event in self.client.generate(np.array(prompt, np.uint32), max_tokens=max_tokens):
+        for event in self.client.generate(np.array(prompt, np.uint32), sampling=Sampling(max_tokens=max_tokens)):
             if isinstance(event, Tokens):
                 tokens += event.token_ids
             elif isinstance(event, Finished):

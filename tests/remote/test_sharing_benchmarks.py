@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bit_rot, remote
-from benchmarks.sharing import first_token, forged, remote_rot, second_host, store_down
-from benchmarks.sharing.first_token import Plan, Point
-from benchmarks.sharing.forgery import KINDS
-from benchmarks.sharing.object_damage import Flip
-from benchmarks.sharing.requests import RightBytes, made_up, requests_of
+from benchmarks import remote
+from benchmarks.checks import bit_rot
+from benchmarks.checks.damaged_store import forged, remote_rot
+from benchmarks.checks.damaged_store.forgery import KINDS
+from benchmarks.checks.damaged_store.object_damage import Flip
+from benchmarks.sharing import first_token_by_rate as first_token
+from benchmarks.sharing import second_host, store_down
+from benchmarks.sharing.first_token_by_rate import Plan, Point
+from benchmarks.workloads.trace_requests import RightBytes, made_up, requests_of
 from tests.remote.valkey_server import valkey_binary
 
 
@@ -110,7 +113,7 @@ def test_what_a_dead_store_costs_is_compared_round_by_round() -> None:
 
 def test_every_changed_object_is_found_and_nothing_wrong_is_served() -> None:
     findings = remote_rot.run(12, seed=1, numbers=6)
-    assert findings.broken == 0, findings.result()
+    assert not findings.broken, findings.result()
     assert findings.flips.total() == findings.detected == 12 and findings.recomputed >= 12
 
 
@@ -122,12 +125,12 @@ def test_what_was_not_changed_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(remote_rot, "draw", unchanged)
     findings = remote_rot.run(2, seed=1, numbers=2)
-    assert (findings.flips.total(), findings.detected) == (2, 0) and findings.broken >= 2
+    assert (findings.flips.total(), findings.detected) == (2, 0) and "undetected is 2" in findings.broken
 
 
 def test_no_forged_block_is_served() -> None:
     findings = forged.run(4 * len(KINDS), seed=1, blocks=len(KINDS))
-    assert findings.broken == 0, findings.result()
+    assert not findings.broken, findings.result()
     assert set(findings.forged) == set(KINDS) and findings.refused == 4 * len(KINDS)
 
 

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from prefixd_scheduler import IntegrityError, sorted_keys
-from prefixd_scheduler.sorted_keys import SortedKeys
+from prefixd_scheduler import IntegrityError, orders
+from prefixd_scheduler.orders import SortedKeys
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 512])
 def test_keys_are_those_of_a_sorted_list(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(sorted_keys, "_CHUNK", chunk)
+    monkeypatch.setattr(orders, "_CHUNK", chunk)
     rng = random.Random(7)
     keys: SortedKeys[int] = SortedKeys()
     model: list[int] = []

@@ -194,12 +194,12 @@ async def test_a_watch_that_is_not_read_ends_with_its_session(cache: TieredCache
     """It would keep its place and its memory for as long as the connection lives."""
     opening, session = await opened(cache, stub)
     unread = stub.WatchBlocks(pb.WatchBlocksRequest(session_id=session.id))
-    await eventually(lambda: len(cache._observers) == 1)
+    await eventually(lambda: len(cache._tries.observers) == 1)
     await asyncio.sleep(0.5)  # until nothing more fits in between
     calls = [task for task in asyncio.all_tasks() if "WatchBlocks" in task.get_name()]
     assert len(calls) == 1 and not calls[0].done()
     opening.cancel()
-    await eventually(lambda: not cache._observers and calls[0].done())
+    await eventually(lambda: not cache._tries.observers and calls[0].done())
     unread.cancel()
 
 
@@ -217,7 +217,7 @@ async def test_a_session_has_one_watch(cache: TieredCache, stub: Any) -> None:
         await stub.WatchBlocks(request).read()
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "end it first" in (error.value.details() or "")
-    assert len(cache._observers) == 1 and session.tenant.refused["watches"] == 1
+    assert len(cache._tries.observers) == 1 and session.tenant.refused["watches"] == 1
     assert (await asyncio.wait_for(watch.read(), 30)).changes
     watch.cancel()
 

@@ -13,7 +13,7 @@ import pytest
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import COMMON
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, Finished, NamespaceSpec, PartSpec, StoreResult, Tokens
+from prefixd.client import Client, Finished, NamespaceSpec, PartSpec, Sampling, StoreResult, Tokens
 from prefixd.settings import Settings
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class House:
     def ask(self, tenant: str) -> tuple[list[int], int]:
         """The answer to the prompt, and how many tokens of it were found."""
         with self.client(tenant) as client:
-            events = list(client.generate(PROMPT, max_tokens=8, ignore_eos=True, timeout_s=60))
+            events = list(client.generate(PROMPT, sampling=Sampling(max_tokens=8, ignore_eos=True), timeout_s=60))
         tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
         last = events[-1]
         assert isinstance(last, Finished)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.fault_injection.faulty_daemon import FaultyDaemon
+from benchmarks.checks.fault_injection.faulty_daemon import FaultyDaemon
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:

@@ -36,12 +36,12 @@ pytestmark = [
 _STAND_IN_DAEMON = """
 import msgspec
 from prefixd.server import daemon
-from prefixd.serving.models import worker_process
+from prefixd.serving.models import worker_start
 from prefixd.cli import tethered
 
-encode = worker_process.encode_settings
+encode = worker_start.encode_settings
 daemon.resolve_device = lambda settings: "cuda:0"
-worker_process.encode_settings = lambda settings: encode(
+worker_start.encode_settings = lambda settings: encode(
     msgspec.structs.replace(settings, device="cpu", chunk_bytes=2 << 20)
 )
 tethered.main()

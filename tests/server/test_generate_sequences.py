@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.client import Client, Finished, FinishReason, SequenceFinished, Tokens
+from prefixd.client import Client, Finished, FinishReason, Sampling, SequenceFinished, Tokens
 from prefixd.serving.generation import sequence_seed
 from prefixd.v1 import inference_pb2
 
@@ -166,8 +167,8 @@ def test_what_is_out_of_range_is_refused(
 
 def test_the_sdk_has_all_of_it(remote: Remote, prompt: Callable[..., list[int]]) -> None:
     with Client(remote.daemon.address) as client:
-        options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 4, "ignore_eos": True, "top_k": 200}
-        events = list(client.generate(prompt(20), n=2, best_of=3, logprobs=2, **options))
+        sampling = Sampling(max_tokens=6, temperature=1.0, seed=4, ignore_eos=True, top_k=200)
+        events = list(client.generate(prompt(20), sampling=replace(sampling, logprobs=2), n=2, best_of=3))
         ended = [event for event in events if isinstance(event, SequenceFinished)]
         assert [event.index for event in ended] == [0, 1] and all(event.output_tokens == 6 for event in ended)
         for sequence in ended:
@@ -176,8 +177,9 @@ def test_the_sdk_has_all_of_it(remote: Remote, prompt: Callable[..., list[int]])
             assert sum(each.logprob for each in logprobs) == pytest.approx(sequence.cumulative_logprob, rel=1e-5)
             assert [len(each.top) for each in logprobs] == [2] * 6
         assert isinstance(events[-1], Finished) and events[-1].output_tokens == 18
-        free = "".join(event.text for event in client.generate(prompt(9), **options) if isinstance(event, Tokens))
-        *told, last = client.generate(prompt(9), stop=free[2:4], **options)
+        answer = client.generate(prompt(9), sampling=sampling)
+        free = "".join(event.text for event in answer if isinstance(event, Tokens))
+        *told, last = client.generate(prompt(9), sampling=replace(sampling, stop=free[2:4]))
         assert "".join(event.text for event in told if isinstance(event, Tokens)) == free[: free.index(free[2:4])]
         assert isinstance(last, Finished) and last.reason is FinishReason.STOP
 

@@ -32,6 +32,7 @@ from prefixd.base.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from prefixd.base.sampling import MOST_STOP_TOKENS, BeamSearch, Sampling
 from prefixd.base.tenants import Quota
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
 from prefixd.cache.placement.retention import Retention
@@ -47,14 +48,13 @@ from prefixd.serving.generation import (
     inbox,
     sequence_seed,
 )
-from prefixd.serving.generation.params import MOST_STOP_TOKENS
 from prefixd.serving.images.image_kv import image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.served_model import ServedModel
-from prefixd.serving.request.request import Ended, NewTokens, Request
-from prefixd.serving.text.text_stream import TextStream
-from prefixd.serving.text.tokenization import TextCodec, TokenIds
+from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request import Request
+from prefixd.serving.text.tokenization import TextCodec, TextStream, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd.worker_protocol.protocol import (
     BeamResult,
@@ -122,7 +122,7 @@ class FakeDispatcher:
         self.room -= 1
         self.submitted.append(request)
 
-    async def look_in_store(self, request: Request) -> None:
+    async def ask_store(self, request: Request) -> None:
         self.looked.append(request)
 
     def requests_of(self, tenant: str) -> tuple[int, int]:
@@ -131,6 +131,18 @@ class FakeDispatcher:
     def cancel(self, request: Request) -> None:
         self.cancelled.append(request)
         request.events.put_nowait(Ended("cancelled"))
+
+
+def params_of(prompt: str | bytes = "hello", **params: Any) -> GenerateParams:
+    """What a caller asks for, by the names of `GenerateParams`, `Sampling` and `BeamSearch`."""
+    search, sampling, rest = (
+        {name: params[name] for name in params.keys() & kind.__dataclass_fields__}
+        for kind in (BeamSearch, Sampling, GenerateParams)
+    )
+    if search:
+        sampling["beam_search"] = BeamSearch(**search)
+    assert len(params) == len(search) + len(sampling) + len(rest) - bool(search), "each has a home"
+    return GenerateParams(prompt, sampling=Sampling(**sampling), **rest)
 
 
 @dataclass
@@ -146,7 +158,7 @@ class Desk:
     async def events(self, *answers: Any, **params: Any) -> list[GenerationEvent]:
         """Runs a request; the worker answers `answers`."""
         found = []
-        async with aclosing(self.generation.run(GenerateParams(**{"prompt": "hello", **params}))) as events:
+        async with aclosing(self.generation.run(params_of(**params))) as events:
             async for event in events:
                 found.append(event)
                 if isinstance(event, Accepted):
@@ -244,23 +256,23 @@ async def test_a_wish_for_the_prompt_is_claimed_while_it_runs(desk: Desk, cache:
     tenant = cache.tenants.default
     tenant.quota = Quota(retained_bytes=4 * 8192)
     prompt = ids(*range(3 * 16 + 5))
-    params = GenerateParams(prompt=prompt, n=2, temperature=1.0, retention=[Retention(0, 32, 9, ttl_s=60)])
+    params = params_of(prompt=prompt, n=2, temperature=1.0, retention=[Retention(0, 32, 9, ttl_s=60)])
     async with aclosing(desk.generation.run(params)) as events:
         assert isinstance(await anext(events), Accepted)
         first, second = desk.dispatcher.submitted
-        assert first.wish is not None and first.wish is second.wish
+        assert first.retention is not None and first.retention is second.retention
         assert cache.retained.claimed[tenant] == 2 * 8192
         accepted, _ = await desk.events(Ended("stop"), prompt=prompt, retention=[Retention(priority=1)])
         assert isinstance(accepted, Accepted)
         assert re.search(
             r"16384 of 32768 bytes .* 24576 more .*tenants\.default\.retained_bytes", accepted.retention_refused
         )
-        assert desk.dispatcher.submitted[-1].wish is None, "it runs without"
+        assert desk.dispatcher.submitted[-1].retention is None, "it runs without"
         await desk.events(Ended("stop"), prompt=prompt, retention=[Retention(priority=1)], read_only=True)
-        assert desk.dispatcher.submitted[-1].wish is not None, "of a read-only request nothing is stored"
+        assert desk.dispatcher.submitted[-1].retention is not None, "of a read-only request nothing is stored"
     assert cache.retained.claimed[tenant] == 0
     await desk.events(Ended("stop"), prompt=prompt)
-    assert desk.dispatcher.submitted[-1].wish is None
+    assert desk.dispatcher.submitted[-1].retention is None
 
 
 async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
@@ -310,22 +322,22 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ),
         ({"best_of": 2}, ["best_of is 2 with temperature 0"]),
         ({"stop_token_ids": [0, 272]}, ["stop token id 272"]),
-        ({"beam_width": 0}, ["beam_search.width is 0", "between 1 and 16"]),
-        ({"beam_width": 17}, ["beam_search.width is 17"]),
-        ({"beam_width": 2, "n": 3}, ["n is 3", "the 2 beams"]),
-        ({"beam_width": 2, "length_penalty": math.nan}, ["length_penalty is nan", "between -10 and 10"]),
+        ({"width": 0}, ["beam_search.width is 0", "between 1 and 16"]),
+        ({"width": 17}, ["beam_search.width is 17"]),
+        ({"width": 2, "n": 3}, ["n is 3", "the 2 beams"]),
+        ({"width": 2, "length_penalty": math.nan}, ["length_penalty is nan", "between -10 and 10"]),
         (
-            {"beam_width": 2, "temperature": 0.5},
+            {"width": 2, "temperature": 0.5},
             ["temperature is 0.5 in a beam search", "leave temperature out, or the beam search"],
         ),
-        ({"beam_width": 2, "top_p": 0.5}, ["top_p is 0.5 in a beam search"]),
-        ({"beam_width": 2, "stop": ["x"]}, ["stop is ['x'] in a beam search"]),
-        ({"beam_width": 2, "logprobs": 0}, ["logprobs is 0 in a beam search"]),
-        ({"beam_width": 2, "best_of": 2}, ["best_of is 2 in a beam search"]),
-        ({"beam_width": 16, "stop_token_ids": range(16)}, ["16 beams with 17 tokens that end", "more than 272"]),
+        ({"width": 2, "top_p": 0.5}, ["top_p is 0.5 in a beam search"]),
+        ({"width": 2, "stop": ["x"]}, ["stop is ['x'] in a beam search"]),
+        ({"width": 2, "logprobs": 0}, ["logprobs is 0 in a beam search"]),
+        ({"width": 2, "best_of": 2}, ["best_of is 2 in a beam search"]),
+        ({"width": 16, "stop_token_ids": range(16)}, ["16 beams with 17 tokens that end", "more than 272"]),
         ({"forced_tokens": ids(1), "n": 2, "temperature": 1.0}, ["n is 2 with forced_tokens", "leave n out"]),
         ({"forced_tokens": ids(1), "best_of": 2, "temperature": 1.0}, ["best_of is 2 with forced_tokens"]),
-        ({"forced_tokens": ids(1), "beam_width": 2}, ["beam search", "leave one of them out"]),
+        ({"forced_tokens": ids(1), "width": 2}, ["beam search", "leave one of them out"]),
         ({"forced_tokens": ids(1), "stop": ["x"]}, ["stop has 1 strings with forced_tokens"]),
         ({"forced_tokens": b""}, ["forced_tokens has 0 bytes", "at least one"]),
         ({"forced_tokens": b"12345"}, ["forced_tokens has 5 bytes"]),
@@ -350,7 +362,7 @@ async def test_forced_tokens_must_fit_behind_the_prompt_and_decide_the_length(de
     await desk.refused(InvalidArgumentError, "2045 tokens and forced_tokens 4", **params, forced_tokens=ids(1, 2, 3, 4))
     await desk.events(Ended("stop"), **params, max_tokens=99, forced_tokens=ids(4, 5, 6))
     sampling = desk.dispatcher.submitted[-1].sampling
-    assert (sampling.forced, sampling.max_tokens, sampling.logprobs) == (ids(4, 5, 6), 3, 1)
+    assert (sampling.forced_tokens, sampling.max_tokens, sampling.logprobs) == (ids(4, 5, 6), 3, 1)
     assert (sampling.temperature, sampling.stop_token_ids) == (0.0, (6,))
 
 
@@ -519,7 +531,7 @@ async def test_stop_strings_need_a_tokenizer(desk: Desk) -> None:
 async def begun(desk: Desk, **params: Any) -> tuple[AsyncGenerator[GenerationEvent, None], list[Request]]:
     """A request of several sequences, accepted, and what was queued for it."""
     before = len(desk.dispatcher.submitted)
-    run = desk.generation.run(GenerateParams(**{"prompt": "hello", "temperature": 1.0, "seed": 5, **params}))
+    run = desk.generation.run(params_of(**{"temperature": 1.0, "seed": 5, **params}))
     assert isinstance(await anext(run), Accepted)
     return run, desk.dispatcher.submitted[before:]
 
@@ -662,10 +674,10 @@ async def test_the_bound_wakes_a_caller_that_waits(desk: Desk, monkeypatch: pyte
 
 async def test_a_search_is_one_request_whose_sequences_come_at_its_end(desk: Desk) -> None:
     found = await desk.events(
-        Ended("stop", [BeamResult([104, 105], -0.5, "stop"), BeamResult([104], -1.5, "length")]), beam_width=3, n=2
+        Ended("stop", [BeamResult([104, 105], -0.5, "stop"), BeamResult([104], -1.5, "length")]), width=3, n=2
     )
     (request,) = desk.dispatcher.submitted
-    assert (request.sampling.beams, request.sampling.beam_answers, request.places) == (3, 2, 3)
+    assert (request.sampling.beams, request.places) == (3, 3)
     told = [event for event in found if isinstance(event, Tokens)]
     assert [(event.index, event.token_ids) for event in told if event.token_ids] == [(0, [104, 105]), (1, [104])]
     assert all("".join(event.text for event in told if event.index == index) for index in (0, 1))
@@ -673,16 +685,16 @@ async def test_a_search_is_one_request_whose_sequences_come_at_its_end(desk: Des
     assert [(end.reason, end.cumulative_logprob) for end in ends] == [("stop", -0.5), ("length", -1.5)]
     (last,) = [event for event in found if isinstance(event, Finished)]
     assert (last.output_tokens, last.resumed, last.reason) == (3, 0, "length")
-    cancelled = await desk.events(Ended("cancelled"), beam_width=2)
+    cancelled = await desk.events(Ended("cancelled"), width=2)
     assert [type(event) for event in cancelled] == [Accepted, Finished] and cancelled[-1].reason == "cancelled"
     with pytest.raises(UnavailableError, match="died"):
-        await desk.events(UnavailableError("the worker died"), beam_width=2)
+        await desk.events(UnavailableError("the worker died"), width=2)
 
 
 async def test_a_long_sequence_that_was_searched_comes_in_pieces(desk: Desk) -> None:
     """Decoding it at once would hold the event loop."""
     tokens = [104, 105, 106] * 200
-    _, *found, _ = await desk.events(Ended("stop", [BeamResult(tokens, -0.5, "stop")]), beam_width=2)
+    _, *found, _ = await desk.events(Ended("stop", [BeamResult(tokens, -0.5, "stop")]), width=2)
     assert [len(event.token_ids) for event in found if isinstance(event, Tokens) and event.token_ids] == [256, 256, 88]
     assert [token for event in found if isinstance(event, Tokens) for token in event.token_ids] == tokens
     whole = desk.codec.stream()
@@ -692,7 +704,7 @@ async def test_a_long_sequence_that_was_searched_comes_in_pieces(desk: Desk) -> 
 
 async def test_a_search_that_never_fits_is_refused(desk: Desk) -> None:
     with pytest.raises(ExhaustedError, match=r"16 beams needs \d+ bytes, but the GPU tier holds"):
-        await desk.events(beam_width=16, max_tokens=2000)
+        await desk.events(width=16, max_tokens=2000)
 
 
 async def test_a_queue_without_room_for_all_sequences_takes_none(desk: Desk) -> None:
@@ -726,7 +738,7 @@ async def test_a_namespace_is_forgotten_with_the_last_request_that_uses_it(desk:
             await desk.events(NewTokens([1]), Ended("length"), salt=b"%d" % number, n=1)
             desk.dispatcher.submitted.clear()
             desk.dispatcher.looked.clear()
-        cache._forget_namespaces()
+        cache.registration.forget_unused()
         assert not list(cache.namespaces)
     finally:
         gc.enable()
@@ -809,7 +821,7 @@ async def test_the_frames_of_images_count_in_what_a_request_needs(cache: TieredC
     generation = Generation(cache, models, asyncio.Event(), lambda: 5.0)
 
     async def ask(*images: bytes, **params: int) -> None:
-        async with aclosing(generation.run(GenerateParams(prompt=tokens, images=list(images), **params))) as events:  # type: ignore[arg-type]
+        async with aclosing(generation.run(params_of(prompt=tokens, images=list(images), **params))) as events:  # type: ignore[arg-type]
             await anext(events)
 
     await ask(b"a", b"b", b"b", b"c", b"a", max_tokens=16)
@@ -820,4 +832,4 @@ async def test_the_frames_of_images_count_in_what_a_request_needs(cache: TieredC
     ):
         await ask(b"a", b"b", b"c", b"d", b"d", max_tokens=16)
     with pytest.raises(ExhaustedError, match=f"2 beams needs .* bytes, {240 * 8192} of them for its images"):
-        await ask(b"a", b"b", b"c", b"d", b"d", max_tokens=16, beam_width=2)
+        await ask(b"a", b"b", b"c", b"d", b"d", max_tokens=16, width=2)

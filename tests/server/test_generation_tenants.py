@@ -12,10 +12,11 @@ import pytest
 
 from prefixd.base.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError
 from prefixd.base.fairness import SharedBytes
+from prefixd.base.sampling import Sampling
 from prefixd.base.tenants import Quota, Tenant, Tenants
 from prefixd.cache import TieredCache
 from prefixd.serving.generation import Accepted, Finished, GenerateParams, Tokens, generation
-from prefixd.serving.request.request import Ended, NewTokens
+from prefixd.serving.request.events import Ended, NewTokens
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.worker_protocol.protocol import BeamResult
 from prefixd_scheduler import RequestQueue, create_policy
@@ -102,14 +103,16 @@ async def test_who_waits_by_the_time_that_a_text_is_tokenized_counts(desk: Desk,
 async def test_a_refusal_by_the_queue_names_the_tenant_and_is_counted(desk: Desk, tenants: Tenants) -> None:
     a, queue = tenant_of(tenants, "a"), RequestQueue(create_policy("fcfs"), 12, lambda: len(tenants))
     desk.dispatcher.submit = lambda request: queue.push(request.queued)  # type: ignore[method-assign]
-    run = desk.generation.run(GenerateParams("hello", n=8, temperature=1.0, tenant=a))
+    run = desk.generation.run(GenerateParams("hello", n=8, sampling=Sampling(temperature=1.0), tenant=a))
     await anext(run)
     with pytest.raises(
         ExhaustedError, match=r"tenant a: 8 requests of the tenant wait; of the queue's 12 places 2 .*queue_limit"
     ):
         await desk.events(tenant=a)
     assert a.refused["scheduler.queue_limit"] == 1
-    other = desk.generation.run(GenerateParams("hello", n=2, temperature=1.0, tenant=tenant_of(tenants, "b")))
+    other = desk.generation.run(
+        GenerateParams("hello", n=2, sampling=Sampling(temperature=1.0), tenant=tenant_of(tenants, "b"))
+    )
     assert isinstance(await anext(other), Accepted)
     for each in (run, other):
         await each.aclose()
@@ -196,7 +199,9 @@ async def test_what_was_held_back_is_told_however_a_sequence_ends(desk: Desk, re
 
 
 async def test_what_was_held_back_is_told_of_the_best(desk: Desk) -> None:
-    run = desk.generation.run(GenerateParams("hello", best_of=2, temperature=1.0, stop=["\n\nUser:"]))
+    run = desk.generation.run(
+        GenerateParams("hello", best_of=2, sampling=Sampling(temperature=1.0, stop=["\n\nUser:"]))
+    )
     await anext(run)
     for request, score in zip(desk.dispatcher.submitted, (-9.0, -1.0), strict=True):
         request.events.put_nowait(NewTokens([*spelled("a\n"), *HALF], logprobs(score, score, score)))
@@ -206,7 +211,7 @@ async def test_what_was_held_back_is_told_of_the_best(desk: Desk) -> None:
 
 async def test_what_was_held_back_is_told_of_each_beam(desk: Desk) -> None:
     beams = [BeamResult([*spelled("a"), *HALF], -1.0, "length"), BeamResult([*spelled("b"), *HALF], -2.0, "stop")]
-    events = await desk.events(Ended("length", beams), beam_width=2, n=2)
+    events = await desk.events(Ended("length", beams), width=2, n=2)
     assert [shown(events, index)[1] for index in range(2)] == ["a\ufffd", "b\ufffd"]
     texts = [event.token_ids for event in events if isinstance(event, Tokens) and event.index == 0]
     assert texts[-1] == [], "the last one has text alone"

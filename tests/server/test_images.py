@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.attacks.requests import _scanned
+from benchmarks.checks.attacks.scenarios.requests import _scanned
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, InvalidArgumentError, UnsupportedError
+from prefixd.client import Client, InvalidArgumentError, Sampling, UnsupportedError
 from prefixd.client.inference import Finished, Tokens
 from tests.worker import test_images as worker_tests
 
@@ -59,7 +59,7 @@ class Conversation:
                 tokens += [worker_tests.BEGIN, self._vision.token, worker_tests.END]
         found: list[int] = []
         finished = None
-        for event in self._client.generate(tokens, images=images, max_tokens=NEW, ignore_eos=True):
+        for event in self._client.generate(tokens, sampling=Sampling(max_tokens=NEW, ignore_eos=True), images=images):
             if isinstance(event, Tokens):
                 found += event.token_ids
             elif isinstance(event, Finished):

@@ -105,7 +105,7 @@ def matchable(namespace: Namespace, trie: Trie) -> set[tuple[str, int]]:
         (medium, hash_of(namespace, trie, row))
         for row in trie.used_rows().tolist()
         for tier, medium in enumerate(announcer.MEDIA.values())
-        if trie.complete[row] & trie.offered & (1 << tier)
+        if trie.has(row, tier) and trie.offered & (1 << tier)
     }
 
 
@@ -131,7 +131,7 @@ def engine_blocks(trie: Trie, width: int) -> set[tuple[str, int]]:
         (medium, end)
         for row in trie.used_rows().tolist()
         for tier, medium in enumerate(announcer.MEDIA.values())
-        if trie.complete[row] & trie.offered & (1 << tier)
+        if trie.has(row, tier) and trie.offered & (1 << tier)
         for end in ends_in(row)
     }
 
@@ -180,8 +180,8 @@ async def test_what_was_told_is_what_is_so(
                     trie.drop_copies(np.array([row]), tier)
                 if not trie.any_part[row]:
                     trie.remove(row)
-            elif trie.complete[row]:
-                tiers = [tier for tier in range(TIERS) if trie.complete[row] & (1 << tier)]
+            elif any(trie.has(row, tier) for tier in range(TIERS)):
+                tiers = [tier for tier in range(TIERS) if trie.has(row, tier)]
                 if len(tiers) > 1:
                     trie.drop_copies(np.array([row]), choose.choice(tiers))
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
-from benchmarks.fault_injection.faulty_daemon import FaultyDaemon
+from benchmarks.checks.fault_injection.faulty_daemon import FaultyDaemon
 from prefixd.cache.index.keys import BlockChain
 from prefixd.server.kv_events.announcer import block_hash
 from prefixd.v1 import admin_pb2, cache_pb2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from benchmarks.attacks.crafted_tokens import BLOCK_TOKENS, block_with_key
+from benchmarks.checks.attacks.crafted_tokens import BLOCK_TOKENS, block_with_key
 from prefixd.cache.index.keys import BlockChain
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2

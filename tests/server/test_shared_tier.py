@@ -14,6 +14,7 @@ import pytest
 from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.cache import TieredCache
 from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.models import gpu_memory as gpu_memory_module
 from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.serving.models.models import Models
@@ -225,7 +226,6 @@ class Member:
 
     def __init__(self) -> None:
         self.running: dict[int, Any] = {}
-        self.taken_frames = 3
         self.moving = False
         self.told: list[str] = []
 
@@ -238,14 +238,16 @@ class Member:
     async def unstage_all(self) -> None:
         self.told.append("unstage")
 
-    def look(self) -> None:
-        self.told.append("look")
+    def wake(self) -> None:
+        self.told.append("wake")
 
 
 async def test_models_that_lack_frames_take_turns() -> None:
     share, a, b = TierShare(), Member(), Member()
-    share.join(a)
-    share.join(b)
+    budget = FrameBudget()
+    budget.taken = 3
+    share.join(a, [budget])
+    share.join(b, [budget])
     assert share.shared and share.taken_frames == 6
     assert share.may_hand_over(a) and share.may_hand_over(b)
     share.wait(a)
@@ -257,7 +259,7 @@ async def test_models_that_lack_frames_take_turns() -> None:
     await share.clear(a)
     assert b.told == ["unstage"]
     share.leave(a)
-    assert share.may_hand_over(b) and not share.may_hand_over(a) and b.told == ["unstage", "look"]
+    assert share.may_hand_over(b) and not share.may_hand_over(a) and b.told == ["unstage", "wake"]
     share.wait(a)
     assert not share.may_hand_over(a), "a busy model goes behind the other"
     share.leave(b)

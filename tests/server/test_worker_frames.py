@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from prefixd.cache import Troubles
-from prefixd.serving.models import worker_process
 from prefixd.serving.models.worker_process import WorkerProcess
 from prefixd.worker_protocol.protocol import Cancel, Connection, Grow, Shrink, Shrunk, to_worker
 from prefixd.worker_protocol.settings import WorkerSettings
@@ -62,13 +61,13 @@ async def supervised() -> AsyncIterator[tuple[WorkerProcess, Connection[Any]]]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with ours, ThreadPoolExecutor(1) as threads:
-        worker._writer = await worker_process._writer(ours.dup())
-        worker._socket, worker._threads = ours, threads
+        await worker._channel.open(ours, threads)
+        worker._channel._has_frames = True
         worker._process = cast(Any, Killed())
         end = Connection(theirs, to_worker())
         yield worker, end
         end.close()
-        worker._let_go()
+        worker._channel.close()
 
 
 async def test_messages_wait_behind_descriptors(supervised: tuple[WorkerProcess, Connection[Any]]) -> None:
@@ -86,7 +85,7 @@ async def test_messages_wait_behind_descriptors(supervised: tuple[WorkerProcess,
 
     async with worker.changing_frames():
         growing = asyncio.create_task(worker.grow(cast(FramePool, Pool()), new))
-        while worker._held_back is None:
+        while worker._channel._held_back is None:
             await asyncio.sleep(0)
         worker.send(Cancel(7))
         message, numbers, after = await asyncio.to_thread(receive)
@@ -115,13 +114,13 @@ async def test_shrinking_waits_for_the_answer(supervised: tuple[WorkerProcess, C
         assert message == Shrink(np.array([3], np.int64).tobytes())
         await asyncio.sleep(0.01)
         assert not shrinking.done()
-        await worker._take(Shrunk(message.frames), cast(Any, None))
+        await worker._handle(Shrunk(message.frames))
         await shrinking
 
 
 async def test_without_a_worker_nobody_is_told(supervised: tuple[WorkerProcess, Connection[Any]]) -> None:
     worker, end = supervised
-    worker._socket = None
+    worker._channel._has_frames = False
     async with worker.changing_frames():
         await worker.shrink([FrameId(3)])
         await worker.grow(cast(FramePool, Pool()), NewFrames([FrameId(0)], np.arange(1)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -111,10 +110,8 @@ async def test_a_worker_that_gives_up_its_graphs_says_so_once_and_goes_on(caplog
         on_death=lambda why, gave_up: pytest.fail(why),
         troubles=Troubles(time.monotonic),
     )
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        await worker._take(Ready(True), ours)
-        await worker._take(Ready(False, "a decode pass of 4 cannot be captured: no"), ours)
+    await worker._handle(Ready(True))
+    await worker._handle(Ready(False, "a decode pass of 4 cannot be captured: no"))
     assert caplog.messages == [
         "decode steps are computed without CUDA graphs: a decode pass of 4 cannot be captured: no"
     ]

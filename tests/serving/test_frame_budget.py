@@ -60,7 +60,7 @@ def test_counts_are_those_of_sets(groups: tuple[KvGroup, ...], steps: list[tuple
             budget.add(trie, *columns(rows, groups), own)
         elif what == "remove" and added:
             gone, count = added.pop(rows % len(added))
-            budget.remove(trie, *columns(gone, groups), count)
+            budget.remove(*columns(gone, groups), count)
         elif what == "round":
             weighed = frozenset()
             budget.begin_round()

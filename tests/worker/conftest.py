@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from prefixd.base.sampling import Sampling
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.grouped_kv import GroupedKv
@@ -22,7 +23,7 @@ from prefixd.worker.memory.state_memory import PagedStates
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.protocol import Done, ImageFrames, PromptImage, Sampling, Start, StateFrames, Step
+from prefixd.worker_protocol.protocol import Done, ImageFrames, PromptImage, Start, StateFrames, Step
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.tiers import GpuTier, PagedGpuTier
 from prefixd_swap.vmem import FramePool, create_memory

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prefixd.base.sampling import BeamSearch
 from prefixd.worker.decoding import beam_search
-from prefixd.worker.decoding.beam_search import BeamSearch, Hypothesis
+from prefixd.worker.decoding.beam_search import Hypothesis, RunningSearch
 from prefixd.worker_protocol.protocol import Cancel, Done, blocks_needed
 from prefixd_swap.errors import OutOfMemoryError
 
@@ -59,18 +61,21 @@ def generate(llama_directory: Path) -> Callable[..., list[tuple[list[int], float
     return run
 
 
-def search(rig, prompt: list[int], width: int, most: int, answers: int = 1, **options: object) -> Done:
+def search(rig, prompt: list[int], width: int, most: int, stop_token_ids: Sequence[int] = (), **options: Any) -> Done:
+    """What a search of this width finds; `options` are those of `BeamSearch`."""
+    beams = BeamSearch(width=width, **options)
     frames = rig.frames(blocks_needed(len(prompt), most, width, rig.block_tokens))
-    request = rig.start(prompt, frames=frames, max_tokens=most, beams=width, beam_answers=answers, **options)
+    request = rig.start(prompt, frames=frames, max_tokens=most, beam_search=beams, stop_token_ids=stop_token_ids)
     rig.run()
     rig.free(frames)
     return rig.done[request]
 
 
 def check(done: Done, expected: list[tuple[list[int], float]]) -> None:
-    assert [beam.tokens for beam in done.beams] == [tokens for tokens, _ in expected]
+    best = done.beams[: len(expected)]
+    assert [beam.tokens for beam in best] == [tokens for tokens, _ in expected]
     # A score is a sum of float32 over the tokens; a length penalty of -1 multiplies it by their number.
-    assert [beam.score for beam in done.beams] == pytest.approx([score for _, score in expected], rel=1e-5, abs=1e-4)
+    assert [beam.score for beam in best] == pytest.approx([score for _, score in expected], rel=1e-5, abs=1e-4)
 
 
 @pytest.mark.parametrize("width", [2, 4, 6])
@@ -78,7 +83,7 @@ def check(done: Done, expected: list[tuple[list[int], float]]) -> None:
 def test_beams_are_those_of_transformers(model, rig_type, generate, prompt, width, kv):
     rig = rig_type(model, frames=100, kv=kv)
     for length in (1, 16, 50):  # nothing full, a full block, two and a bit
-        done = search(rig, prompt[:length], width, 24, answers=width)
+        done = search(rig, prompt[:length], width, 24)
         check(done, generate(prompt[:length], width, width, 24))
         assert done.reason == "length"
     rig.close()
@@ -86,22 +91,21 @@ def test_beams_are_those_of_transformers(model, rig_type, generate, prompt, widt
 
 @pytest.mark.parametrize("options", [{}, {"early_stopping": True}, {"length_penalty": -1.0}, {"length_penalty": 2.0}])
 def test_sequences_that_end_are_weighed_as_by_transformers(rig, generate, prompt, options):
-    likely = search(rig, prompt, 4, 12, answers=4).beams
+    likely = search(rig, prompt, 4, 12).beams
     stops = [likely[0].tokens[4], likely[2].tokens[7]]
-    done = search(rig, prompt, 4, 12, answers=3, stop_token_ids=tuple(stops), **options)
+    done = search(rig, prompt, 4, 12, tuple(stops), **options)
     expected = generate(prompt, 4, 3, 12, eos=stops, **options)
     check(done, expected)
-    assert [beam.reason for beam in done.beams] == [
-        "stop" if tokens[-1] in stops else "length" for tokens, _ in expected
-    ]
-    assert ("stop" in {beam.reason for beam in done.beams}) == (options.get("length_penalty", 1.0) < 2)
+    best = done.beams[:3]
+    assert [beam.reason for beam in best] == ["stop" if tokens[-1] in stops else "length" for tokens, _ in expected]
+    assert ("stop" in {beam.reason for beam in best}) == (options.get("length_penalty", 1.0) < 2)
 
 
 def test_beams_share_blocks_and_leave_nothing(rig, generate, prompt):
     other = rig.start([3, 1, 2], max_tokens=30)
     width, most = 4, 20
     frames = rig.frames(blocks_needed(len(prompt), most, width, rig.block_tokens))
-    request = rig.start(prompt, frames=frames, max_tokens=most, beams=width, temperature=0.7, seed=3)
+    request = rig.start(prompt, frames=frames, max_tokens=most, beam_search=BeamSearch(width=width), seed=3)
     shared = []
     while rig.engine.runnable:
         rig.step()
@@ -119,7 +123,7 @@ def test_a_cached_prefix_serves_a_search(rig, generate, prompt):
     first = rig.frames(4)
     rig.generate(prompt, frames=first, max_tokens=2)
     frames = [*first[:3], *rig.frames(blocks_needed(len(prompt), 10, 2, rig.block_tokens) - 3)]
-    request = rig.start(prompt, frames=frames, cached_blocks=3, max_tokens=10, beams=2)
+    request = rig.start(prompt, frames=frames, cached_blocks=3, max_tokens=10, beam_search=BeamSearch(width=2))
     rig.steps.clear()
     rig.run()
     assert rig.steps[0].computed_tokens == 2
@@ -128,12 +132,12 @@ def test_a_cached_prefix_serves_a_search(rig, generate, prompt):
 
 def test_a_search_can_be_cancelled_or_run_out_of_addresses(rig, prompt, monkeypatch):
     frames = rig.frames(blocks_needed(len(prompt), 10, 3, rig.block_tokens))
-    request = rig.start(prompt, frames=frames, max_tokens=10, beams=3)
+    request = rig.start(prompt, frames=frames, max_tokens=10, beam_search=BeamSearch(width=3))
     rig.step()
     rig.step()
     rig.take(rig.engine.cancel(Cancel(request)))
     assert rig.done[request].reason == "cancelled" and rig.manager.physical.references(frames[0]) == 0
-    again = rig.start(prompt, frames=frames, max_tokens=10, beams=3)
+    again = rig.start(prompt, frames=frames, max_tokens=10, beam_search=BeamSearch(width=3))
     opened = rig.kv.open
 
     def one_more(frames):
@@ -160,7 +164,7 @@ def test_a_search_that_fails_in_the_middle_leaves_nothing(rig, prompt, monkeypat
         return real(*arguments)
 
     monkeypatch.setattr(rig.kv, name, fails)
-    request = rig.start(prompt, frames=frames, max_tokens=20, beams=4)
+    request = rig.start(prompt, frames=frames, max_tokens=20, beam_search=BeamSearch(width=4))
     rig.run()
     assert rig.done[request].reason == "no_memory"
     assert list(rig.manager.live) == [] and not any(map(rig.manager.physical.references, frames))
@@ -175,7 +179,7 @@ def test_a_wide_search_with_many_stop_tokens_makes_few_sequences(monkeypatch):
         made.append(score)
         return Hypothesis(tokens, score, ended)
 
-    search = BeamSearch(16, 10_000, range(1, 1001), 1.0, False)
+    search = RunningSearch(BeamSearch(width=16), 10_000, range(1, 1001))
     search.running = [Hypothesis(tuple(range(2000)), -float(beam)) for beam in range(16)]
     monkeypatch.setattr(beam_search, "Hypothesis", counted)
     search.advance(torch.randn(16, 4000))
@@ -184,14 +188,18 @@ def test_a_wide_search_with_many_stop_tokens_makes_few_sequences(monkeypatch):
 
 def test_what_a_search_cannot_be_is_refused(rig, prompt):
     for options, message in [
-        ({"beams": 2, "beam_answers": 3}, "beam_answers=3 of 2"),
-        ({"beams": 2, "length_penalty": float("nan")}, "length_penalty=nan"),
-        ({"beams": 60}, "60 beams with 1 stop tokens need a vocabulary"),
+        ({"beam_search": BeamSearch(width=17)}, "beam_search.width is 17"),
+        ({"beam_search": BeamSearch(width=2, length_penalty=float("nan"))}, "length_penalty is nan"),
+        ({"beam_search": BeamSearch(width=2), "temperature": 0.7}, "temperature is 0.7 in a beam search"),
+        (
+            {"beam_search": BeamSearch(width=16), "stop_token_ids": range(5)},
+            "16 beams with 6 stop tokens need a vocabulary",
+        ),
     ]:
         request = rig.start(prompt, frames=rig.frames(64 - rig.pool.used_count), max_tokens=1, **options)
         assert rig.done[request].reason == "error" and message in rig.done[request].detail
         rig.free(range(64))
-    few = rig.start(prompt, frames=rig.frames(4), max_tokens=30, beams=2)
+    few = rig.start(prompt, frames=rig.frames(4), max_tokens=30, beam_search=BeamSearch(width=2))
     assert "4 frames for 2 beams; 8 are needed" in rig.done[few].detail
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from prefixd.serving.models.worker_process import ENVIRONMENT
+from prefixd.serving.models.worker_start import ENVIRONMENT
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.worker.memory.kv_memory import Segment
-from prefixd.worker_protocol.protocol import Cancel, Extend, Sampling, Start
+from prefixd.worker_protocol.protocol import Cancel, Extend, Start
 from prefixd_swap.errors import OutOfMemoryError
 
 EOS = 95
@@ -89,7 +90,7 @@ def test_penalties_are_those_of_transformers_generate(rig, prompt, llama_directo
     generated = rig.generate(prompt, max_tokens=20, repetition_penalty=1.5)
     assert generated == expected[0, len(prompt) :].tolist()
     assert generated != rig.generate(prompt, max_tokens=20)
-    assert len(set(rig.generate(prompt, max_tokens=60, presence_penalty=1e6))) == 60
+    assert len(set(rig.generate(prompt, max_tokens=20, presence_penalty=2.0))) == 20
 
 
 def test_logprobs_are_log_softmax_of_transformers_logits(rig, prompt, llama_directory):
@@ -206,7 +207,7 @@ def test_forced_tokens_are_the_output_and_have_the_logprobs_and_the_kv_of_chosen
     answer = [7, 7, 3, 91, 0, 94, 12, 50, 1, 1, 2, 60, 33, 8, 19, 4, 77, 21]
     frames = rig.frames(5)
     chosen = rig.start(prompt, max_tokens=6)  # beside it, one that chooses
-    request = rig.start(prompt, max_tokens=18, frames=frames, forced=forced(answer), temperature=1.0, logprobs=2)
+    request = rig.start(prompt, max_tokens=18, frames=frames, forced_tokens=forced(answer), temperature=1.0, logprobs=2)
     rig.run()
     assert rig.tokens[request] == answer and rig.done[request].reason == "length"
     told = [logprobs for step in rig.steps for update in step.updates for logprobs in update.logprobs]
@@ -228,7 +229,7 @@ def test_an_interrupted_run_continues_at_its_forced_token(rig, prompt):
     answer = [9, 8, 7, 6, 5, EOS]
     for kept in (1, 5):
         tokens = [*prompt, *answer[:kept]]
-        request = rig.start(tokens, generated=kept, max_tokens=6, forced=forced(answer), ignore_eos=False)
+        request = rig.start(tokens, generated=kept, max_tokens=6, forced_tokens=forced(answer), ignore_eos=False)
         rig.run()
         assert rig.tokens[request] == answer[kept:] and rig.done[request].reason == "stop"
 
@@ -257,20 +258,23 @@ def start_message(**changes: object) -> Start:
         ({"cached_blocks": 3}, "cached_blocks=3 with 2 frames"),
         ({"frames": [0, 10**6]}, "cannot be mapped"),
         ({"frames": list(range(40))}, "cannot be mapped"),
-        ({"sampling": Sampling(max_tokens=0)}, "max_tokens=0"),
-        ({"sampling": Sampling(max_tokens=1, temperature=-1.0)}, "temperature=-1"),
-        ({"sampling": Sampling(max_tokens=1, top_p=0.0)}, "top_p=0"),
-        ({"sampling": Sampling(max_tokens=1, top_k=-1)}, "top_k=-1"),
-        ({"sampling": Sampling(max_tokens=1, min_p=1.5)}, "min_p=1.5"),
-        ({"sampling": Sampling(max_tokens=1, repetition_penalty=0.0)}, "repetition_penalty=0"),
-        ({"sampling": Sampling(max_tokens=1, presence_penalty=float("nan"))}, "presence_penalty=nan"),
-        ({"sampling": Sampling(max_tokens=1, frequency_penalty=float("inf"))}, "frequency_penalty=inf"),
-        ({"sampling": Sampling(max_tokens=1, logprobs=21)}, "logprobs=21"),
-        ({"sampling": Sampling(max_tokens=2, forced=forced([1]))}, "4 bytes of forced tokens; max_tokens=2"),
-        ({"sampling": Sampling(max_tokens=1, forced=forced([96]))}, "forced token 96 is outside"),
-        ({"sampling": Sampling(max_tokens=1, forced=forced([1]), beams=2)}, "forced tokens with 2 beams"),
+        ({"sampling": Sampling(max_tokens=0)}, "max_tokens is 0"),
+        ({"sampling": Sampling(max_tokens=1, temperature=-1.0)}, "temperature is -1"),
+        ({"sampling": Sampling(max_tokens=1, top_p=-0.1)}, "top_p is -0.1"),
+        ({"sampling": Sampling(max_tokens=1, top_k=-1)}, "top_k is -1"),
+        ({"sampling": Sampling(max_tokens=1, min_p=1.5)}, "min_p is 1.5"),
+        ({"sampling": Sampling(max_tokens=1, repetition_penalty=-1.0)}, "repetition_penalty is -1"),
+        ({"sampling": Sampling(max_tokens=1, presence_penalty=float("nan"))}, "presence_penalty is nan"),
+        ({"sampling": Sampling(max_tokens=1, frequency_penalty=float("inf"))}, "frequency_penalty is inf"),
+        ({"sampling": Sampling(max_tokens=1, logprobs=21)}, "logprobs is 21"),
+        ({"sampling": Sampling(max_tokens=2, forced_tokens=forced([1]))}, "1 forced tokens with max_tokens=2"),
+        ({"sampling": Sampling(max_tokens=1, forced_tokens=forced([96]))}, "forced token 96 is outside"),
         (
-            {"sampling": Sampling(max_tokens=3, forced=forced([18, 20, 1])), "generated": 2},
+            {"sampling": Sampling(max_tokens=1, forced_tokens=forced([1]), beam_search=BeamSearch(width=2))},
+            "forced_tokens leave a beam search nothing",
+        ),
+        (
+            {"sampling": Sampling(max_tokens=3, forced_tokens=forced([18, 20, 1])), "generated": 2},
             "the 2 generated tokens are not the first",
         ),
     ],

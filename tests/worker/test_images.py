@@ -23,6 +23,7 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
+from prefixd.base.sampling import BeamSearch
 from prefixd.images.decoding import InputArray, Pixels
 from prefixd.images.prepare import prepare_image, scaled, scales
 from prefixd.worker.attention.attention import GroupedAttention
@@ -318,7 +319,7 @@ def test_no_pass_ends_inside_an_image_that_attends_both_ways(vision, rig, monkey
         return step(segments)
 
     monkeypatch.setattr(rig.kv, "step", watched)
-    rig.engine._max_step_tokens = 16
+    rig.engine._planner._max_step_tokens = 16
     requests = [rig.start(prompt.tokens, images=prompt.images) for prompt in prompts]
     memories = [id(rig.engine._runs[request].memory) for request in requests]
     rig.run()
@@ -482,7 +483,7 @@ def test_the_size_of_an_image_tells_its_patches(vision, width, height):
 @pytest.mark.parametrize("vision", ["mllama"], indirect=True)
 def test_penalties_pass_over_placeholders_that_are_no_tokens(vision, rig):
     prompt = vision.prompt(text(38, 9), picture(27), text(39, 9))
-    request = rig.start(prompt.tokens, images=prompt.images, repetition_penalty=1e9, max_tokens=4)
+    request = rig.start(prompt.tokens, images=prompt.images, repetition_penalty=100.0, max_tokens=4)
     rig.run()
     assert rig.done[request].reason == "length"
     assert not set(rig.tokens[request]) & set(prompt.tokens)
@@ -492,7 +493,11 @@ def test_beams_are_those_of_generate(vision, rig):
     prompt = vision.prompt(text(24, 13), picture(14), text(25, 6))
     needed = 8 * rig.blocks(len(prompt.tokens)) * rig.block_frames
     request = rig.start(
-        prompt.tokens, images=prompt.images, frames=rig.frames(needed), beams=3, max_tokens=6, early_stopping=True
+        prompt.tokens,
+        images=prompt.images,
+        frames=rig.frames(needed),
+        beam_search=BeamSearch(width=3, early_stopping=True),
+        max_tokens=6,
     )
     rig.run()
     assert rig.done[request].beams[0].tokens == vision.greedy(prompt, 6, num_beams=3, early_stopping=True)

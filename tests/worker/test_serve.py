@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from prefixd.serving.models.worker_process import describe_memory
+from prefixd.base.sampling import Sampling
+from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker import serve
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.protocol import Done, Extend, Hello, Memory, Sampling, Shutdown, Start, Step
+from prefixd.worker_protocol.protocol import Done, Extend, Hello, Memory, Shutdown, Start, Step
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap.vmem import FramePool, create_memory, linux
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefixd.serving.models.worker_process import describe_memory
+from prefixd.base.sampling import Sampling
+from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker_protocol.errors import ConnectionClosedError
 from prefixd.worker_protocol.protocol import (
     Cancel,
@@ -27,7 +28,6 @@ from prefixd.worker_protocol.protocol import (
     Grow,
     Hello,
     Ready,
-    Sampling,
     Shrink,
     Shrunk,
     Shutdown,

@@ -8,6 +8,7 @@ import struct
 
 import pytest
 
+from prefixd.base.sampling import Sampling
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError, WorkerError
 from prefixd.worker_protocol.protocol import (
     MAX_MESSAGE_BYTES,
@@ -22,7 +23,6 @@ from prefixd.worker_protocol.protocol import (
     Memory,
     Ready,
     RecurrentState,
-    Sampling,
     Shutdown,
     SlidingWindow,
     Start,
@@ -43,7 +43,7 @@ TO_WORKER = [
         generated=0,
         cached_blocks=1,
         frames=[5, 6],
-        sampling=Sampling(max_tokens=3, temperature=0.5, top_k=4, stop_token_ids=(1, 2), logprobs=0),
+        sampling=Sampling(max_tokens=3, temperature=0.5, top_k=4, stop_token_ids=[1, 2], stop=[], logprobs=0),
     ),
     Extend(1, [7]),
     Cancel(1),

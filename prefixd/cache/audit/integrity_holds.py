@@ -138,9 +138,7 @@ def _claimed_slots(cache: TieredCache, tier: MemoryTier) -> list[Int64s]:
 
 def _holders(cache: TieredCache, trie: Trie) -> list[_Held]:
     """Who holds or keeps blocks of a trie now."""
-    held: list[_Held] = [
-        (hold.trie, hold.rows, hold.tier, hold.wanted) for hold in cache.mover.placement.holds if hold.trie is trie
-    ]
+    held: list[_Held] = [(hold.trie, hold.rows, hold.tier, hold.wanted) for hold in cache.holds if hold.trie is trie]
     for claim in cache.claims:
         held += [(other, rows, cache.tiers.compute, None) for other, rows, _ in claim() if other is trie]
     return held

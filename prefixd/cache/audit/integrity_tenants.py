@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.steps import Steps
-from prefixd.base.tenants import QUOTA_TIERS, Tenant
+from prefixd.base.tenants import Tenant
+from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cache.audit.findings import Findings
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.scan import memory_for_copies
@@ -100,11 +101,7 @@ def _audit_held(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
             trie,
             copies.copy(use.held.holders(trie, tier)[: trie.rows]),
             copies.copy(trie.namespace[: trie.rows]),
-            [
-                (hold.rows, hold.wanted)
-                for hold in cache.mover.placement.holds
-                if (hold.trie, hold.counted) == (trie, tier)
-            ],
+            [(hold.rows, hold.wanted) for hold in cache.holds if (hold.trie, hold.counted) == (trie, tier)],
         )
         for trie in cache.tries
     ]

@@ -95,7 +95,6 @@ def _audit_copies(found: Findings, trie: Trie, rows: Rows, tiers: Tiers) -> None
             rows[(trie.holds[rows, tier] < 0).any(axis=1)],
             f"{where}rows released more often than held in the {name} tier",
         )
-    found.demand_none(rows[trie.complete[rows] != whole], f"{where}rows that are not whole as marked")
     found.demand_none(
         rows[trie.available[rows] != available], f"{where}rows with KV groups that are not there as marked"
     )

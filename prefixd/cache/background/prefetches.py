@@ -37,12 +37,13 @@ class Prefetches:
 
     Args:
         mover: brings them.
-        limit_bytes: the most that one tenant may have on its way, all sessions together.
+        limit_bytes: the most that one tenant may have on its way, all sessions together; half of the shared tier by
+            default.
     """
 
-    def __init__(self, mover: Mover, limit_bytes: int) -> None:
+    def __init__(self, mover: Mover, limit_bytes: int | None) -> None:
         self._mover = mover
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = mover.tiers.shared.capacity_bytes // 2 if limit_bytes is None else limit_bytes
         self._under_way: dict[str, set[asyncio.Task[None]]] = {}  # by session
         self._tasks_of: dict[Tenant, set[asyncio.Task[None]]] = {}
         self._turns: dict[Tenant, PacedLine] = {}

@@ -132,6 +132,10 @@ class KeyIndex:
             rows[here] = self._search_all(table, wanted[here], hashes[here])
         return rows
 
+    def find_masked(self, masks: KeyMasks, namespace: int, keys: bytes) -> Rows:
+        """`find_all` of keys of one namespace, which are masked here."""
+        return self.find_all(masks.apply(namespace, keys).view(np.uint8))
+
     def insert_all(self, keys: npt.NDArray[np.uint8], rows: Rows) -> None:
         """Enters [m, 16] different keys that are not there, for rows that have none and have room (`reserve`)."""
         self._make_room(len(rows))

@@ -36,7 +36,7 @@ class BlockChain:
         digest: replaced in tests to make keys collide.
     """
 
-    __slots__ = ("_capacity", "_digest", "_keys", "_seed", "block_tokens", "tokens")
+    __slots__ = ("_capacity", "_digest", "_keys", "_seed", "block_tokens", "rows", "tokens")
 
     def __init__(self, token_ids: bytes, block_tokens: int, seed: int, digest: Digest = xxh3_digest) -> None:
         self._capacity = np.frombuffer(token_ids, "<u4")  # the tokens, and room for more once there were more
@@ -46,6 +46,7 @@ class BlockChain:
         self.block_tokens = block_tokens
         self.tokens = len(self._capacity)
         """Tokens in all."""
+        self._view_rows()
 
     def __len__(self) -> int:
         """Full blocks."""
@@ -72,6 +73,7 @@ class BlockChain:
             self._capacity = larger
         self._capacity[self.tokens : tokens] = np.frombuffer(token_ids, "<u4")
         self.tokens = tokens
+        self._view_rows()
 
     def rewrite(self, index: int, token_ids: bytes) -> None:
         """Gives a full block that is not hashed yet other ids: what they are may depend on the block's last token."""
@@ -80,6 +82,7 @@ class BlockChain:
         first = index * self.block_tokens
         if not self._capacity.flags.writeable:
             self._capacity = self._capacity.copy()
+            self._view_rows()
         self._capacity[first : first + self.block_tokens] = np.frombuffer(token_ids, "<u4")
 
     def block(self, index: int) -> bytes:
@@ -92,8 +95,7 @@ class BlockChain:
 
     def token_rows(self, start: int, stop: int) -> npt.NDArray[np.uint32]:
         """[stop - start, block_tokens]: token ids of full blocks; a view, which stays right when tokens are added."""
-        tokens = self._capacity[start * self.block_tokens : stop * self.block_tokens]
-        return tokens.reshape(-1, self.block_tokens)
+        return self.rows[start:stop]
 
     def key(self, index: int) -> bytes:
         """Key of block `index`, 16 bytes; hashes what has not been hashed yet."""
@@ -133,6 +135,11 @@ class BlockChain:
             yield rows
             start, batch = stop, min(batch * _BATCH_GROWTH, _LARGEST_BATCH)
 
+    def _view_rows(self) -> None:
+        full = self.tokens // self.block_tokens
+        self.rows: npt.NDArray[np.uint32] = self._capacity[: full * self.block_tokens].reshape(full, self.block_tokens)
+        """[blocks, block_tokens]: token ids of the full blocks; a view, which stays right when tokens are added."""
+
     def _key_bytes(self, start: int, stop: int) -> bytes:
         if stop > self.hashed:
             self._hash(stop)
@@ -143,6 +150,6 @@ class BlockChain:
         seed, digest = self._seed, self._digest
         key = bytes(self._keys[-KEY_BYTES:])
         for start in range(self.hashed, blocks, _LARGEST_BATCH):
-            tokens = self.token_rows(start, min(start + _LARGEST_BATCH, blocks))
+            tokens = self.rows[start : min(start + _LARGEST_BATCH, blocks)]
             one_by_one = tokens.view(f"V{4 * self.block_tokens}").ravel().tolist()
             self._keys += b"".join([key := digest(key + block, seed) for block in one_by_one])

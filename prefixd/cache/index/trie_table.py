@@ -48,7 +48,6 @@ class TrieTable:
         self.last_used = np.empty(0, np.float64)
         self.uses = np.empty(0, np.uint8)  # how often it was asked for again; 255 stands for more
         self.any_part = np.empty(0, np.uint8)  # tiers that have any part, a bit each
-        self.complete = np.empty(0, np.uint8)  # tiers that have every part
         self.available = np.empty(0, np.uint8)  # KV groups that some tier offers, a bit each
         self.expired = np.empty(0, np.uint8)  # KV groups that only shorter prefixes need
         self.nearest = np.empty(0, np.int8)
@@ -140,7 +139,6 @@ _COLUMNS = (
     "last_used",
     "uses",
     "any_part",
-    "complete",
     "available",
     "expired",
     "nearest",

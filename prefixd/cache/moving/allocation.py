@@ -167,14 +167,15 @@ class Allocation:
         tenant = tenant or self._use.tenants.default
         sizes = [width * frame for width in widths]
         wanted = count * tier.footprint(sizes) + beside * frame
-        limits = [(wanted + tier.used_bytes - tier.capacity_bytes, self._use.losses(tenant, tier))]
+        limits = [(wanted + tier.used_bytes - tier.capacity_bytes, False)]
         if (room := self._use.room(tenant, tier)) is not None:
-            limits.append((wanted - room, self._use.losses(tenant, tier, own=True)))
-        may_sink = self._tiers.below(tier) is not None
-        for lacking, losses in limits:
-            weigh = partial(_bytes_of_part, tier)
-            if not await can_free(self._tries, tier.level, lacking, demotable=may_sink, weigh=weigh, losses=losses):
-                return None
+            limits.append((wanted - room, True))
+        for lacking, own in limits:
+            if lacking > 0:
+                losses, weigh = self._use.losses(tenant, tier, own=own), partial(_bytes_of_part, tier)
+                may_sink = self._tiers.below(tier) is not None
+                if not await can_free(self._tries, tier.level, lacking, demotable=may_sink, weigh=weigh, losses=losses):
+                    return None
         claim = Claim(tenant=tenant, account=self._use.granted(tenant, tier))
         slots = await self.allocate(tier, sizes, count, claim, near)
         if len(slots) < count:

@@ -108,7 +108,7 @@ class Beginning:
         self._uncut = uncut
         self._looked = asyncio.Event()  # set when it is not uncut any more
         self.reader = reader
-        self.hold = self._hold(reader, None)
+        self.hold = self._hold(reader)
         uncut.add(self)
 
     async def bring(self, bring: Bring | None = None, give_way: Callable[[], Awaitable[bool]] | None = None) -> None:
@@ -162,14 +162,13 @@ class Beginning:
 
     def cut(self, reader: Reader) -> None:
         """Holds for a shorter reader."""
-        longer, self.hold, self.reader = self.hold, self._hold(reader, None), reader
+        longer, self.hold, self.reader = self.hold, self._hold(reader), reader
         longer.end()
 
     def keep(self) -> Hold:
         """What is held now, as a hold that is counted."""
-        kept = self._hold(self.reader, self._tier)
-        self.hold.end()
-        return kept
+        self.hold.count_in(self._tier)
+        return self.hold
 
     def _fitting(self) -> Reader:
         """The longest reader that fits where this one alone has bytes in the tier.
@@ -189,7 +188,6 @@ class Beginning:
             room_bytes += int(nbytes[group.bit, (there & np.uint8(group.mask)) != 0].sum())
         return reader.cut_to_bytes(room_bytes, nbytes)
 
-    def _hold(self, reader: Reader, counted: MemoryTier | None) -> Hold:
+    def _hold(self, reader: Reader) -> Hold:
         wanted = reader.wanted if reader.trie.has_rules else None
-        holds = self._mover.placement.holds
-        return holds.hold(self._owner, reader.trie, reader.rows, self._tier, wanted, counted=counted)
+        return self._mover.placement.holds.hold(self._owner, reader.trie, reader.rows, self._tier, wanted)

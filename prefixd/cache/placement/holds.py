@@ -71,6 +71,12 @@ class Hold:
             self.wanted = np.concatenate((self._groups(self.rows, self.wanted), self._groups(rows, wanted)))
         self.rows = np.concatenate((self.rows, rows))
 
+    def count_in(self, tier: Tier) -> None:
+        """Counts the bytes from now on as held by their tenant in a tier; see `counted`."""
+        if self._holds is not None and self.counted is None:
+            self.counted = tier
+            self._held_bytes.change(self.trie, tier, self.rows, self.wanted, begin=True)
+
     def release(self, blocks: slice, groups: int) -> GroupMask:
         """Lets go of the bytes of `groups`, a mask, of some blocks, and keeps the blocks.
 

@@ -11,14 +11,17 @@ path           60   61   62   41   52     common where that has all that the own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.pacer import give_way
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
-from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
+from prefixd.cache.rules import longest_stored
 
 _WALKED_AT_ONCE = 8192  # blocks up a prompt: 3 ms
 _ENTERED_AT_ONCE = 512  # blocks: a millisecond
@@ -112,3 +115,32 @@ async def find_ancestry(trie: Trie, rows: Rows) -> Rows:
                 await give_way()
                 parent = trie.parent  # the table may have grown
     return np.fromiter(seen, np.int64, len(seen))
+
+
+def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> int:
+    """The longest beginning of a prompt, in blocks, that has at least `parts` of every block that the rules need.
+
+    A part counts that is in the tier of that `level` already, though other ranks have yet to commit theirs. What only a
+    shared store has does not count: it is farther away than what the writer has at hand. Of the
+    blocks before `first_block` only those groups count that every longer prefix needs; where there is no such group,
+    neither do they need a row.
+
+    Args:
+        trie: the prompt's trie.
+        path: rows of the prompt's first blocks, as far as there are any.
+        parts: the parts that are asked about.
+        first_block: the writer has bytes from this block on.
+        level: the shared tier's.
+    """
+    lasting = any(group.rule.lasting for group in trie.groups)
+    available = np.zeros(len(path) if lasting else max(len(path), first_block), np.uint8)
+    available[: len(path)] = trie.available_here(path)
+    for group in trie.groups:
+        if not group.rule.lasting:
+            available[:first_block] |= np.uint8(group.mask)
+    if len(parts) < len(trie.part_bytes):
+        has = trie.slots[path, level] != NO_SLOT
+        has[:, [part for part in range(len(trie.part_bytes)) if part not in parts]] = True
+        for group in trie.groups:
+            available[: len(path)] |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
+    return longest_stored(trie.groups, available)

@@ -208,7 +208,7 @@ class Placement:
             if (here_alone & (trie.keep[rows] == 0) & ~trie.pinned[rows]).any():
                 self.room_may_be_had()
         leaves = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0)]  # what these continue goes with them
-        if trie.remove_bare(leaves.tolist()):
+        if len(leaves) and trie.remove_bare(leaves.tolist()):
             self.epoch += 1
 
     # -- which bytes are wanted ---------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Placement:
         now_s, queued = self.clock(), self.queued_blocks
         before = self.to_write(trie, path) if trie.has_rules or self.admit_uses else None
         self.uses.accessed(trie, path[counted:], now_s)
-        trie.touch(path, now_s)
+        trie.last_used[path] = now_s
         if trie.has_rules:
             trie.revive(path)
         if before is not None:

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.steps import Steps
-from prefixd.base.tenants import QUOTA_TIERS, Tenant, Tenants
+from prefixd.base.tenants import Tenant, Tenants
+from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
@@ -199,14 +200,14 @@ class TenantUse:
 
     def owners(self, trie: Trie, rows: Rows) -> Rows:
         """[len(rows)]: the tenants' ordinals."""
-        if len(self.tenants) == 1:
+        if len(self.tenants.all) == 1:
             return np.zeros(len(rows), np.int64)
         owners: Rows = self._owner_of[trie.namespace[rows]]
         return owners
 
     def owner_number(self, trie: Trie, row: int) -> int:
         """The ordinal of the tenant that a block belongs to."""
-        return 0 if len(self.tenants) == 1 else int(self._owner_of[trie.namespace[row]])
+        return 0 if len(self.tenants.all) == 1 else int(self._owner_of[trie.namespace[row]])
 
     def owner(self, trie: Trie, row: int) -> Tenant:
         """The tenant that a block belongs to."""
@@ -223,8 +224,8 @@ class TenantUse:
         owners = self.owners(trie, rows)
         first = int(owners[0])
         if (owners == first).all():
-            return [(self.tenants.at(first), slice(None))]
-        return [(self.tenants.at(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners).tolist()]
+            return [(self.tenants.all[first], slice(None))]
+        return [(self.tenants.all[owner], np.flatnonzero(owners == owner)) for owner in np.unique(owners).tolist()]
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -273,14 +274,14 @@ class TenantUse:
         if tier.level >= len(QUOTA_TIERS):
             return
         nbytes = (slots != NO_SLOT) @ self.part_bytes(trie, tier)
-        if len(self.tenants) == 1:
+        if len(self.tenants.all) == 1:
             self._cached[0, tier.level] += sign * int(nbytes.sum())
         else:
             self._fit()
             np.add.at(self._cached[:, tier.level], self.owners(trie, rows), sign * nbytes)
 
     def _fit(self) -> None:
-        if (lacking := len(self.tenants) - len(self._cached)) > 0:
+        if (lacking := len(self.tenants.all) - len(self._cached)) > 0:
             self._cached, self._leaving = (
                 np.concatenate([column, np.zeros((lacking, len(QUOTA_TIERS)), np.int64)])
                 for column in (self._cached, self._leaving)
@@ -383,7 +384,7 @@ class TenantUse:
 
     def hold_bounds(self, tier: Tier) -> dict[Tenant, int] | None:
         """Bytes that each tenant may hold of a tier while nobody else holds any; None: there are no quotas."""
-        quotas = {tenant: _quota(tenant, tier.level) for tenant in self.tenants}
+        quotas = {tenant: _quota(tenant, tier.level) for tenant in self.tenants.all}
         if all(quota == _UNLIMITED for quota in quotas.values()):
             return None
         common = tier.capacity_bytes - sum(guaranteed for guaranteed, _ in quotas.values())
@@ -454,7 +455,7 @@ class TenantUse:
         """
         if tier.level >= len(QUOTA_TIERS):
             return None
-        if not own and not any(_quota(other, tier.level)[0] for other in self.tenants):
+        if not own and not any(_quota(other, tier.level)[0] for other in self.tenants.all):
             return None
         self._fit()
         left = np.full(len(self._cached) + 1, -1, np.int64)
@@ -477,7 +478,7 @@ class TenantUse:
 
     def owner_of(self) -> Callable[[npt.NDArray[np.int32]], Rows]:
         """Gives, in a thread too, the tenants of namespaces as of now; 0 of those that there are not."""
-        known = self._owner_of.copy() if len(self.tenants) > 1 else np.zeros(0, np.int64)
+        known = self._owner_of.copy() if len(self.tenants.all) > 1 else np.zeros(0, np.int64)
 
         def owners(namespaces: npt.NDArray[np.int32]) -> Rows:
             there = (namespaces >= 0) & (namespaces < len(known))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +25,16 @@ class KvGroup:
         rule: what a prefix needs of them.
         parts: which parts of the block, by index: the layers of the group, once a tensor-parallel rank.
         bit: the group's place in a `GroupMask`.
+        mask: the group alone, as a mask.
     """
 
     rule: GroupRule
     parts: tuple[int, ...]
     bit: int
+    mask: int = field(init=False, repr=False)
 
-    @property
-    def mask(self) -> int:
-        """The group alone, as a mask."""
-        return 1 << self.bit
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", 1 << self.bit)
 
 
 def kv_groups(rules: Sequence[GroupRule]) -> tuple[KvGroup, ...]:

@@ -34,10 +34,10 @@ class Arrivals:
     """Of one session, at most `MOST`, each of at most 64 runs of blocks in one tier."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[int, bytes], _Arrival] = {}  # by namespace and key of the last block, the oldest first
+        self.noted: dict[tuple[int, bytes], _Arrival] = {}  # by namespace and key of the last block, the oldest first
 
     def __len__(self) -> int:
-        return len(self._noted)
+        return len(self.noted)
 
     def note(self, namespace: Namespace, chain: BlockChain, tiers: npt.NDArray[np.int8], now_s: float) -> None:
         """A hint was given for a prompt: its first blocks lie in these tiers. An earlier hint for it stays what counts.
@@ -50,13 +50,13 @@ class Arrivals:
         """
         self._forget(now_s)
         key = namespace.ordinal, chain.key(len(tiers) - 1)
-        if key in self._noted:
+        if key in self.noted:
             return
-        if len(self._noted) >= MOST:
-            del self._noted[next(iter(self._noted))]
+        if len(self.noted) >= MOST:
+            del self.noted[next(iter(self.noted))]
         starts = np.flatnonzero(np.diff(tiers, prepend=np.int8(-1)))
         lengths = np.diff(starts, append=len(tiers))
-        self._noted[key] = _Arrival(now_s, len(tiers), tiers[starts[:_RUNS]], lengths[:_RUNS].copy())  # no views
+        self.noted[key] = _Arrival(now_s, len(tiers), tiers[starts[:_RUNS]], lengths[:_RUNS].copy())  # no views
 
     def take(self, namespace: Namespace, chain: BlockChain, now_s: float) -> npt.NDArray[np.int8]:
         """[blocks]: where the first blocks of a prompt lay at the hint for it, or for the longest beginning of it; none
@@ -65,14 +65,14 @@ class Arrivals:
         hashed = chain.hashed  # no more is hashed for it
         found = [
             key
-            for key, arrival in self._noted.items()
+            for key, arrival in self.noted.items()
             if key[0] == namespace.ordinal and arrival.blocks <= hashed and chain.key(arrival.blocks - 1) == key[1]
         ]
         if not found:
             return _NOTHING
-        arrival = self._noted.pop(max(found, key=lambda key: self._noted[key].blocks))
+        arrival = self.noted.pop(max(found, key=lambda key: self.noted[key].blocks))
         return np.repeat(arrival.tiers, arrival.lengths)
 
     def _forget(self, now_s: float) -> None:
-        while self._noted and now_s - self._noted[key := next(iter(self._noted))].at_s > KEPT_S:
-            del self._noted[key]
+        while self.noted and now_s - self.noted[key := next(iter(self.noted))].at_s > KEPT_S:
+            del self.noted[key]

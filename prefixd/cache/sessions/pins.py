@@ -20,7 +20,7 @@ from prefixd.base.steps import do_in_slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
-from prefixd.cache.sessions.reservations import Reservations
+from prefixd.cache.sessions.durability import Durability
 from prefixd_swap.tiers import StoreTier
 
 
@@ -29,12 +29,13 @@ class Pins:
 
     Args:
         mover: makes pins durable.
-        reservations: makes blocks durable.
+        durability: makes blocks durable.
     """
 
-    def __init__(self, mover: Mover, reservations: Reservations) -> None:
+    def __init__(self, mover: Mover, durability: Durability) -> None:
         self._mover = mover
-        self._reservations = reservations
+        self._placement = mover.placement
+        self._durability = durability
         self._lock = asyncio.Lock()  # to make a pin durable takes a while; another may end it only afterwards
 
     async def pin(self, trie: Trie, path: Rows) -> str:
@@ -45,16 +46,16 @@ class Pins:
         Raises:
             ExhaustedError: its tenant may hold no more; nothing is pinned.
         """
-        with self._mover.placement.holds.hold("pin", trie, path):
+        with self._placement.holds.hold("pin", trie, path):
             async with self._lock:
                 self._mover.use.check_pin(trie, path)
                 trie.pinned[path] = True
                 await do_in_slices(self._mover.use.count_pinned(self._mover.tries))
-                self._mover.placement.touch(trie, path)  # the bytes that the prefix needs are wanted, if they expired
+                self._placement.touch(trie, path)  # the bytes that the prefix needs are wanted, if they expired
                 if self._mover.tiers.durable is None:
                     return "there is no disk tier; set disk.bytes"
                 try:
-                    await self._reservations.persist(trie, path)
+                    await self._durability.persist(trie, path)
                 except (ExhaustedError, PreconditionError) as error:
                     return str(error)
                 return "" if await self._mover.disk.metadata.pin(trie, path, True) else self._why_not()
@@ -64,7 +65,7 @@ class Pins:
 
         The caller has awaited nothing since it looked `path` up.
         """
-        with self._mover.placement.holds.hold("unpin", trie, path):
+        with self._placement.holds.hold("unpin", trie, path):
             async with self._lock:
                 pinned = path[trie.pinned[path]]
                 trie.pinned[pinned] = False
@@ -72,7 +73,7 @@ class Pins:
                 durable = self._mover.tiers.durable is None or await self._mover.disk.metadata.pin(
                     trie, pinned[::-1], False
                 )
-        self._mover.placement.sweep(trie, path)
+        self._placement.sweep(trie, path)
         self._mover.changed.set()  # they may give room on disk for what waits to be written
         return len(pinned), "" if durable else self._why_not()
 

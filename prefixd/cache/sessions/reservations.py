@@ -1,90 +1,135 @@
-"""How engines fill blocks: slots reserved, committed, and made durable."""
+"""How engines fill blocks: slots are reserved, filled by the engine, and committed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd.base.pacer import give_way
+from prefixd.base.tenants import Tenant
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
-from prefixd.cache.placement.paths import enter_own, find_path
-from prefixd.cache.placement.retention import Wish
-from prefixd.cache.rules import GroupMask, longest_stored
+from prefixd.cache.placement.paths import enter_own, find_path, present
+from prefixd.cache.placement.retention import Retained, Retention, Wish
+from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.quarantine import Quarantine
 from prefixd.cache.sessions.sessions import LeaseTable, Reservation, Session
-from prefixd.cache.tiers import Slots, Tiers
+from prefixd.cache.tiers import Slots
 from prefixd_swap import round_to_slot
-from prefixd_swap.tiers import StoreTier
 
 _COMMIT_BLOCKS, _COMMIT_PARTS = 256, 8192  # entered into the trie at a time, at the most: some milliseconds
 _RELEASED_AT_ONCE = 1024  # slots: about a millisecond
 
 
+@dataclass(frozen=True, slots=True)
+class ToFill:
+    """Which blocks of a prompt a caller can fill.
+
+    Attributes:
+        parts: of each block; all by default.
+        first_block: the caller has bytes from this block on; bytes before it that longer prefixes do not need (windows,
+            states) may be missing.
+        max_blocks: the most blocks; 0: all.
+        ttl_s: see `LeaseTable.ttl`.
+        by_daemon: the daemon fills them itself; no client is told where they are.
+    """
+
+    parts: Sequence[int] = ()
+    first_block: int = 0
+    max_blocks: int = 0
+    ttl_s: float = 0.0
+    by_daemon: bool = False
+
+
 class Reservations:
-    """Reservations, from the free slots to the durable blocks.
+    """Reservations, from the free slots to the committed blocks.
 
     Args:
-        tiers: the memory.
         mover: makes room and copies.
+        durability: makes committed blocks durable.
         leases: whom a reservation belongs to.
-        clock: seconds, monotonic.
-        limit_bytes: the most that one session may have reserved at once.
+        retained: grants what a commit asks for the blocks' retention.
+        limit_bytes: the most that one session may have reserved at once; half of the CPU tier by default.
+        admit: waits until a tenant's new blocks may come.
         stored: told of blocks that were committed.
     """
 
     def __init__(
         self,
-        tiers: Tiers,
         mover: Mover,
+        durability: Durability,
         leases: LeaseTable,
-        clock: Callable[[], float],
-        limit_bytes: int,
-        stored: Callable[[Trie, Rows], None],
+        retained: Retained,
+        limit_bytes: int | None,
+        admit: Callable[[Tenant], Awaitable[None]],
+        stored: Callable[[Trie, Rows], None] | None,
     ) -> None:
-        self._tiers = tiers
+        self._tiers = mover.tiers
         self._mover = mover
+        self._placement = mover.placement
+        self._holds = mover.placement.holds
+        self._durability = durability
         self._leases = leases
-        self._limit_bytes = limit_bytes
-        self._clock = clock
+        self._retained = retained
+        self._limit_bytes = self._tiers.shared.capacity_bytes // 2 if limit_bytes is None else limit_bytes
+        self._clock = mover.placement.clock
+        self._admit = admit
         self._stored = stored
         self._returning: set[asyncio.Task[None]] = set()
         self.quarantine = Quarantine(self._give_back)
 
     async def reserve(
-        self,
-        session: Session,
-        namespace: Namespace,
-        chain: BlockChain,
-        trie: Trie,
-        parts: tuple[int, ...],
-        first_block: int,
-        max_blocks: int,
-        ttl_s: float,
-        by_daemon: bool,
+        self, session: Session, namespace: Namespace, trie: Trie, chain: BlockChain, asked: ToFill
     ) -> Reservation | int:
-        """See `TieredCache.reserve`; the arguments are checked."""
-        if self._returning:  # what is being given back need not be evicted for
-            await asyncio.wait(self._returning)
-        path = await find_path(trie, namespace, chain)
-        known = present(trie, path, parts, first_block, self._tiers.shared.level)
-        prefix, wanted = path[:known], len(chain) - known
-        if not wanted:
-            return len(chain)
-        wanted = min(wanted, max_blocks or wanted)
-        identity = self._leases.next_id()
+        """Slots for blocks that are not cached; arguments and errors are those of `TieredCache.reserve`."""
+        self._leases.admit(session)
+        ttl_s = self._leases.ttl(asked.ttl_s)
+        parts, first_block = namespace.check_parts(asked.parts), asked.first_block
+        if first_block > len(chain):
+            raise InvalidArgumentError(
+                f"first_block is {first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
+            )
+        with self._mover.working():
+            await self._admit(self._mover.use.tenant_of(namespace))
+            if self._returning:  # what is being given back need not be evicted for
+                await asyncio.wait(self._returning)
+            path = await find_path(trie, namespace, chain)
+            known = present(trie, path, parts, first_block, self._tiers.shared.level)
+            wanted = min(len(chain) - known, asked.max_blocks or len(chain))
+            if not wanted:
+                return len(chain)
+            identity = self._leases.next_id()
+            hold, slots = await self._allocate(session, trie, path[:known], parts, wanted, f"reservation {identity}")
+            reservation = Reservation(
+                *(identity, session, namespace, trie, chain, hold, known, parts, slots),
+                self._clock() + ttl_s,
+                self.end,
+                asked.by_daemon,
+            )
+            self._leases.grant(reservation)
+            return reservation
+
+    async def _allocate(
+        self, session: Session, trie: Trie, prefix: Rows, parts: tuple[int, ...], blocks: int, owner: str
+    ) -> tuple[Hold, Slots]:
+        """A hold of the prefix, and slots for up to `blocks` blocks behind it, at least one.
+
+        Raises:
+            ExhaustedError: there is room for none.
+        """
         shared, use, tenant = self._tiers.shared, self._mover.use, session.tenant
         sizes = [trie.part_bytes[part] for part in parts]
         # Where there is no tier below, the bytes of what has to exist stay here.
         counted = shared if self._tiers.own[-1] is shared else None
-        hold = self._mover.placement.holds.hold(f"reservation {identity}", trie, prefix, counted=counted)
+        hold = self._holds.hold(owner, trie, prefix, counted=counted)
         session.reserved.whole = use.granted(tenant, shared)
 
         def limit() -> int:
@@ -94,29 +139,14 @@ class Reservations:
         try:
             near = trie.slots[prefix[-1], shared.level][list(parts)].tolist() if len(prefix) else []
             slots = await self._mover.slots.allocate(
-                shared, sizes, wanted, Claim(tenant=tenant, account=session.reserved, limit=limit), near
+                shared, sizes, blocks, Claim(tenant=tenant, account=session.reserved, limit=limit), near
             )
             if not len(slots):
                 self._refuse(session, sizes)
         except BaseException:
             hold.end()
             raise
-        expires_s = self._clock() + ttl_s
-        reservation = Reservation(
-            identity,
-            session,
-            namespace,
-            trie,
-            chain,
-            hold,
-            known,
-            parts,
-            slots,
-            expires_s,
-            by_daemon,
-        )
-        self._leases.grant(reservation)
-        return reservation
+        return hold, slots
 
     def _left(self, session: Session, nbytes: int) -> int:
         """Bytes that a session may reserve beside what it has, and what its processes may still be writing into: of
@@ -163,14 +193,30 @@ class Reservations:
         if durable and self._tiers.durable is None:
             raise PreconditionError("durable commit without a disk tier; set disk.bytes or commit without durable")
 
-    async def commit(self, reservation: Reservation, blocks: int, durable: bool, wish: Wish) -> tuple[int, int]:
-        """See `TieredCache.commit`; the wish was granted."""
-        self.check(reservation, blocks, durable)  # once more: the wish may have taken a while
+    async def commit(
+        self, reservation: Reservation, blocks: int, durable: bool, retention: Sequence[Retention]
+    ) -> tuple[int, int]:
+        """Makes the first blocks of a reservation matchable; arguments and errors are those of `TieredCache.commit`."""
+        with self._mover.working():
+            self.check(reservation, blocks, durable)
+            if not retention:
+                return await self._commit(reservation, blocks, durable, None)
+            trie, prefix = reservation.trie, reservation.prefix.rows
+            groups = int(np.bitwise_or.reduce(trie.part_mask[list(reservation.parts)]))
+            more = max(reservation.first_block + blocks - len(prefix), 0)
+            with await self._retained.wish(
+                reservation.namespace, trie, retention, prefix, more, groups, optional=True
+            ) as wish:
+                reservation.retention_refused = wish.refused
+                self.check(reservation, blocks, durable)  # once more: the wish may have taken a while
+                return await self._commit(reservation, blocks, durable, wish)
+
+    async def _commit(self, reservation: Reservation, blocks: int, durable: bool, wish: Wish | None) -> tuple[int, int]:
         self._leases.forget(reservation, "it was committed")
-        trie, placement = reservation.trie, self._mover.placement
+        trie, placement = reservation.trie, self._placement
         prefix = reservation.prefix.rows
         owner = reservation.prefix.owner
-        held = [placement.holds.hold(owner, trie, prefix)]  # the reservation's own hold ends before
+        held = [self._holds.hold(owner, trie, prefix)]  # the reservation's own hold ends before
         committed = 0
         rows = [prefix]
         end = reservation.first_block + blocks if blocks else 0
@@ -186,8 +232,9 @@ class Reservations:
                 entered, new = self._enter(reservation, before, start, min(start + step, end))
                 before = entered
                 committed += len(new)
-                self._stored(trie, new)
-                held.append(placement.holds.hold(owner, trie, entered))
+                if self._stored is not None:
+                    self._stored(trie, new)
+                held.append(self._holds.hold(owner, trie, entered))
                 self._mover.checksums.begin(trie, entered)
                 rows.append(entered)
                 if len(entered) < min(step, end - start):  # the next key is another block's
@@ -196,10 +243,11 @@ class Reservations:
             path = np.concatenate(rows)
             trie.touch(path, self._clock())  # all of it: a block must not be worth less than those that continue it
             placement.extend(trie, path)
-            await wish.apply_all(path)
+            if wish is not None:
+                await wish.apply_all(path)
             self.end(reservation, True)
             if durable:
-                await self._make_durable(trie, path)
+                await self._durability.write(trie, path)
             else:
                 self._mover.changed.set()
         finally:
@@ -215,7 +263,7 @@ class Reservations:
         trie, namespace = reservation.trie, reservation.namespace
         if not len(prefix) or trie.namespace[prefix[-1]] == namespace.ordinal:
             return prefix
-        held.append(self._mover.placement.holds.hold(reservation.prefix.owner, trie, prefix[:0]))
+        held.append(self._holds.hold(reservation.prefix.owner, trie, prefix[:0]))
         await enter_own(held[-1], namespace, reservation.chain, len(prefix), self._clock())
         return held[-1].rows
 
@@ -232,29 +280,15 @@ class Reservations:
         bare = max(reservation.first_block - start, 0)
         return rows, self._fill(reservation, start + bare - reservation.first_block, rows[bare:])
 
-    async def persist(self, trie: Trie, path: Rows) -> int:
-        """Returns when the blocks of `path`, from the start of a prompt on, are on disk: their number.
-
-        Raises:
-            PreconditionError: there is no disk tier.
-            ExhaustedError: the disk tier has no room, for this tenant or for all, or is out of service.
-        """
-        if self._tiers.durable is None:
-            raise PreconditionError("persist without a disk tier; set disk.bytes")
-        with self._mover.placement.holds.hold("persist", trie, path):
-            await self._make_durable(trie, path)
-        return len(path)
-
     def end(self, reservation: Reservation, at_its_word: bool) -> None:
         """Gives back what a reservation protected; its slots only when nobody can be writing into them any more."""
-        sizes = [round_to_slot(reservation.trie.part_bytes[part]) for part in reservation.parts]
-        slots = reservation.slots[reservation.slots != NO_SLOT]
-        nbytes = len(reservation.slots) * sum(sizes)
+        blocks, slots = len(reservation.slots), reservation.slots[reservation.slots != NO_SLOT]
         reservation.slots = reservation.slots[:0]
         if at_its_word:
             self._give_back(slots)
         else:
-            self.quarantine.keep(reservation, slots, nbytes)
+            sizes = [round_to_slot(reservation.trie.part_bytes[part]) for part in reservation.parts]
+            self.quarantine.keep(reservation, slots, blocks * sum(sizes))
         reservation.prefix.end()
 
     def _give_back(self, slots: Slots) -> None:
@@ -283,86 +317,7 @@ class Reservations:
         slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
         slots[:, parts] = np.where(lacks, reserved, NO_SLOT)
         new = lacks.any(axis=1)
-        self._mover.placement.put(trie, rows[new], self._tiers.shared, slots[new])
+        self._placement.put(trie, rows[new], self._tiers.shared, slots[new])
         reservation.slots[start : start + len(rows)] = np.where(lacks, NO_SLOT, reserved)
         entered: Rows = rows[new]
         return entered
-
-    async def _make_durable(self, trie: Trie, path: Rows) -> None:
-        durable = self._tiers.durable
-        if durable is None:
-            return
-        needed = trie.needed(len(path))
-        for source in reversed(self._tiers.memories):  # what a file can be written from first
-            if self._tiers.exists(source):
-                todo = path[(trie.lacking(path, durable.level, needed) & trie.there[path, source.level]) != 0]
-                with self._mover.placement.holds.hold("durable commit", trie, todo, source):
-                    await self._mover.write(trie, todo, source)
-        torn = int(np.count_nonzero(needed & ~trie.available[path]))
-        if torn:
-            raise PreconditionError(
-                f"{torn} of the blocks lack parts that others have yet to commit, so they cannot be durable; what was "
-                "committed is kept - ask for durable in the commit that completes them"
-            )
-        if (lacking := trie.lacking(path, durable.level, needed)).any():
-            self._refuse_durable(trie, path, lacking, durable)
-
-    def _refuse_durable(self, trie: Trie, path: Rows, lacking: GroupMask, durable: StoreTier) -> None:
-        """Raises the ExhaustedError that says why a cached prefix is not on disk. `lacking`: [len(path)] KV groups."""
-        use, missing = self._mover.use, path[lacking != 0]
-        what = f"{len(path)} blocks of the prompt are cached, but {len(missing)} of them are not on disk"
-        tier = f"the disk tier ({durable.capacity_bytes} bytes) has no room for them"
-        if trouble := self._tiers.trouble(durable):
-            raise ExhaustedError(f"{what}: {tier}: {trouble}")
-        owner, mine = use.places_by_owner(trie, missing)[0]
-        block_bytes = use.footprint(durable, trie.part_bytes)
-        room = use.room(owner, durable)
-        if room is not None and room < use.group_bytes(trie, durable)[lacking[lacking != 0][mine]].sum():
-            used = use.used_bytes(owner, durable)
-            raise owner.refusal(
-                "disk_most",
-                f"{what}: it has {used} of {used + room} bytes of the disk tier, and none of its other blocks there "
-                "may be evicted",
-                "make a shorter prefix durable, or have others of its prefixes unpinned",
-            )
-        kept = use.kept_from(owner, durable)
-        if kept and len(path) * block_bytes <= durable.capacity_bytes:
-            owner.refused["disk_guaranteed"] += 1
-            raise ExhaustedError(
-                f"tenant {owner.name}: {what}: {tier}, and {kept} bytes of it are pinned by, or guaranteed to, others "
-                f"({use.guaranteed(owner, durable)} guaranteed to {owner.name}, limit "
-                f"tenants.{owner.name}.disk_guaranteed); make a shorter prefix durable, or have the operator unpin "
-                "prefixes of others, lower their guarantees (`prefixd tenants set`) or raise disk.bytes"
-            )
-        pinned_here = int(np.count_nonzero(trie.pinned[path])) * block_bytes
-        pinned = "unpin other prefixes or " if use.held_bytes(owner, durable) > pinned_here else ""
-        raise ExhaustedError(f"{what}: {tier}; {pinned}raise disk.bytes")
-
-
-def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> int:
-    """The longest beginning of a prompt, in blocks, that has at least `parts` of every block that the rules need.
-
-    A part counts that is in the tier of that `level` already, though other ranks have yet to commit theirs. What only a
-    shared store has does not count: it is farther away than what the writer has at hand. Of the
-    blocks before `first_block` only those groups count that every longer prefix needs; where there is no such group,
-    neither do they need a row.
-
-    Args:
-        trie: the prompt's trie.
-        path: rows of the prompt's first blocks, as far as there are any.
-        parts: the parts that are asked about.
-        first_block: the writer has bytes from this block on.
-        level: the shared tier's.
-    """
-    lasting = any(group.rule.lasting for group in trie.groups)
-    available = np.zeros(len(path) if lasting else max(len(path), first_block), np.uint8)
-    available[: len(path)] = trie.available_here(path)
-    for group in trie.groups:
-        if not group.rule.lasting:
-            available[:first_block] |= np.uint8(group.mask)
-    if len(parts) < len(trie.part_bytes):
-        has = trie.slots[path, level] != NO_SLOT
-        has[:, [part for part in range(len(trie.part_bytes)) if part not in parts]] = True
-        for group in trie.groups:
-            available[: len(path)] |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
-    return longest_stored(trie.groups, available)

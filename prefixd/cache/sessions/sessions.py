@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -21,10 +21,12 @@ from prefixd.base.errors import (
     SessionEndedError,
     UnavailableError,
 )
+from prefixd.base.pacer import give_way
 from prefixd.base.tenants import Tenant, Tenants
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace
+from prefixd.cache.options import CacheOptions
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.sessions.arrivals import Arrivals
 from prefixd_swap.tiers import Account
@@ -33,6 +35,8 @@ _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for 
 _LONGEST_NAME = 256  # characters of a client's name
 _TICK_S = 0.25  # grants that end within a tick end together, when it is over
 _EXPIRED_AT_ONCE = 2048  # grants: some milliseconds
+_ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
+_ENDED_WITH_A_GRANT = 1 << 11  # and what a grant costs besides, in blocks
 _NAMESPACES = 2048
 """Namespaces open in one session. Those of the engines' connectors before 0.1 that forgot the first of 1,024 they had
 registered never used one that was not among the last 2,046."""
@@ -62,6 +66,15 @@ class Lease:
         """The leased blocks, in order."""
         return self.hold.rows
 
+    @property
+    def held(self) -> int:
+        """Blocks that it holds."""
+        return len(self.hold.rows)
+
+    def end(self, at_its_word: bool) -> None:
+        """Lets go of the blocks, however it ends."""
+        self.hold.end()
+
 
 @dataclass(eq=False, slots=True)
 class Process:
@@ -80,7 +93,7 @@ class Reservation:
     `slots[i, j]`, [blocks, parts], is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` holds
     the blocks before `first_block`, so that a committed block always has its prefix. `by_daemon`: the daemon fills the
     slots itself, from a stream; the client does not know them. `retention_refused`: why its commit left out what was
-    wished for; empty if it did not.
+    wished for; empty if it did not. `ended` gives back what it protects (`Reservations.end`).
     """
 
     id: str
@@ -93,8 +106,18 @@ class Reservation:
     parts: tuple[int, ...]
     slots: npt.NDArray[np.int64]
     expires_s: float
+    ended: Callable[[Reservation, bool], None]
     by_daemon: bool = False
     retention_refused: str = ""
+
+    @property
+    def held(self) -> int:
+        """Blocks that it holds."""
+        return len(self.prefix.rows)
+
+    def end(self, at_its_word: bool) -> None:
+        """Gives back what it protects; `at_its_word`: its holder says that it writes into the slots no more."""
+        self.ended(self, at_its_word)
 
 
 @dataclass(slots=True)
@@ -156,33 +179,25 @@ class LeaseTable:
     """All sessions and what they hold.
 
     Args:
-        end: called with grants that end, however they end, and whether at their holder's word; gives back what they
-            protected, at once or, where that is much, soon.
+        spawn: runs beside the caller what is left to end of many grants.
         closed: called with every session that ends.
-        default_ttl_s: lifetime of a grant that asked for none.
-        max_ttl_s: longest lifetime that may be asked for.
-        max_sessions: sessions open at once.
-        max_grants: grants of one session at once.
+        options: lifetimes of grants, and how many there may be.
         tenants: to whom sessions belong.
     """
 
     def __init__(
         self,
-        end: Callable[[Sequence[Lease | Reservation], bool], None],
+        spawn: Callable[[Coroutine[object, object, None]], object],
         closed: Callable[[Session], None],
-        *,
-        default_ttl_s: float,
-        max_ttl_s: float,
-        max_sessions: int,
-        max_grants: int,
+        options: CacheOptions,
         tenants: Tenants,
     ) -> None:
-        self._end = end
+        self._spawn = spawn
         self._closed = closed
-        self.default_ttl_s = default_ttl_s
-        self.max_ttl_s = max_ttl_s
-        self.max_sessions = max_sessions
-        self.max_grants = max_grants
+        self.default_ttl_s = options.default_ttl_s
+        self.max_ttl_s = options.max_ttl_s
+        self.max_sessions = options.max_sessions
+        self.max_grants = options.max_grants
         self._tenants = tenants
         self.sessions_of: Counter[Tenant] = Counter()
         """Open sessions by tenant."""
@@ -244,6 +259,15 @@ class LeaseTable:
                 f"session {session_id[:8] or '(empty)'} is not open; open one with OpenSession and keep its stream"
             ) from None
 
+    def session_of(self, tenant: Tenant, session_id: str) -> Session:
+        """A tenant's open session with this id; another tenant's is none."""
+        session = self.session(session_id)
+        if session.tenant is not tenant:
+            raise SessionEndedError(
+                f"session {session_id[:8]} is not open for tenant {tenant.name}; open one with OpenSession"
+            )
+        return session
+
     def ttl(self, wanted_s: float) -> float:
         """The lifetime for a wish of `wanted_s` seconds; 0 asks for the default."""
         if wanted_s < 0 or wanted_s != wanted_s:
@@ -264,7 +288,8 @@ class LeaseTable:
                 f"session {session.id[:8]} of tenant {tenant.name} has {len(session.grants)} leases and reservations, "
                 "the most allowed (limit server.max_grants); release some, or have the operator raise it"
             )
-        tenant.check("grants", self.grants_of[tenant], "leases and reservations are held", "release some")
+        if tenant.quota.grants is not None:
+            tenant.check("grants", self.grants_of[tenant], "leases and reservations are held", "release some")
 
     def grant(self, grant: Lease | Reservation) -> None:
         """Adds a grant to its session.
@@ -277,7 +302,7 @@ class LeaseTable:
             self.session(grant.session.id)
             self.admit(grant.session)
         except PrefixdError:
-            self._end([grant], True)  # nobody has been told of it
+            grant.end(True)  # no client has been told of it
             raise
         grant.session.add(grant)
         self.grants_of[grant.session.tenant] += 1
@@ -341,9 +366,25 @@ class LeaseTable:
         return sum(session.count(kind) for session in self.sessions.values())
 
     def _finish(self, grants: Sequence[Lease | Reservation], how: str, *, at_its_word: bool) -> None:
+        """Ends grants; gives back what they protected, as much as takes a millisecond now, the rest soon."""
+        if not grants:
+            return
         for grant in grants:
             self.forget(grant, how)
-        self._end(grants, at_its_word)
+        self._give_back(grants, at_its_word)
+
+    def _give_back(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+        blocks = 0
+        for number, grant in enumerate(grants, 1):
+            blocks += _ENDED_WITH_A_GRANT + grant.held
+            grant.end(at_its_word)
+            if blocks >= _ENDED_AT_ONCE and number < len(grants):
+                self._spawn(self._give_back_later(grants[number:], at_its_word))
+                return
+
+    async def _give_back_later(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+        await give_way()
+        self._give_back(grants, at_its_word)
 
 
 def _tick(expires_s: float) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.cli.connect import Address, connected, run
 from prefixd.cli.failures import WrongUsage, examples
 from prefixd.cli.output.transcript import Transcript
@@ -137,30 +138,37 @@ def generate_command(
     if beams is None and (length_penalty is not None or early_stopping):
         option = "--early-stopping" if length_penalty is None else "--length-penalty"
         raise WrongUsage(f"{option} is for a beam search; give --beams too, or leave it out")
+    search = None
+    if beams is not None:
+        penalty = 1.0 if length_penalty is None else length_penalty
+        search = BeamSearch(width=beams, length_penalty=penalty, early_stopping=early_stopping)
 
     async def ask() -> None:
-        from prefixd.client import BeamSearch, Retention
+        from prefixd.client import Retention
 
         show = _print_json_event
         if not as_json:
             # Text as a prompt or as a stop string is taken by a model with a tokenizer alone.
             has_text = isinstance(prompt, str) or bool(stop)
-            show = Transcript(n, has_text=has_text, searched=beams is not None).show
+            show = Transcript(n, has_text=has_text, searched=search is not None).show
         async with connected(address) as client:
             events = client.generate(
                 prompt,
                 images=images,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                seed=seed,
-                stop=stop or (),
-                logprobs=logprobs,
+                sampling=Sampling(
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    min_p=min_p,
+                    repetition_penalty=repetition_penalty,
+                    presence_penalty=presence_penalty,
+                    frequency_penalty=frequency_penalty,
+                    seed=seed,
+                    stop=stop or (),
+                    logprobs=logprobs,
+                    beam_search=search,
+                ),
                 n=n,
                 best_of=best_of,
                 priority=priority,
@@ -168,13 +176,6 @@ def generate_command(
                 model=model,
                 retention=[Retention(*wish) for wish in wishes],
                 read_only=read_only,
-                beam_search=None
-                if beams is None
-                else BeamSearch(
-                    width=beams,
-                    length_penalty=1.0 if length_penalty is None else length_penalty,
-                    early_stopping=early_stopping,
-                ),
             )
             async with aclosing(events):
                 async for event in events:

@@ -15,6 +15,7 @@ import typer
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.sizes import as_size
+from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cli.commands.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import WrongUsage, examples
 
@@ -297,8 +298,8 @@ def _varied(
 
 
 def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
+    from prefixd.base.setting_sources import gather_layers
     from prefixd.settings import Settings, dotted_names
-    from prefixd.settings.sources import gather_layers
 
     _, sources = gather_layers(dotted_names(), config, overrides, os.environ)
     return Settings.load(config, {name: _DEFAULTS[name] for name in _DEFAULTS.keys() - sources.keys()} | overrides)
@@ -371,15 +372,15 @@ def _print(
     requests: int,
     arrival_s: float,
 ) -> None:
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output import grid
     from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough, soonest
 
-    out = render.console()
+    out = grid.console()
     out.print("Assumed:")
     for line in assumptions:
         out.print(f"  {line}", markup=False)
-    numbers = ("hits", "gpu", "cpu", "disk", "first\np50", "token\np95", "requests\nper s", "to disk", "evicted")
-    made = render.table("cpu tier", "disk tier", "policy", "eviction", *numbers, right=numbers)
+    numbers = ("hits", *QUOTA_TIERS, "first\np50", "token\np95", "requests\nper s", "to disk", "evicted")
+    made = grid.table("cpu tier", "disk tier", "policy", "eviction", *numbers, right=numbers)
     best = enough(points)
     for plan, figures in points:
         settings = plan.plan.settings
@@ -389,7 +390,7 @@ def _print(
             settings.scheduler.policy,
             settings.cache.eviction,
             f"{figures.hit_rate:.1%}",
-            *(f"{share:.1%}" if (share := figures.hits.get(tier)) else "-" for tier in ("gpu", "cpu", "disk")),
+            *(f"{share:.1%}" if (share := figures.hits.get(tier)) else "-" for tier in QUOTA_TIERS),
             _wait(figures.ttft_s.p50),
             _wait(figures.ttft_s.p95),
             f"{figures.requests_per_s:.2f}",
@@ -420,30 +421,30 @@ def _print(
         if its.ttft_s.p50 < _SOONER * figures.ttft_s.p50:
             out.print(
                 f"With these sizes the first token comes soonest with {other.plan.settings.scheduler.policy} and "
-                f"{other.plan.settings.cache.eviction}: after {render.duration(its.ttft_s.p50)} (median) instead of "
-                f"{render.duration(figures.ttft_s.p50)}, with {its.hit_rate:.1%} found instead of "
+                f"{other.plan.settings.cache.eviction}: after {grid.duration(its.ttft_s.p50)} (median) instead of "
+                f"{grid.duration(figures.ttft_s.p50)}, with {its.hit_rate:.1%} found instead of "
                 f"{figures.hit_rate:.1%}."
             )
-    out.print(f"{requests * len(points):,} requests planned in {render.duration(took_s)}.")
+    out.print(f"{requests * len(points):,} requests planned in {grid.duration(took_s)}.")
 
 
 def _wait(seconds: float) -> str:
-    """As `render.duration`, below a second in ms: first tokens of a GPU come within some of them."""
-    from prefixd.cli.output import tables as render
+    """As `grid.duration`, below a second in ms: first tokens of a GPU come within some of them."""
+    from prefixd.cli.output import grid
 
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else render.duration(seconds)
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else grid.duration(seconds)
 
 
 def _print_curve(curve: Curve, token_bytes: int) -> None:
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output import grid
     from prefixd.planner.curve import OPTIMUM
 
     names = [name for name in curve.hit_rates if name != OPTIMUM] + [OPTIMUM]
-    made = render.table("one tier of", "blocks", *names, right=("one tier of", "blocks", *names))
+    made = grid.table("one tier of", "blocks", *names, right=("one tier of", "blocks", *names))
     for at, size in enumerate(curve.capacities):
         rates = (f"{curve.hit_rates[name][at]:.1%}" for name in names)
         made.add_row(as_size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
-    out = render.console()
+    out = grid.console()
     sampled = "" if curve.share == 1 else f", estimated from {curve.share:.2%} of them"
     out.print(f"\nBlocks found by one tier alone{sampled}, by its size; without limits {curve.most:.1%}:")
     out.print(made)

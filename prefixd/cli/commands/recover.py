@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixd.base.extras import require
 from prefixd.cli.commands.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.connect import Json
 from prefixd.cli.failures import CommandFailed, WrongUsage, examples
@@ -56,9 +57,11 @@ def recover_command(
     Give the same --config, --data-dir and --set as to `prefixd serve`. The exit status is 0, also when nothing was set
     aside, and not where there is no disk tier.
     """
+    from prefixd.base.setting_sources import find_config_file
+
+    require("daemon", "prefixd recover")
     from prefixd.cli.output import json_values as plain
     from prefixd.settings import Settings
-    from prefixd.settings.sources import find_config_file
     from prefixd_swap import StorageError, list_set_aside
     from prefixd_swap import discard as remove
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from prefixd.base.errors import ConfigError
+from prefixd.base.extras import require
+from prefixd.base.setting_sources import find_config_file
 from prefixd.cli.commands.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import examples
 from prefixd.cli.output.terminal import LogFormatter
 from prefixd.process.start import ensure_temporary_folder
-from prefixd.settings.sources import find_config_file
 
 if TYPE_CHECKING:
     from prefixd.server.daemon import Endpoints
@@ -128,6 +129,7 @@ def serve_command(
 
     Every setting can also stand in prefixd.toml or in a variable such as PREFIXD_CPU__BYTES; flags win.
     """
+    require("daemon", "prefixd serve")
     from prefixd.settings import Settings
     from prefixd.settings.checks import check_start
 
@@ -160,6 +162,9 @@ def serve_command(
 
     settings = read_settings()
     check_start(settings)
+    if settings.worker.enabled:
+        model = settings.worker.model
+        require("worker", "worker.embedded = true" if model is None else f"worker.model = {model}")
     ensure_temporary_folder(settings.data_dir / "tmp")
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))

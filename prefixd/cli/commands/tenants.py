@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cli.connect import Address, Json, asks_daemon, connected, run
 from prefixd.cli.failures import CleanGroup, CommandFailed, examples, paragraphs
 
 if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
 
-_TIERS = ("gpu", "cpu", "disk")
 
 app = typer.Typer(
     cls=CleanGroup,
@@ -148,7 +148,7 @@ def set_command(
         "calls": calls,
         "retained_bytes": retained_bytes,
     }
-    tiers = {tier: given for tier, given in zip(_TIERS, (gpu, cpu, disk), strict=True) if given is not None}
+    tiers = {tier: given for tier, given in zip(QUOTA_TIERS, (gpu, cpu, disk), strict=True) if given is not None}
     given = {limit: value for limit, value in limits.items() if value is not None}
     if not tiers and not given:
         raise CommandFailed("nothing to set was named; `prefixd tenants set --help` lists the limits")

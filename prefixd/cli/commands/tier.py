@@ -57,7 +57,7 @@ def resize_command(
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import progress
     from prefixd.client import Tier
-    from prefixd.v1 import admin_pb2, cache_pb2
+    from prefixd.v1 import admin_pb2
 
     del tier  # there is only one that can be resized
 
@@ -76,7 +76,7 @@ def resize_command(
             except asyncio.CancelledError:  # Ctrl-C
                 # Asked for now: the last progress may be a tenth of a second old.
                 for figures in (await client.stats()).tiers:
-                    if figures.tier == cache_pb2.TIER_GPU:
+                    if figures.tier == Tier.GPU.wire:
                         typer.echo(f"prefixd: ended; the gpu tier has {as_size(figures.capacity_bytes)}", err=True)
                 raise
 

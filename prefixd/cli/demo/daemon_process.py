@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from prefixd.base.errors import PrefixdError
+from prefixd.base.setting_sources import ENV_PREFIX
 from prefixd.process import signals
-from prefixd.settings.sources import ENV_PREFIX
 
 _LAST_LINES = 20
 _LAST_BYTES = 32 << 10
@@ -37,7 +37,7 @@ class DaemonProcess:
     gets SIGTERM (it writes its cache back and ends). It also gets it when the thread that started it ends, however
     that happens.
 
-    `program` is what Python runs; it gets this process's id and then the command line of `prefixd`.
+    `program` is what `python` runs; it gets this process's id and then the command line of `prefixd`.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class DaemonProcess:
         directory: Path | None = None,
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 60.0,
+        python: str | Path = sys.executable,
         program: Sequence[str] = ("-m", "prefixd.cli.tethered"),
         config: Path = Path(os.devnull),
         log_level: str = "warning",
@@ -63,6 +64,7 @@ class DaemonProcess:
         self._settings = dict(settings or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
+        self._python = str(python)
         self._program = program
         self._config = config
         self._log_level = log_level
@@ -180,7 +182,7 @@ class DaemonProcess:
     def _command(self) -> list[str]:
         settings = {"data_dir": self.directory / "data", "server.socket": self.socket, **self._settings}
         return [
-            *(sys.executable, *self._program, str(os.getpid())),
+            *(self._python, *self._program, str(os.getpid())),
             *("serve", "--json", f"--log-level={self._log_level}", f"--config={self._config}"),
             *(f"--set={name}={_text(value)}" for name, value in settings.items()),
         ]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixd.base.extras import require
+from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cli.failures import CommandFailed, examples
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def demo_command(
     time to a fresh daemon. The GPU tier holds an eighth of the prefixes, the CPU tier a quarter, the disk all.
     Then the last daemon is restarted and asked again.
     """
+    require("worker", "prefixd demo")
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
@@ -85,9 +88,9 @@ def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress
 
 
 def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: TierSizes) -> None:
-    from prefixd.cli.output import tables as render
+    from prefixd.cli.output import grid
 
-    out = render.console()
+    out = grid.console()
     out.print(
         f"{workload.requests} requests, each one of {workload.prefixes} prefixes of {workload.prefix_tokens} "
         f"tokens and {workload.body_tokens} tokens of its own. "
@@ -95,9 +98,9 @@ def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: Tie
         f"{tiers.cpu_prefixes} in the CPU tier, {tiers.disk_prefixes} on disk."
     )
     baseline, restarted = figures[0], figures[-1]
-    tokens = tuple(f"tokens\nfrom\n{tier}" for tier in ("gpu", "cpu", "disk"))
+    tokens = tuple(f"tokens\nfrom\n{tier}" for tier in QUOTA_TIERS)
     numbers = ("requests\nper\nsecond", "times\nas\nfast", "first\ntoken\np50", "first\ntoken\np95", *tokens)
-    made = render.table("", *numbers, right=numbers)
+    made = grid.table("", *numbers, right=numbers)
     for run in figures:
         hits = run.hit_tokens
         made.add_row(

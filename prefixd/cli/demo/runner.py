@@ -26,16 +26,6 @@ class Progress(Protocol):
         """One more request is done."""
 
 
-class Silence:
-    """Progress that nobody watches."""
-
-    def begin(self, text: str, total: int) -> None:
-        """Says nothing."""
-
-    def advance(self) -> None:
-        """Says nothing."""
-
-
 def settings_for(serving: Serving, workload: TextAnalysis, tiers: TierSizes) -> dict[str, Any]:
     """The settings, by dotted name, of a daemon with the embedded model that serves `workload` so."""
     return {
@@ -73,33 +63,6 @@ def ask_each_once(name: str, daemon: DaemonProcess, workload: TextAnalysis, *, p
     progress.begin(f"{name}: each prefix once", workload.prefixes)
     _, elapsed_s = _run(daemon, workload, workload.warm_up_prompts(), workload.outstanding, progress)
     return elapsed_s
-
-
-def warm_up_all(
-    daemons: Sequence[tuple[DaemonProcess, TextAnalysis]], at_once: int, *, progress: Progress
-) -> list[float]:
-    """As `ask_each_once` of several daemons, so many `at_once`; the seconds of each.
-
-    Raises:
-        DaemonFailed: a request failed.
-    """
-    from prefixd.client import ClientError
-
-    places = asyncio.Semaphore(at_once)
-
-    async def warm_up(daemon: DaemonProcess, workload: TextAnalysis) -> float:
-        async with places:
-            prompts, outstanding = workload.warm_up_prompts(), workload.outstanding
-            try:
-                return (await _requests(daemon.address, workload, prompts, outstanding, progress.advance))[1]
-            except ClientError as error:
-                raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
-
-    async def all_of_them() -> list[float]:
-        return await asyncio.gather(*(warm_up(*each) for each in daemons))
-
-    progress.begin(f"{len(daemons)} daemons, each prefix once", sum(workload.prefixes for _, workload in daemons))
-    return asyncio.run(all_of_them())
 
 
 def measure(
@@ -150,19 +113,19 @@ def _run(
     from prefixd.client import ClientError
 
     try:
-        return asyncio.run(_requests(daemon.address, workload, prompts, outstanding, progress.advance))
+        return asyncio.run(send_requests(daemon.address, workload, prompts, outstanding, progress.advance))
     except ClientError as error:
         raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
 
 
-async def _requests(
+async def send_requests(
     address: str,
     workload: TextAnalysis,
     prompts: Sequence[Sequence[int]],
     outstanding: int,
     finished: Callable[[], None],
 ) -> tuple[list[RequestResult], float]:
-    """The results of all requests in their order, and the seconds that they took together."""
+    """The results of all requests in their order, and the seconds that they took together. Raises ClientError."""
     from prefixd.client import AsyncClient
 
     async with AsyncClient(address, name="text analysis", memory="streamed") as client:
@@ -198,12 +161,12 @@ async def _send_all(
 
 
 async def _send(client: AsyncClient, prompt: Sequence[int], output_tokens: int) -> RequestResult:
-    from prefixd.client import Finished, ServerError, Tier, Tokens
+    from prefixd.client import Finished, Sampling, ServerError, Tier, Tokens
 
     sent = time.monotonic()
     ttft_s = 0.0
     output: list[int] = []
-    async for event in client.generate(prompt, max_tokens=output_tokens, ignore_eos=True):
+    async for event in client.generate(prompt, sampling=Sampling(max_tokens=output_tokens, ignore_eos=True)):
         if isinstance(event, Tokens):
             ttft_s = ttft_s or time.monotonic() - sent
             output += event.token_ids

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from prefixd.base.sizes import as_size
+from prefixd.base.tiers import QUOTA_TIERS, Tier
+from prefixd.cli.output.figures import figure_table
+from prefixd.cli.output.grid import console, duration, table
 from prefixd.cli.output.terminal import cleaned, shown
-from prefixd.v1 import admin_pb2, cache_pb2
+from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from prefixd.cli.environment import Check
@@ -23,28 +23,12 @@ KEY_DIGITS = 12
 _HOLDERS = 5  # shown; --json has up to 100
 
 
-def console() -> Console:
-    """A console on the present standard output; wide where that is no terminal: pipes get whole lines."""
-    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 1000)
-
-
-def duration(seconds: float) -> str:
-    """`0:01:30` from a minute on, `4.2 s` below."""
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
-
-
 def tier_name(tier: int) -> str:
-    """`gpu`, `cpu`, `disk`."""
-    return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
-
-
-def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
-    """A plain table; columns in `right` hold numbers, those in `fold` may go on in the next line."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column in right else "left"
-        made.add_column(column, justify=justify, no_wrap=column not in fold, overflow="fold")
-    return made
+    """The name of a tier of the contract: `gpu`; `tier 9` of one that this version does not know."""
+    try:
+        return Tier.from_wire(tier).label
+    except ValueError:
+        return f"tier {tier}"
 
 
 def print_settings(values: Mapping[str, Any], sources: Mapping[str, str], descriptions: Mapping[str, str]) -> None:
@@ -130,46 +114,11 @@ def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") ->
         line(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}")
     if worker.cuda_graphs_reason:
         line(f"without CUDA graphs: {worker.cuda_graphs_reason}", "yellow")
-    if worker.mapped_blocks or worker.reused_blocks:
-        line(
-            f"worker's memory: {as_size(worker.shared_bytes)} saved now by sharing; "
-            f"{worker.mapped_blocks:,} blocks mapped, {worker.reused_blocks:,} found mapped, "
-            f"{worker.copied_blocks:,} copied"
-        )
     if worker.block_tokens_reason:
         line(f"block size: {worker.block_tokens_reason}", "yellow")
     if worker.HasField("draft"):
         draft = worker.draft
-        share = f" ({draft.accepted_tokens / draft.proposed_tokens:.0%})" if draft.proposed_tokens else ""
-        line(
-            f"draft: {draft.model} proposes {draft.draft_tokens} tokens at a time; {draft.proposed_tokens:,} proposed, "
-            f"{draft.accepted_tokens:,} accepted{share}; {worker.passes:,} passes of the model"
-        )
-    if worker.HasField("states"):
-        states = worker.states
-        line(
-            f"states: {states.kept_states:,} kept ({as_size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
-            f"from one, {states.resumed_tokens:,} tokens not computed for that; {states.runs_without_room:,} runs "
-            "kept none for want of GPU memory"
-        )
-    if worker.HasField("images"):
-        images = worker.images
-        found = f", {images.found_images:,} found in a tier" if images.found_images else ""
-        line(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded{found}")
-
-
-def _print_remote(out: Console, remote: admin_pb2.RemoteStats) -> None:
-    out.print(
-        f"shared store: {remote.store}; asked about {remote.asked_prompts:,} prompts, {remote.found_blocks:,} blocks "
-        f"found, {remote.unanswered_prompts:,} prompts went on without its answer, which takes "
-        f"{1000 * remote.answer_s:.1f} ms; {as_size(remote.read_bytes)} read, {as_size(remote.written_bytes)} written, "
-        f"{remote.shared_blocks:,} blocks shared, {remote.known_blocks:,} known that are only there",
-        markup=False,
-    )
-    if remote.failures:
-        out.print(f"[yellow]shared store:[/] {remote.failures:,} times out of service")
-    for kind, objects in sorted(remote.bad_objects.items()):
-        out.print(Text(f"shared store: {objects:,} {kind} objects not used", style="yellow"))
+        line(f"draft: {draft.model} proposes {draft.draft_tokens} tokens at a time")
 
 
 def print_stats(stats: admin_pb2.StatsResponse) -> None:
@@ -194,19 +143,6 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         if worker.error:
             out.print(Text(f"worker was given up: {worker.error}", style="red"))
         _print_worker(out, worker)
-    if queue.preempted_requests:
-        out.print(
-            f"preempted: {queue.preempted_requests:,} requests, {queue.swapped_requests:,} swapped "
-            f"({queue.swapped_blocks:,} blocks copied down), {queue.recomputed_requests:,} to be computed again; "
-            f"{queue.recomputed_tokens:,} tokens computed again, {queue.resumed_requests:,} resumed"
-        )
-    if queue.load_decisions:
-        out.print(
-            f"loads: {queue.load_decisions:,} requests had cached tokens outside GPU memory; {queue.cut_loads:,} of "
-            f"them computed a part again, {queue.split_loads:,} loaded one part while computing the other, "
-            f"{queue.abandoned_loads:,} gave a load up; they took {duration(queue.load_spent_s)}, of which better "
-            f"choices would have saved {duration(queue.load_regret_s)}"
-        )
     rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
     out.print(_tier_table(stats.tiers))
@@ -214,38 +150,11 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         out.print(_namespace_table(stats.namespaces, stats.models))
         if stats.other_namespaces:
             out.print(f"and {stats.other_namespaces:,} more namespaces, with fewer blocks")
-    room = stats.namespace_room
-    if room.forgotten_namespaces or room.refused_namespaces:
-        refused = f", [yellow]{room.refused_namespaces:,} refused[/]" if room.refused_namespaces else ""
-        out.print(
-            f"memory of namespaces: {as_size(room.used_bytes)} of {as_size(room.limit_bytes)}; "
-            f"{room.forgotten_namespaces:,} forgotten to make room{refused}"
-        )
     if stats.sessions:
         out.print(_session_table(stats.sessions))
-    for reason, blocks in sorted(stats.lost_blocks.items()):
-        out.print(f"[yellow]lost blocks:[/] {blocks:,} {reason}")
-    scrub, write_back = stats.scrub, stats.write_back
-    if scrub.checked_blocks:
-        damage = f"[red]{scrub.damaged_blocks:,} damaged[/]" if scrub.damaged_blocks else "none damaged"
-        out.print(
-            f"scrubbed: {scrub.checked_blocks:,} blocks ({as_size(scrub.checked_bytes)}), {damage}, "
-            f"{scrub.passes:,} times through"
-        )
-    if write_back.limit_bytes:
-        out.print(
-            f"to be written to disk: {write_back.queued_blocks:,} blocks ({as_size(write_back.queued_bytes)} of "
-            f"{as_size(write_back.limit_bytes)}), {write_back.written_blocks:,} written "
-            f"({as_size(write_back.written_bytes)} of disk writes in all), "
-            f"{write_back.pushed_back_calls:,} calls had to wait"
-        )
+    out.print(figure_table(stats))
     if stats.HasField("remote"):
-        _print_remote(out, stats.remote)
-    if stats.HasField("kv_events"):
-        events = stats.kv_events
-        said = f"{events.events:,} in {events.batches:,} batches, {events.subscriptions:,} subscriptions"
-        missed = f", [yellow]{events.overruns:,} times one was too slow[/]" if events.overruns else ""
-        out.print(f"KV events: {said}{missed}")
+        out.print(f"shared store: {stats.remote.store}", markup=False)
     for tier in stats.tiers:
         if tier.quarantined_bytes:
             out.print(
@@ -309,7 +218,7 @@ def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
 def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
     """The list of prefixes, most recently used first."""
     prefixes = [cleaned(prefix) for prefix in prefixes]
-    tiers = ("gpu", "cpu", "disk", *(["remote"] if any(prefix.remote_blocks for prefix in prefixes) else []))
+    tiers = (*QUOTA_TIERS, *([Tier.REMOTE.label] if any(prefix.remote_blocks for prefix in prefixes) else []))
     numbers = ("tokens", "size", *tiers, "idle")
     groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
     tenants = ("tenant",) if len({prefix.tenant for prefix in prefixes}) > 1 else ()

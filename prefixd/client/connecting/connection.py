@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import grpc
 
 from prefixd.base.clocks import elapsed_s
+from prefixd.base.setting_sources import default_socket
 from prefixd.client.connecting.credentials import Credentials, Ticket
-from prefixd.client.connecting.default_socket import check_default_socket, default_socket
+from prefixd.client.connecting.default_socket import check_default_socket
 from prefixd.client.connecting.forks import forked_from
 from prefixd.client.errors import (
     CallTimeout,

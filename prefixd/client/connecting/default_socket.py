@@ -17,13 +17,6 @@ from prefixd.client.errors import ServerUnavailable, SocketUntrusted
 _OTHERS_WRITE = 0o022
 
 
-def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/prefixd/prefixd.sock`, else `/tmp/prefixd-<uid>/prefixd.sock`."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
-    return folder / "prefixd.sock"
-
-
 def check_default_socket(path: Path) -> None:
     """Raises an error unless this user can trust the socket at the default `path`.
 

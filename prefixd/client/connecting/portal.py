@@ -6,8 +6,9 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, suppress
+from typing import Any, Generic, TypeVar
 
 from prefixd.client.connecting.forks import forked_from
 from prefixd.client.errors import ClientClosed, ExhaustedError
@@ -65,6 +66,23 @@ class Portal:
         else:
             self.run(work)
 
+    def each(self, answers: AsyncGenerator[T, None]) -> Iterator[T]:
+        """What an asynchronous generator yields, one by one; it ends when the iterator is closed."""
+
+        async def following() -> T | None:
+            return await anext(answers, None)
+
+        async def close() -> None:
+            async with aclosing(answers):
+                pass
+
+        try:
+            while (answer := self.run(following())) is not None:
+                yield answer
+        finally:
+            with suppress(ClientClosed):
+                self.finish(close())
+
     def stop(self) -> None:
         """Cancels what runs and ends the thread; a second call does nothing."""
         if self._loop.is_closed() or os.getpid() != self._pid:
@@ -83,6 +101,14 @@ class Portal:
             self._loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+
+class Blocking(Generic[T]):
+    """An object that blocks: its calls run those of an asynchronous one in the portal."""
+
+    def __init__(self, inner: T, portal: Portal) -> None:
+        self._inner = inner
+        self._portal = portal
 
 
 def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -50,14 +50,20 @@ class Hold(ABC):
     """What leases and reservations share: some blocks' bytes in the arena, until a moment."""
 
     _word = "hold"
+    first_block: int
+    """Index in the prompt of the first block here."""
+    blocks: int
+    """How many blocks are here."""
+    offsets: Sequence[int]
+    """Byte offset in the arena of each block's parts: block-major, blocks * parts entries, `NO_OFFSET` for a part
+    that the rule of its KV group does not need."""
+    part_bytes: tuple[int, ...]
+    """Bytes of each part of a block."""
 
     def __init__(self, granted: Granted) -> None:
         self.first_block = granted.first_block
-        """Index in the prompt of the first block here."""
         self.blocks = granted.blocks
         self.offsets = granted.offsets
-        """Byte offset in the arena of each block's parts: block-major, blocks * parts entries, `NO_OFFSET` for a part
-        that the rule of its KV group does not need."""
         self.part_bytes = granted.part_bytes
         self._id = granted.hold_id
         self._expires_s = granted.expires_s

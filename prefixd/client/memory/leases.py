@@ -28,13 +28,15 @@ _TELL_ATTEMPTS = 3
 class AsyncLease(Hold):
     """Blocks that neither move nor go while it lasts. `async with` it, or call `release`.
 
-    `blocks` is 0 when nothing was cached, or had room; there is then nothing to release. `cached_blocks` is how much of
-    the prompt is cached, from its first block on and as far as was asked for: more than `first_block + blocks` where
-    the daemon's memory has no room for all; 0 from a daemon that does not say. `estimate` is what the daemon expected
-    of loading them, before it did.
+    `blocks` is 0 when nothing was cached, or had room; there is then nothing to release.
     """
 
     _word = "lease"
+    estimate: LoadEstimate
+    """What the daemon expected of loading the blocks, before it did."""
+    cached_blocks: int
+    """How much of the prompt is cached, from its first block on and as far as was asked for: more than
+    `first_block + blocks` where the daemon's memory has no room for all; 0 from a daemon that does not say."""
 
     def __init__(self, granted: Granted, estimate: LoadEstimate, cached_blocks: int) -> None:
         super().__init__(granted)

@@ -19,10 +19,12 @@ __all__ = ["PrefixdHiCache"]
 def __getattr__(name: str) -> Any:
     if name != "PrefixdHiCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from prefixd.base.extras import require
     from prefixd.integrations.engine.contract import imports_of
     from prefixd.integrations.sglang.contract import VERSION, check
     from prefixd.integrations.sglang.releases import RELEASES
 
+    require("sglang", name)
     check()
     with imports_of("SGLang", VERSION, RELEASES.works_with):
         from prefixd.integrations.sglang.backend import PrefixdHiCache

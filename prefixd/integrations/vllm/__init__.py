@@ -28,9 +28,11 @@ def __getattr__(name: str) -> Any:
 
     import vllm
 
+    from prefixd.base.extras import require
     from prefixd.integrations.engine.contract import imports_of
     from prefixd.integrations.vllm.releases import WORKS_WITH
 
+    require("vllm", name)
     home, check = _HOMES[name]
     with imports_of("vLLM", vllm.__version__, WORKS_WITH):
         getattr(importlib.import_module("prefixd.integrations.vllm.contract"), check)()

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 import prefixd
 from prefixd.base.pacer import SLICE_ROWS, Pacer, give_way
+from prefixd.base.tiers import Tier
 from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, TIERS
 from prefixd.server.figures.metrics import METRIC, METRICS
@@ -26,7 +27,8 @@ from prefixd.serving.models.worker_process import WorkerState
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
-from prefixd_swap.tiers import GpuTier, MemoryTier, Tier
+from prefixd_swap.tiers import GpuTier, MemoryTier
+from prefixd_swap.tiers import Tier as TierObject
 
 _MOST_NAMESPACES = 1000
 _NAMESPACES_BYTES = 4 << 20  # a quarter of what a message may have
@@ -108,7 +110,7 @@ class Snapshot:
             for trouble in self.cache.tiers.troubles
         ]
 
-    def _tier(self, tier: Tier, counts: _Counts) -> pb.TierStats:
+    def _tier(self, tier: TierObject, counts: _Counts) -> pb.TierStats:
         tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
         unused = Unused()
@@ -124,7 +126,7 @@ class Snapshot:
             in_flight = used - sum(_resident_bytes(trie, tier) for trie in self.cache.tries) - quarantined
         counters = tiers.counters(tier)
         return pb.TierStats(
-            tier=f"TIER_{tier.name.upper()}",
+            tier=Tier(level).wire,
             capacity_bytes=tier.capacity_bytes,
             used_bytes=used,
             blocks=counts.blocks[level],
@@ -212,7 +214,7 @@ class Snapshot:
         return total_worker([self._worker_of(host) for host in self.models.values()])
 
     def _worker_of(self, host: ModelHost) -> pb.WorkerStats:
-        worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.kv
+        worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.results.kv
         frame_bytes = self.cache.tiers.frames.frame_bytes if kv.shared_blocks else 0
         return pb.WorkerStats(
             state=_STATES[worker.state],
@@ -235,7 +237,7 @@ class Snapshot:
             layout=worker.settings.layout,
             cuda_graphs=worker.ready.cuda_graphs,
             cuda_graphs_reason=worker.ready.cuda_graphs_reason,
-            passes=host.dispatcher.passes,
+            passes=host.dispatcher.counters.passes,
             draft=_draft_of(host),
         )
 
@@ -273,7 +275,7 @@ def _states_of(host: ModelHost) -> pb.StateStats | None:
     hello = host.worker.hello
     if hello is None or not hello.state_frames:
         return None
-    counters = host.dispatcher.states.counters
+    counters = host.dispatcher.recorder.states.counters
     return pb.StateStats(
         kept_states=counters.kept,
         kept_bytes=counters.kept_bytes,
@@ -288,9 +290,9 @@ def _images_of(host: ModelHost) -> pb.ImageStats | None:
     if hello is None or hello.images is None:
         return None
     return pb.ImageStats(
-        asked_images=dispatcher.asked_images,
-        encoded_images=dispatcher.encoded_images,
-        found_images=dispatcher.found_images,
+        asked_images=dispatcher.counters.asked_images,
+        encoded_images=dispatcher.counters.encoded_images,
+        found_images=dispatcher.counters.found_images,
     )
 
 
@@ -301,8 +303,8 @@ def _draft_of(host: ModelHost) -> pb.DraftStats | None:
     return pb.DraftStats(
         model=settings.draft_model,
         draft_tokens=settings.draft_tokens,
-        proposed_tokens=dispatcher.proposed_tokens,
-        accepted_tokens=dispatcher.accepted_tokens,
+        proposed_tokens=dispatcher.counters.proposed_tokens,
+        accepted_tokens=dispatcher.counters.accepted_tokens,
     )
 
 
@@ -311,9 +313,9 @@ def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
     return pb.SchedulerStats(
         policy=dispatcher.queue.policy.name,
         waiting_requests=len(dispatcher.waiting),
-        finished_requests=dispatcher.finished,
+        finished_requests=dispatcher.counters.finished,
         preempted_requests=preempted.preempted,
-        resumed_requests=dispatcher.resumed,
+        resumed_requests=dispatcher.counters.resumed,
         swapped_requests=preempted.swapped,
         recomputed_requests=preempted.recomputed,
         swapped_blocks=preempted.swapped_blocks,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
-from prefixd.base.tenants import QUOTA_TIERS, Quota, Tenant, TierQuota, check_guarantees
+from prefixd.base.tenants import Quota, Tenant, TierQuota, check_guarantees
+from prefixd.base.tiers import QUOTA_TIERS, Tier
 from prefixd.cache import Session, TieredCache
 from prefixd.v1 import admin_pb2 as pb
-from prefixd.v1 import cache_pb2
 
 SOME = 256
 """Tenants in `Stats` and among the metrics, at most; `ListTenants` has all."""
@@ -118,7 +118,7 @@ class TenantFigures:
             quota=_quota_message(tenant.quota),
             tiers=[
                 pb.TenantTierUse(
-                    tier=cache_pb2.Tier.Name(tier.level + 1),
+                    tier=Tier(tier.level).wire,
                     used_bytes=use.used_bytes(tenant, tier),
                     held_bytes=use.held_bytes(tenant, tier),
                 )
@@ -137,9 +137,7 @@ class TenantFigures:
 
 def _quota_message(quota: Quota) -> pb.TenantQuota:
     tiers = [
-        pb.TierQuota(
-            tier=cache_pb2.Tier.Name(level + 1), guaranteed_bytes=each.guaranteed_bytes, most_bytes=each.most_bytes
-        )
+        pb.TierQuota(tier=Tier(level).wire, guaranteed_bytes=each.guaranteed_bytes, most_bytes=each.most_bytes)
         for level, each in enumerate(quota.tiers)
     ]
     return pb.TenantQuota(tiers=tiers, **{name: getattr(quota, name) for name in _COUNTS})
@@ -152,7 +150,7 @@ def _changed(quota: Quota, wanted: pb.TenantQuota, unlimited: Iterable[str]) -> 
         if not (value > 0 or name == "retained_bytes") or value == float("inf"):
             raise InvalidArgumentError(f"{name} is {value:g}; give a number above 0, or name it in `unlimited`")
     for each in wanted.tiers:
-        level = each.tier - 1
+        level = each.tier - Tier.GPU.wire
         if not 0 <= level < len(tiers):
             raise InvalidArgumentError(f"tier {each.tier} has no quotas; those with are {', '.join(QUOTA_TIERS)}")
         tiers[level] = TierQuota(

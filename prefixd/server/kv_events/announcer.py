@@ -464,9 +464,6 @@ def _tiers_of(trie: Trie, rows: Rows | slice) -> Bits:
     while the block serves on. Of a model that has no other groups, a block is where any of it is; what it continues may
     be nowhere then.
     """
-    if not trie.has_rules:
-        complete: Bits = trie.complete[rows] & np.uint8(trie.offered & LOCAL_TIERS)
-        return complete
     lasting = np.uint8(trie.all_groups & ~trie.partial_groups)
     there = trie.there[rows]
     has = (there & lasting) == lasting if lasting else there != 0

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 
 from prefixd.base.errors import SessionEndedError
+from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, Session, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.kv_events.announcer import MEDIA, Announcer, Flags
@@ -20,7 +21,7 @@ from prefixd.server.kv_events.loop_share import LoopShare
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prefixd.v1 import cache_pb2 as pb
 
-_TIERS = dict(zip(MEDIA.values(), (pb.TIER_GPU, pb.TIER_CPU, pb.TIER_DISK), strict=True))
+_TIERS = dict(zip(MEDIA.values(), (Tier.GPU.wire, Tier.CPU.wire, Tier.DISK.wire), strict=True))
 _LOOK_S = 0.25  # for namespaces that the session has opened, and for its end
 _OPENED_AT_ONCE = 4  # each looks at the namespaces of all blocks: 0.5 ms for a million
 _AGAIN_S = 5.0

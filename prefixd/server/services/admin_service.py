@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from prefixd.base.errors import InvalidArgumentError, PreconditionError, UnsupportedError
 from prefixd.base.pacer import Pacer
-from prefixd.base.tenants import QUOTA_TIERS
+from prefixd.base.tiers import Tier
 from prefixd.cache import TieredCache
 from prefixd.cache.audit.integrity import audit
 from prefixd.cache.background.forgetting import FoundBlocks, find_namespace, find_subtree, forget
@@ -178,7 +178,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """Changes the size of the GPU tier."""
         if request.tier == cache_pb2.TIER_UNSPECIFIED:
             raise InvalidArgumentError("no tier was named; send tier = TIER_GPU")
-        if request.tier != cache_pb2.TIER_GPU:
+        if request.tier != Tier.GPU.wire:
             name = cache_pb2.Tier.Name(request.tier) if request.tier in cache_pb2.Tier.values() else request.tier
             raise UnsupportedError(
                 f"tier {name} cannot be resized while the daemon runs; only TIER_GPU can. Change cpu.bytes or "
@@ -230,7 +230,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             troubles=self._snapshot.troubles(),
             holders=[
                 pb.Holder(owner=owner, blocks=blocks)
-                for owner, blocks in self._cache.mover.placement.holds.blocks_by_owner().most_common(_HOLDERS)
+                for owner, blocks in self._cache.holds.blocks_by_owner().most_common(_HOLDERS)
             ],
         )
 
@@ -241,7 +241,7 @@ def _limits_set(request: pb.SetTenantRequest) -> dict[str, float | None]:
     for tier in request.quota.tiers:
         for field, value in tier.ListFields():
             if field.name != "tier":
-                limits[f"{QUOTA_TIERS[tier.tier - 1]}_{field.name.removesuffix('_bytes')}"] = value
+                limits[f"{Tier.from_wire(tier.tier).label}_{field.name.removesuffix('_bytes')}"] = value
     limits |= {field.name: value for field, value in request.quota.ListFields() if field.name != "tiers"}
     return limits | dict.fromkeys(request.unlimited)
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 import grpc
 import numpy as np
@@ -24,11 +23,14 @@ from prefixd.base.errors import (
     UnavailableError,
 )
 from prefixd.base.pacer import Pacer, give_way
-from prefixd.cache import NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
-from prefixd.cache.cache import MAX_BLOCKS, NO_OFFSET
+from prefixd.base.tiers import Tier
+from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
+from prefixd.cache.cache import MAX_BLOCKS
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.namespaces import check_part_count
+from prefixd.cache.sessions.leasing import NO_OFFSET, Asked
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.access.caller import current_caller
 from prefixd.server.kv_events import Watches
 from prefixd.server.rpc.status import Context, abort, deliver, granting, unary
@@ -47,6 +49,7 @@ _TOLD_S = 1.0
 """For a client to read that its session has ended."""
 _OFFSETS_AT_ONCE = 1 << 13
 _FOUND_RUNS = 4096
+_RUNS_AT_ONCE = 256  # listed in one turn
 _AGREED = (("prefixd-agreed", "1"),)
 
 
@@ -135,42 +138,38 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """The longest cached prefix."""
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
-        match = await cache.match(namespace, chain)
+        path = (await cache.match(namespace, chain)).rows
         if request.asked:
             cache.counters.ask(len(chain) * namespace.spec.block_tokens)
         elif request.counted:
-            cache.count_lookup(session, namespace, chain, match.rows)
+            cache.count_lookup(session, namespace, chain, path)
         trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
-        estimate = self._estimates.estimate(trie, match.rows, 0, chain.tokens, prefill)
-        return pb.MatchResponse(blocks=len(match), runs=await tier_runs(trie, match.rows), estimate=estimate)
+        estimate = self._estimates.estimate(trie, path, 0, chain.tokens, prefill)
+        return pb.MatchResponse(blocks=len(path), runs=await tier_runs(trie, path), estimate=estimate)
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
         """Match and lease for reading."""
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
-        parts = cache.check_parts(namespace, request.parts)
-        chain, prefill = (
-            cache.chain(namespace, request.token_ids),
-            request.prefill if request.HasField("prefill") else None,
-        )
-        watch = self._estimates.watch(cache.trie(namespace), request.first_block, chain.tokens, prefill)
-        with watch:
+        session, namespace = self._opened(request.session_id, request.namespace_id)
+        parts = namespace.check_parts(request.parts)
+        chain = cache.chain(namespace, request.token_ids)
+        prefill = request.prefill if request.HasField("prefill") else None
+        with self._estimates.watch(cache.trie(namespace), request.first_block, chain.tokens, prefill) as watch:
             lease = await cache.acquire(
-                session, namespace, chain, ttl_s=request.ttl_s, matched=watch.begin, **_asked(request, parts)
+                session, namespace, chain, _asked(request, parts, request.ttl_s), matched=watch.begin
             )
-            watch.complete = lease is not None and len(lease.rows) == watch.blocks
+            blocks = 0 if lease is None else len(lease.hold.rows)
+            watch.complete = lease is not None and blocks == watch.blocks
         response = pb.AcquireResponse(
             first_block=request.first_block, estimate=watch.estimate, cached_blocks=watch.cached_blocks
         )
         if lease is None:
             return response
-        response.lease_id, response.blocks = lease.id, len(lease.rows)
-        await _add_offsets(response, len(lease.rows), len(parts), partial(cache.offsets, lease, parts))
+        response.lease_id, response.blocks = lease.id, blocks
+        await _add_offsets(response, blocks, len(parts), partial(cache.offsets, lease, parts))
         response.ttl_s = lease.expires_s - cache.clock()
         return response
 
@@ -179,9 +178,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Slots to fill."""
         cache = self._cache
         self._take_work()
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
-        parts = cache.check_parts(namespace, request.parts)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
+        parts = namespace.check_parts(request.parts)
         chain = cache.chain(namespace, request.token_ids)
         if not session.processes:  # nobody could know when it has stopped writing, see `Quarantine`
             raise PreconditionError(
@@ -192,10 +190,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             session,
             namespace,
             chain,
-            parts=parts,
-            first_block=request.first_block,
-            max_blocks=_most_blocks(parts),
-            ttl_s=request.ttl_s,
+            ToFill(parts, request.first_block, _most_blocks(parts), request.ttl_s),
         )
         if isinstance(reservation, int):
             return pb.ReserveResponse(first_block=reservation)
@@ -215,7 +210,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         grant = cache.leases.find(session, request.reservation_id)
         if not isinstance(grant, Reservation):
             raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
-        retention = retention_wishes(request.retention)
+        retention = retention_wishes(request.retention) if request.retention else []
         committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable, retention=retention)
         return pb.CommitResponse(committed=committed, duplicates=duplicates, retention_refused=grant.retention_refused)
 
@@ -223,7 +218,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Persist(self, request: pb.PersistRequest) -> pb.PersistResponse:
         """Waits until a cached prefix is on disk."""
         cache = self._cache
-        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
+        _, namespace = self._opened(request.session_id, request.namespace_id)
         return pb.PersistResponse(blocks=await cache.persist(namespace, cache.chain(namespace, request.token_ids)))
 
     @unary
@@ -244,8 +239,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         """Brings a prefix up before it is asked for."""
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
+        session, namespace = self._opened(request.session_id, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         return pb.PrefetchResponse(blocks=await cache.prefetch(session, namespace, chain))
 
@@ -253,7 +247,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Retain(self, request: pb.RetainRequest) -> pb.RetainResponse:
         """Says how long the blocks of a cached prefix should stay."""
         cache = self._cache
-        namespace = cache.open_in(self._session(request.session_id), request.namespace_id)
+        _, namespace = self._opened(request.session_id, request.namespace_id)
         retention = retention_wishes(request.retention)
         chain = cache.chain(namespace, request.token_ids)
         return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
@@ -280,17 +274,17 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
         cache = self._cache
-        session = self._session(request.session_id)
-        namespace = cache.open_in(session, request.namespace_id)
-        parts = cache.check_parts(namespace, request.parts)
-        chain, asked, cached_blocks = cache.chain(namespace, request.token_ids), _asked(request, parts), 0
+        session, namespace = self._opened(request.session_id, request.namespace_id)
+        parts = namespace.check_parts(request.parts)
+        asked, cached_blocks = _asked(request, parts, cache.leases.max_ttl_s), 0
+        chain = cache.chain(namespace, request.token_ids)
 
         def matched(reader: Reader) -> None:
             nonlocal cached_blocks
             cached_blocks = len(reader.path)
 
         lease = await deliver(
-            cache.acquire(session, namespace, chain, ttl_s=cache.leases.max_ttl_s, matched=matched, **asked),
+            cache.acquire(session, namespace, chain, asked, matched),
             partial(give_back, cache),
         )
         header = pb.GetHeader(first_block=request.first_block, cached_blocks=cached_blocks)
@@ -358,13 +352,14 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""
-        session = self._cache.leases.session(session_id)
-        if session.tenant is not current_caller().tenant:
-            raise SessionEndedError(
-                f"session {session_id[:8]} is not open for tenant {current_caller().tenant.name}; open one with "
-                "OpenSession"
-            )
-        return session
+        return self._cache.leases.session_of(current_caller().tenant, session_id)
+
+    def _opened(self, session_id: str, namespace_id: bytes) -> tuple[Session, Namespace]:
+        """The caller's session, and a namespace that is open to it, which it uses now."""
+        session = self._session(session_id)
+        namespace = session.namespace(namespace_id)
+        self._cache.namespaces.touch(namespace)
+        return session, namespace
 
     def _take_back(self, session_id: str, grant_id: str) -> None:
         """Ends what a caller was granted that has gone, unless its session has ended it."""
@@ -383,21 +378,12 @@ def _most_blocks(parts: Sequence[int], asked: int = 0) -> int:
     return min(asked or most, most)
 
 
-class _Asked(TypedDict):
-    """What Acquire and Get ask for, as `TieredCache.acquire` takes it."""
-
-    first_block: int
-    max_blocks: int
-    prefix_blocks: int
-    counted: bool
-    found: npt.NDArray[np.int8] | None
-
-
-def _asked(request: pb.AcquireRequest | pb.GetRequest, parts: Sequence[int]) -> _Asked:
-    return _Asked(
-        first_block=request.first_block,
-        max_blocks=_most_blocks(parts, request.max_blocks),
-        prefix_blocks=request.prefix_blocks,
+def _asked(request: pb.AcquireRequest | pb.GetRequest, parts: Sequence[int], ttl_s: float) -> Asked:
+    return Asked(
+        request.first_block,
+        _most_blocks(parts, request.max_blocks),
+        request.prefix_blocks,
+        ttl_s,
         counted=not request.uncounted,
         found=_tiers_of(request.found) if request.hits else None,
     )
@@ -407,9 +393,9 @@ def _tiers_of(runs: Sequence[pb.TierRun]) -> npt.NDArray[np.int8]:
     """[blocks]: the tier of each block of some runs, from the prompt's first on."""
     if len(runs) > _FOUND_RUNS:
         raise InvalidArgumentError(f"found has {len(runs)} runs; send the first {_FOUND_RUNS} at the most")
-    tiers, blocks = [run.tier - 1 for run in runs], [run.blocks for run in runs]
+    tiers, blocks = [run.tier - Tier.GPU.wire for run in runs], [run.blocks for run in runs]
     if (wrong := next((tier for tier in tiers if not 0 <= tier < TIERS), None)) is not None:
-        raise InvalidArgumentError(f"found has a run in tier {wrong + 1}; send those that Match answered")
+        raise InvalidArgumentError(f"found has a run in tier {wrong + Tier.GPU.wire}; send those that Match answered")
     if sum(blocks) > MAX_BLOCKS:
         raise InvalidArgumentError(f"found has {sum(blocks)} blocks; a prompt has {MAX_BLOCKS} at the most")
     return np.repeat(np.array(tiers, np.int8), np.array(blocks, np.int64))
@@ -440,8 +426,9 @@ async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
     tiers = trie.distances(path)
     starts = np.flatnonzero(np.diff(tiers, prepend=-1))
     lengths = np.diff(starts, append=len(tiers))
-    runs, pacer = [], Pacer()
+    runs = []
     for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True):
-        runs.append(pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=blocks))
-        await pacer.worked(1)
+        runs.append(pb.TierRun(tier=Tier(tier).wire, blocks=blocks))
+        if not len(runs) % _RUNS_AT_ONCE:
+            await give_way()
     return runs

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.base.tenants import Role
 from prefixd.server.access.caller import current_call, current_caller
 from prefixd.server.rpc.status import streaming, unary
@@ -55,11 +56,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _params(request: pb.GenerateRequest) -> GenerateParams:
-    sampling, search = request.sampling, request.beam_search
     return GenerateParams(
         prompt=request.text if request.WhichOneof("prompt") == "text" else request.token_ids.ids,
         images=request.images,
         request_id=request.request_id,
+        sampling=_sampling(request),
+        n=request.n,
+        best_of=request.best_of,
+        priority=request.priority,
+        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
+        salt=request.salt,
+        model=request.model,
+        tenant=current_caller().tenant,
+        read_only=request.read_only,
+        message_bytes=current_call().message_bytes,
+        waited_s=current_call().waited_s,
+        retention=retention_wishes(request.retention),
+    )
+
+
+def _sampling(request: pb.GenerateRequest) -> Sampling:
+    sampling, search = request.sampling, request.beam_search
+    return Sampling(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -73,21 +91,14 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         stop=sampling.stop,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        n=request.n,
-        best_of=request.best_of,
-        beam_width=search.width if request.HasField("beam_search") else None,
-        length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
-        early_stopping=search.early_stopping,
         forced_tokens=sampling.forced_tokens.ids if sampling.HasField("forced_tokens") else None,
-        priority=request.priority,
-        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
-        salt=request.salt,
-        model=request.model,
-        tenant=current_caller().tenant,
-        read_only=request.read_only,
-        message_bytes=current_call().message_bytes,
-        waited_s=current_call().waited_s,
-        retention=retention_wishes(request.retention),
+        beam_search=BeamSearch(
+            width=search.width,
+            length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
+            early_stopping=search.early_stopping,
+        )
+        if request.HasField("beam_search")
+        else None,
     )
 
 

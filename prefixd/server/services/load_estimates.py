@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from types import TracebackType
 from typing import Self
 
@@ -40,16 +40,17 @@ class LoadEstimates:
         Raises:
             InvalidArgumentError: `prefill` has a negative number.
         """
-        return self._estimate(self.stretches(trie, path, first_block), trie.block_tokens, first_block, tokens, prefill)
+        return self.estimate_stretches(
+            self.stretches(trie, path, first_block), trie.block_tokens, first_block, tokens, prefill
+        )
 
     def watch(self, trie: Trie, first_block: int, tokens: int, prefill: pb.Prefill | None) -> LoadWatch:
-        """Estimates a load and learns from it; `LoadWatch` is a context manager around it."""
-        return LoadWatch(
-            self,
-            trie,
-            first_block,
-            lambda stretches: self._estimate(stretches, trie.block_tokens, first_block, tokens, prefill),
-        )
+        """Estimates a load and learns from it; `LoadWatch` is a context manager around it.
+
+        Raises:
+            InvalidArgumentError: `prefill` has a negative number.
+        """
+        return LoadWatch(self, trie, first_block, tokens, prefill)
 
     def stretches(
         self, trie: Trie, path: Rows, first_block: int, counted: npt.NDArray[np.bool_] | None = None
@@ -77,14 +78,16 @@ class LoadEstimates:
                 begin = end
         return found
 
-    def _estimate(
+    def estimate_stretches(
         self, stretches: list[Stretch], block_tokens: int, first_block: int, tokens: int, prefill: pb.Prefill | None
     ) -> pb.LoadEstimate:
+        """As `estimate`, of a prefix by where it has to be brought from."""
         loads = [
             self.cost.load_s(stretch.nbytes, stretch.distance, self.queued_bytes.get(stretch.distance, 0))
             for stretch in stretches
+            if stretch.nbytes
         ]
-        load_s = None if None in loads else sum(load for load in loads if load is not None)
+        load_s = None if None in loads else math.fsum(load for load in loads if load is not None)
         if prefill is None:
             return pb.LoadEstimate(load_s=load_s)
         try:
@@ -120,19 +123,16 @@ class LoadWatch:
     """
 
     def __init__(
-        self,
-        estimates: LoadEstimates,
-        trie: Trie,
-        first_block: int,
-        estimate: Callable[[list[Stretch]], pb.LoadEstimate],
+        self, estimates: LoadEstimates, trie: Trie, first_block: int, tokens: int, prefill: pb.Prefill | None
     ) -> None:
-        self.estimate = estimate([])
         self.blocks = self.cached_blocks = 0
         self.complete = False
         self._estimates = estimates
         self._trie = trie
         self._first_block = first_block
-        self._of = estimate
+        self._of = (trie.block_tokens, first_block, tokens, prefill)
+        # Before anything is loaded: a wrong `prefill` is refused.
+        self.estimate = pb.LoadEstimate() if prefill is None else estimates.estimate_stretches([], *self._of)
         self._mark: float | None = None
         self._claimed: Rows = np.empty(0, np.int64)
         self._nbytes: dict[Distance, int] = {}
@@ -144,7 +144,7 @@ class LoadWatch:
         stretches = self._estimates.stretches(self._trie, path, self._first_block)
         rows = path[self._first_block :]
         self.blocks = len(rows)
-        self.estimate = self._of(stretches)
+        self.estimate = self._estimates.estimate_stretches(stretches, *self._of)
         if any(stretch.nbytes for stretch in stretches):
             fresh = self._estimates.claims.claim(self._trie, rows)
             self._claimed = rows[fresh]
@@ -161,7 +161,8 @@ class LoadWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._estimates.claims.release(self._trie, self._claimed)
+        if len(self._claimed):
+            self._estimates.claims.release(self._trie, self._claimed)
         if self._mark is None:
             return
         elapsed_s = self._estimates.meter.end(self._mark)

@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.pacer import Pacer, give_way
+from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.rules.specs import words_of
 from prefixd.v1 import admin_pb2 as pb
-from prefixd.v1 import cache_pb2
 
 _NAMES = 8
 
@@ -66,7 +66,7 @@ def groups_by_tier(trie: Trie, row: int) -> list[pb.TierGroups]:
     there: GroupMask = trie.there[row]
     return [
         pb.TierGroups(
-            tier=cache_pb2.Tier.Name(tier + 1),
+            tier=Tier(tier).wire,
             groups=[group.bit for group in trie.groups if int(there[tier]) & group.mask],
         )
         for tier in range(TIERS)
@@ -236,7 +236,7 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
             pb.BlockInfo(
                 index=index,
                 key=trie.key(row).hex(),
-                tiers=[cache_pb2.Tier.Name(tier + 1) for tier in range(TIERS) if trie.has(row, tier)],
+                tiers=[tier.wire for tier in Tier if trie.has(row, tier)],
                 children=int(trie.children[row]),
                 pinned=bool(trie.pinned[row]),
                 held=int(trie.holds[row].max(axis=1).sum()),

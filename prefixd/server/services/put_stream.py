@@ -18,6 +18,7 @@ import numpy.typing as npt
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError, TooSlowError
 from prefixd.base.pacer import Pacer
 from prefixd.cache import Lease, Reservation, Session, TieredCache
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.rpc.status import deliver, outlive
 from prefixd.server.rule_messages import retention_wishes
 from prefixd.v1 import cache_pb2 as pb
@@ -70,7 +71,7 @@ class Put:
         self._session = self._session_of(header.session_id)
         self._namespace = namespace = self._cache.open_in(self._session, header.namespace_id)
         self._retention = retention_wishes(header.retention)
-        self._parts = cache.check_parts(namespace, header.parts)
+        self._parts = namespace.check_parts(header.parts)
         self._chain = cache.chain(namespace, header.token_ids)
         trie = cache.trie(namespace)
         self._sizes = [trie.part_bytes[part] for part in self._parts]
@@ -147,11 +148,13 @@ class Put:
                 self._session,
                 self._namespace,
                 self._chain,
-                parts=self._parts,
-                first_block=first_block,
-                max_blocks=max(1, WINDOW_BYTES // sum(map(round_to_slot, self._sizes))),
-                ttl_s=self._cache.leases.max_ttl_s,
-                by_daemon=True,
+                ToFill(
+                    self._parts,
+                    first_block,
+                    max_blocks=max(1, WINDOW_BYTES // sum(map(round_to_slot, self._sizes))),
+                    ttl_s=self._cache.leases.max_ttl_s,
+                    by_daemon=True,
+                ),
             ),
             partial(give_back, self._cache),
         )

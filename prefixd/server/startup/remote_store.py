@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from prefixd.base.errors import ConfigError
+from prefixd.base.extras import require
 from prefixd.settings import RemoteSettings
 from prefixd_swap import CpuArena, StorageError
 from prefixd_swap.stores import MooncakeOptions, S3Options, StoreOptions, ValkeyOptions, open_store
@@ -25,12 +26,9 @@ def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Tra
     Raises:
         ConfigError: a file cannot be used, or a package is missing.
     """
-    try:
-        from prefixd_swap.stores.sealed import Seal
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"remote.url = {settings.url}: the package {error.name} is missing; pip install 'prefixd[remote]'"
-        ) from error
+    require("remote", f"remote.url = {settings.url}", "cryptography")
+    from prefixd_swap.stores.sealed import Seal
+
     assert settings.secret_file is not None  # the settings were checked
     secret = _secret("remote.secret_file", settings.secret_file, LEAST_SECRET_BYTES)
     key = None

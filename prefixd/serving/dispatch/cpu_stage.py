@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache import TieredCache, Trie
+from prefixd.cache import Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.rules import GroupMask
+from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
-from prefixd.serving.request.request import Request, RequestState
-from prefixd_scheduler import CostModel, Distance
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
+from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
@@ -69,38 +70,29 @@ class CpuStage:
     Images of a request are left to its turn.
 
     Args:
-        cache: the cache.
-        cost: knows how long a load takes.
-        meter: measures loads that share the machine.
+        context: the dispatcher's.
         coming: blocks that are on their way to the GPU tier.
-        sharers: how many dispatchers share the tier.
-        look: called when a copy has ended: another may begin.
     """
 
-    def __init__(
-        self,
-        cache: TieredCache,
-        cost: CostModel,
-        meter: LoadMeter,
-        coming: LoadClaims,
-        sharers: Callable[[], int],
-        look: Callable[[], None],
-    ) -> None:
-        self._cache = cache
-        self._mover = cache.mover
-        self._cost = cost
-        self._meter = meter
+    def __init__(self, context: DispatchContext, coming: LoadClaims) -> None:
+        self._cache = context.cache
+        self._mover = context.cache.mover
+        self._cost = context.cost
+        self._meter = LoadMeter(context.clock)
         self._coming = coming
         self._claims = LoadClaims()
-        self._sharers = sharers
-        self._look = look
-        self._budget = FrameBudget(cache.tiers.shared.footprint)
+        self._share = context.share
+        self._wake = context.wake
+        self._budget = FrameBudget(context.cache.tiers.shared.footprint)
         self._near: dict[int, _Near] = {}
         self._copies: set[asyncio.Task[None]] = set()
         self._reading: set[int] = set()
         self._round = 0
         self._time_s = 0.0  # until the GPU tier has room for the requests of this round
         self._ahead_bytes = 0  # on disk, of the requests before this one in the window
+
+    def __len__(self) -> int:
+        return len(self._near)
 
     def __contains__(self, request: Request) -> bool:
         return request.id in self._near
@@ -185,7 +177,7 @@ class CpuStage:
             near.copy.cancel()
             self._reading.discard(request.id)
         near.hold.end()
-        self._budget.remove(request.trie, near.rows, near.groups)
+        self._budget.remove(near.rows, near.groups)
 
     async def stop(self) -> None:
         """Lets go of everything and waits for the copies under way."""
@@ -196,13 +188,13 @@ class CpuStage:
     @property
     def _most_bytes(self) -> int:
         """What may ever be held."""
-        return self._cache.tiers.shared.capacity_bytes // _ROOM_SHARE // max(1, self._sharers())
+        return self._cache.tiers.shared.capacity_bytes // _ROOM_SHARE // max(1, self._share.members)
 
     @property
     def _room_bytes(self) -> int:
         """What may be held: not what waits to be written, which could only make room by being written at once."""
         capacity_bytes = self._cache.tiers.shared.capacity_bytes
-        return min(capacity_bytes // _ROOM_SHARE, capacity_bytes - self._mover.queued[1]) // max(1, self._sharers())
+        return min(capacity_bytes // _ROOM_SHARE, capacity_bytes - self._mover.queued[1]) // max(1, self._share.members)
 
     def _is_in_time(self, distance: Distance) -> bool:
         """Whether this load and those before it in the window are over in time if they begin with the GPU's room."""
@@ -211,7 +203,7 @@ class CpuStage:
 
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
         trie, placement = request.trie, self._mover.placement
-        # What is in the GPU tier, too, goes after what nobody waits for.
+        # What is in the GPU tier, too, goes after what no request waits for.
         if not request.read_only:
             placement.touch(trie, request.found, request.count_use(len(request.found)))
         owner = f"request {request.name}, ahead"
@@ -243,7 +235,7 @@ class CpuStage:
         self._copies.discard(copy)
         if self._near.get(near.request.id) is near:
             self._reading.discard(near.request.id)
-        self._look()
+        self._wake()
 
     async def _bring(
         self, near: _Near, rows: Rows, groups: GroupMask, claimed: npt.NDArray[np.bool_], due_s: float

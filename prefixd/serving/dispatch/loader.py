@@ -1,8 +1,7 @@
-"""What becomes of a staged request's cached prefix: loaded, computed again, or both at once.
+"""Loads the cached prefixes of staged requests, by what `LoadPlanner` has chosen.
 
-The decision is `plan_load`'s, by what loading and computing have taken (paper `prefix_cache_long_term_memory`, X). What
-is loaded before the request runs, from the front of the prefix on, is loaded here; what is loaded from its back while
-the request runs, in `tail_load`.
+What is loaded before the request runs, from the front of the prefix on, is loaded here; what is loaded from its back
+while the request runs, in `tail_load`.
 
 A load moves in pieces. One that falls so far behind that computing what is left is faster is given up for what has not
 arrived; the beginning that has arrived is used.
@@ -12,29 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
 from weakref import WeakSet
 
 import numpy as np
 
-from prefixd.cache import NONE, TieredCache
-from prefixd.cache.index.trie import Rows
-from prefixd.serving.frame_budget import FrameBudget
-from prefixd.serving.loading.load_choice import LoadChoice, LoadClaims, LoadCounters, LoadMeter
+from prefixd.cache import NONE
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.dispatch.load_planner import LoadPlanner
+from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Arrived
-from prefixd_scheduler import LOADED_FROM, CostModel, Distance, LoadPlan, Stretch, plan_load
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
-
-LoadMode = Literal["auto", "always", "never"]
 
 _RETRY_S = 0.02
 _SETBACKS = 8
@@ -42,164 +37,49 @@ _LEAST_WAIT_S = 0.002
 
 
 class Loader:
-    """Decides what is loaded of the requests that are staged, and carries it out.
+    """Loads what the planner has chosen of the requests that are staged.
 
     Args:
-        cache: the cache.
+        context: the dispatcher's.
         staged: the requests that are staged, by id; one that was withdrawn is taken out when its load ends.
-        budget: counts the frames of what is loaded beside computing.
-        cost: learns what loading costs, and says whether it pays.
-        clock: seconds.
-        look: called when a request may have become ready.
         unstage: ends the hold of a request that waits on.
-        mode: load whatever is faster, everything, or nothing.
         backlog_s: how long the worker computes what was handed over before.
 
     Attributes:
+        planner: decides what is loaded.
         counters: what was decided, and how well.
         claims: blocks that are on their way to the GPU tier.
     """
 
     def __init__(
         self,
-        cache: TieredCache,
+        context: DispatchContext,
         staged: dict[int, Request],
-        budget: FrameBudget,
-        cost: CostModel,
-        clock: Callable[[], float],
-        look: Callable[[], None],
         unstage: Callable[[Request], None],
-        mode: LoadMode,
         backlog_s: Callable[[], float],
     ) -> None:
-        self.counters = LoadCounters()
+        self.planner = LoadPlanner(context, backlog_s, self._queued_bytes)
+        self.counters = self.planner.counters
         self.claims = LoadClaims()
-        self._cache = cache
-        self._mover = cache.mover
+        self._cache = context.cache
+        self._mover = context.cache.mover
         self._staged = staged
-        self._budget = budget
-        self._cost = cost
-        self._clock = clock
-        self._meter = LoadMeter(clock)
-        self._look = look
+        self._budget = context.budget
+        self._cost = context.cost
+        self._clock = context.clock
+        self._meter = LoadMeter(context.clock)
+        self._wake = context.wake
         self._unstage = unstage
-        self._mode = mode
-        self._backlog_s = backlog_s
+        self._mode = context.options.load
         self._under_way: WeakSet[PieceLoad] = WeakSet()
         self._copies: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, PieceLoad] = {}
-        self._beside: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
+        self.beside: dict[int, Request] = {}
+        """Running requests beside which a part of their prefixes is loaded."""
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
         await asyncio.gather(*self._copies.values(), return_exceptions=True)
-
-    # -- what to do -----------------------------------------------------------------------------------------------
-
-    def choose(self, request: Request, *, demanded: bool, turn_s: float) -> Rows:
-        """The part of what was `found` that a request loads before it runs; sets `cut` and `beside` accordingly.
-
-        Args:
-            request: waits.
-            demanded: it could run at once.
-            turn_s: in so many seconds its turn comes.
-        """
-        rows = request.found
-        request.beside = None
-        request.choice = LoadChoice(tuple(self._stretches(request)), self._clock())
-        if demanded:
-            self.want(request)
-        if self._mode == "always":
-            chosen = rows
-        elif self._mode == "never":
-            chosen = request.usable(rows, request.trie.there[rows, self._cache.tiers.compute.level])
-        elif request.trie.has_rules or request.image_kv is not None:
-            chosen = self._worth_loading(request, turn_s + self._backlog_s())
-        else:
-            chosen = self._planned(request, request.choice.stretches, demanded, turn_s)
-        request.cut = len(chosen) < len(rows)
-        return chosen
-
-    def ready_s(self, request: Request) -> float:
-        """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown.
-
-        What lies in a tier from which no load was observed counts as at hand: a cache is there to be loaded from.
-        """
-        plan = self._plan(request, tuple(self._stretches(request)), at_once=False, wait_s=0.0, to_carry_out=False)
-        if plan.first_token_s is not None:
-            return plan.first_token_s
-        cached_tokens = len(request.found) * request.trie.block_tokens
-        compute_s = self._cost.compute_s(request.chain.tokens - cached_tokens, cached_tokens)
-        return math.inf if compute_s is None else compute_s
-
-    def _planned(self, request: Request, stretches: Sequence[Stretch], demanded: bool, turn_s: float) -> Rows:
-        """As `plan_load` says, which knows no windows and states."""
-        rows, block_tokens = request.found, request.trie.block_tokens
-        at_once = demanded and len(request.kv.groups) == 1 and not request.sampling.beams and request.images is None
-        wait_s = turn_s + self._backlog_s()
-        plan = self._plan(request, stretches, at_once=at_once, wait_s=wait_s, to_carry_out=True)
-        blocks = request.uncut((plan.ready_tokens + plan.front_tokens) // block_tokens)
-        if plan.computed_tokens and plan.loaded_tokens:
-            behind = rows[blocks : plan.used_tokens // block_tokens]
-            share = plan.computed_tokens / (plan.computed_tokens + plan.loaded_tokens)
-            request.beside = TailPlan(behind, request.trie.nearest[behind], share)
-        return rows[:blocks]
-
-    def want(self, request: Request) -> None:
-        """A request could run now, or runs."""
-        if request.choice is not None:
-            request.choice.want(self._clock(), self._backlog_s())
-
-    def judge(self, request: Request) -> None:
-        """A request has its first token: what was decided for it can be judged."""
-        choice, request.choice = request.choice, None
-        if choice is not None and choice.is_one:
-            tokens, block_tokens, beside = request.prompt_tokens, request.trie.block_tokens, request.beside is not None
-            self.counters.judge(
-                choice, self._cost, self._clock(), tokens, block_tokens, cut=request.cut and not beside, beside=beside
-            )
-
-    def _plan(
-        self, request: Request, stretches: Sequence[Stretch], *, at_once: bool, wait_s: float, to_carry_out: bool
-    ) -> LoadPlan:
-        return plan_load(
-            self._cost,
-            stretches,
-            request.chain.tokens,
-            request.trie.block_tokens,
-            both_at_once=at_once,
-            queued_bytes=dict.fromkeys(LOADED_FROM, self._queued_bytes() if to_carry_out else 0),
-            wait_s=wait_s,
-            to_carry_out=to_carry_out,
-        )
-
-    def _stretches(self, request: Request) -> Iterator[Stretch]:
-        """What was found, each stretch farther away than the one before; what is nearer amid it counts no bytes."""
-        trie, rows = request.trie, request.found
-        distances = np.maximum.accumulate(trie.distances(rows))
-        needed = trie.needed(len(rows)) if trie.has_rules else None
-        lacking = trie.lacking(rows, self._cache.tiers.compute.level, needed)
-        for distance in np.unique(distances).tolist():
-            here = distances == distance
-            nbytes = int(trie.group_bytes[lacking[here]].sum())
-            yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes)
-
-    def _worth_loading(self, request: Request, wait_s: float) -> Rows:
-        """The prefix up to the first tier that is slower to load from than to compute, which begins in `wait_s`."""
-        trie, rows = request.trie, request.found
-        needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
-        for distance in LOADED_FROM:
-            nearer |= trie.there[rows, distance - 1]
-            loaded = needed & ~nearer & trie.there[rows, distance]
-            if loaded.any():
-                kept = request.usable(rows, nearer)
-                nbytes, tokens = int(trie.group_bytes[loaded].sum()), (len(rows) - len(kept)) * trie.block_tokens
-                load_s = self._cost.load_s(nbytes, distance, self._queued_bytes())
-                compute_s = self._cost.compute_s(tokens, len(kept) * trie.block_tokens)
-                slower = load_s is not None and compute_s is not None and load_s > wait_s + compute_s
-                if slower and not self._cost.probes(distance):
-                    return kept
-        return rows
 
     # -- before the request runs ------------------------------------------------------------------------------------
 
@@ -209,7 +89,7 @@ class Loader:
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
-        self.want(request)
+        self.planner.want(request)
         if (load := self._loads.get(request.id)) is not None:
             load.hurry()
 
@@ -224,13 +104,13 @@ class Loader:
             if (images := request.image_holds) is not None:
                 await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency, due_s=due_s)
             rows, wanted = request.rows, request.wanted
-            step = piece_blocks(self._load_s(request), len(rows))
+            step = piece_blocks(self.planner.load_s(request), len(rows))
             for start in range(0, len(rows), step):
                 part = slice(start, start + step)
                 if request.trie.lacking(rows[part], compute.level, None if wanted is None else wanted[part]).any():
                     load.begin(rows[part], None if wanted is None else wanted[part])
             while load.under_way and not late and request.state is not RequestState.WITHDRAWN:
-                left_s = None if self._mode == "always" else load.behind_in_s(self._compute_s(request))
+                left_s = None if self._mode == "always" else load.behind_in_s(self.planner.compute_s(request))
                 late = left_s is not None and left_s <= 0
                 if not late:
                     changed.clear()
@@ -251,35 +131,20 @@ class Loader:
         self._under_way.add(load)
         return load
 
-    def _load_s(self, request: Request) -> float | None:
-        """What loading takes of what a request lacks."""
-        trie, rows = request.trie, request.rows
-        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
-        far = int(trie.distances(rows[lacking != 0]).max(initial=0))
-        return self._cost.load_s(int(trie.group_bytes[lacking].sum()), Distance(far))
-
-    def _compute_s(self, request: Request) -> float | None:
-        """What computing takes of what a request lacks, from its first missing block on."""
-        trie, rows = request.trie, request.rows
-        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted) != 0
-        there = int(lacking.argmax()) if lacking.any() else len(rows)
-        compute_s = self._cost.compute_s((len(rows) - there) * trie.block_tokens, there * trie.block_tokens)
-        return None if compute_s is None else compute_s + self._backlog_s()
-
     def _queued_bytes(self) -> int:
         """Bytes that all loads have on their way; they share what they come by."""
         return sum(load.claimed_bytes for load in self._under_way)
 
     def _arrived(self, request: Request, there: int, given_up: bool) -> None:
-        """A copy has ended, and so many blocks of the prefix are in the GPU tier."""
+        """A copy has ended, and the first `there` blocks of the prefix are in the GPU tier."""
         del self._copies[request.id]
         if request.state is RequestState.WITHDRAWN:
             del self._staged[request.id]
             request.let_go()
-            self._look()
+            self._wake()
         elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
             request.staged()
-            self._look()
+            self._wake()
         elif given_up:
             self.counters.abandoned += 1
             log.info("the load for request %s fell behind: %d blocks are used", request.name, there)
@@ -295,7 +160,7 @@ class Loader:
         request.setbacks += 1
         if request.setbacks < _SETBACKS:
             self._unstage(request)
-            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._wake)
         else:
             self._cut(request, there)
 
@@ -305,30 +170,30 @@ class Loader:
         while (blocks := request.uncut(len(request.rows))) < len(request.rows):
             request.footprint.shorten(blocks)
         if request.image_holds is not None:
-            request.image_holds.let_go_of_missing()
+            request.image_holds.release_missing()
         request.cut, request.beside = True, None
         request.staged()
-        self._look()
+        self._wake()
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
     def load_beside(self, request: Request, plan: TailPlan) -> None:
         """A request was handed over that computes the front of its prefix: starts loading the back."""
         first = len(request.rows)
-        load = self._load(request, Urgency.DEMAND, self._look)
+        load = self._load(request, Urgency.DEMAND, self._wake)
         name = f"request {request.name}"
-        args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._look)
+        args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._wake)
         request.footprint.begin_tail(TailLoad(*args))
-        self._beside[request.id] = request
+        self.beside[request.id] = request
 
     def advance(self) -> list[tuple[Request, Arrived | None]]:
         """Loads on beside the requests that compute. Returns these, each with what its worker is to be told when what
         it computes and what was loaded meet."""
         advanced: list[tuple[Request, Arrived | None]] = []
-        for request in list(self._beside.values()):
+        for request in list(self.beside.values()):
             tail = request.tail
             if tail is None or tail.joined:
-                del self._beside[request.id]
+                del self.beside[request.id]
             elif request.state in (RequestState.RUNNING, RequestState.STARVED):
                 meet = tail.advance(request.run.blocks, request.filled_blocks)
                 advanced.append((request, self._join(request, tail) if meet else None))

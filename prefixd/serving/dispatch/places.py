@@ -10,15 +10,14 @@ so many, and runs beside those for whom the others are kept; the worker has room
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenants import Tenant
 from prefixd.cache.placement.tenant_use import TenantUse
-from prefixd.cache.troubles import Troubles
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd_swap.tiers import GpuTier
 
 
@@ -39,14 +38,14 @@ class Places:
         self._wide = False
         self._waiting: set[Hashable] = set()
         for request in running:
-            self.take(request)
+            self.add(request)
 
     @property
     def free(self) -> int:
-        """How many nobody has; below 0 where the limit has fallen."""
+        """How many are free; below 0 where the limit has fallen."""
         return self._limit - self._taken.total()
 
-    def take(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """A request runs."""
         self._taken[request.queued.tenant] += self._needed(request)
         self._wide |= request.places > self._most
@@ -55,9 +54,9 @@ class Places:
         """Whether as many are free as a request takes."""
         return self._needed(request) <= self.free
 
-    def keeps_waiting(self, request: Request) -> bool:
-        """Whether a request does not keep others waiting: the places that are left are kept for other tenants, or it is
-        a second wide search. Later ones of its tenant wait with it."""
+    def must_wait(self, request: Request) -> bool:
+        """True if the places that are left are kept for other tenants, or it is a second wide search. Later requests of
+        its tenant wait with it."""
         tenant = request.queued.tenant
         if tenant not in self._waiting and self._waits(request):
             self._waiting.add(tenant)
@@ -75,7 +74,7 @@ class Places:
         return min(request.places, self._most)
 
     def _kept(self, tenants: int) -> int:
-        """How many are kept for so many tenants that have none."""
+        """How many are kept for `tenants` tenants that have none."""
         return max(0, min(self._limit // 2, tenants))
 
 
@@ -153,95 +152,3 @@ class GpuQuotas:
     def _at_least(self, tenant: Tenant) -> int:
         """What a tenant's runs keep others from: what they may come to, and what it is guaranteed."""
         return max(self._held[tenant], self._use.guaranteed(tenant, self._tier))
-
-
-PART = "worker memory"
-RETRY_S = 0.5
-CALM_S = 3.0
-
-
-class ConcurrencyLimit:
-    """The limit on running requests. It falls to what the worker can map, and rises again a request at a time.
-
-    Args:
-        most: what is configured.
-        troubles: told when the limit falls, and when one more has not failed for a while.
-        look: called when there may be a place.
-    """
-
-    def __init__(self, most: int, troubles: Troubles, look: Callable[[], None]) -> None:
-        self.limit = most
-        self._most = most
-        self._troubles = troubles
-        self._look = look
-        self._timer: asyncio.TimerHandle | None = None
-
-    def shrink(self, running: int, why: str) -> None:
-        """The worker could not map a request's memory beside `running` others; `why` ends with the remedy."""
-        self.limit = max(1, running)
-        self._troubles.begin(PART, f"{self.limit} of {self._most} requests run at once: {why}")
-        self._later(RETRY_S, self._grow)
-
-    def close(self) -> None:
-        """Forgets what was to happen later."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _grow(self) -> None:
-        self.limit += 1
-        if self.limit < self._most:
-            self._later(RETRY_S, self._grow)
-        else:
-            self._later(CALM_S, lambda: self._troubles.end(PART))
-        self._look()
-
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.close()
-        self._timer = asyncio.get_running_loop().call_later(delay_s, act)
-
-
-def computing_next_block(request: Request, computing: Iterable[Request]) -> Request | None:
-    """The request among those that compute blocks of their prompts that computes the next block of this one's prefix,
-    or one after that; None if nobody does.
-
-    Asked right before a request is staged, of one that waits. Running requests are few, however long the queue is.
-    """
-    for other in computing:
-        block = request.next_uncut(max(len(request.rows), len(other.rows))) - 1
-        if block < min(request.usable_blocks, other.run.computes) and _same_prefix(request, other, block):
-            return other
-    return None
-
-
-def keeps_state(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request will keep a state from which this one can resume.
-
-    Without a state it has to compute those tokens itself, whoever computes them as well.
-    """
-    for other in running:
-        states = other.run.states
-        for blocks in () if states is None else states.keep:
-            if len(request.rows) < blocks <= request.usable_blocks and _same_prefix(request, other, blocks - 1):
-                return True
-    return False
-
-
-def embeds_image(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
-    kv = request.image_kv
-    if kv is None:
-        return False
-    holds = [other.image_holds for other in running]
-    return any(
-        other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
-        for other in holds
-        if other is not None
-    )
-
-
-def _same_prefix(request: Request, other: Request, block: int) -> bool:
-    return (
-        request.namespace is other.namespace
-        and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
-        and request.chain.key(block) == other.chain.key(block)
-    )

@@ -10,12 +10,12 @@ nothing from another tenant, and the tenant whose requests have most gives way. 
 one that lacks the frame.
 
 **Where its KV goes.** Down the tiers ("swap"), or nowhere ("recompute"). Only blocks count that the request computed
-and nobody else holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction
+and no other holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction
 (`Room.send_down`). Recompute drops copies, leaves first; a block that has a copy further down is still loaded later.
 Its last block, which is not full, is computed again in either case: a tier takes full blocks only.
 
-**When it runs again.** When a run has ended since, or nobody runs, or there are frames for all that it and those that
-run may still generate. Until then it waits, and with it all that come after it in the queue.
+**When it runs again.** When a run has ended since, or no request runs, or there are frames for all that it and those
+that run may still generate. Until then it waits, and with it all that come after it in the queue.
 
 **Why all requests end.** The first in rank never gives way while others run. A resumed request is handed over anew, so
 it is behind all of its priority; only one of a higher priority goes in front of those that run. So a request gives way
@@ -23,7 +23,7 @@ once more only after a run has ended or one of a higher priority was handed over
 need its frames. Two requests therefore cannot preempt each other in turn, and the highest priority, then the next one,
 and so on, ends: with n others of its priority and none above, a request gives way n + 1 times at most. (One that runs
 alone starts over when it has blocks twice; then it has them once.) With several tenants this holds for the first of
-each: nobody who is handed over later, of whichever tenant, is before it, but for one of its own tenant's with a higher
+each: no request that is handed over later, of any tenant, is before it, but for one of its own tenant's with a higher
 priority. When it has ended, its tenant's next one is the first.
 """
 
@@ -31,26 +31,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable
+from collections.abc import Coroutine, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.pacer import give_way
-from prefixd.cache import TieredCache, Trie
+from prefixd.cache import Trie
 from prefixd.cache.index.trie import NO_SLOT, Rows
-from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.loading.load_choice import LoadMeter
-from prefixd.serving.request.request import Request, RequestState
-from prefixd_scheduler import CostModel, Distance
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
+from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
 
 log = logging.getLogger(__name__)
-
-PreemptionMode = Literal["auto", "swap", "recompute"]
 
 _MOVED_AT_ONCE = 256  # blocks: some milliseconds on the event loop; their frames are free before the next ones move
 _LEAVING = (RequestState.PREEMPTING, RequestState.CANCELLING)
@@ -87,31 +85,17 @@ class Preemption:
     """Takes the frames of running requests, by rank; see the top of this file.
 
     Args:
-        cache: where the blocks are.
-        share: knows the running requests of all models, and the frames that they have.
-        cost: says whether a swap pays, and learns what it costs.
-        clock: seconds.
-        look: called when frames may have become free.
-        mode: "swap" or "recompute" for every request, or "auto": by cost.
+        context: the dispatcher's.
     """
 
-    def __init__(
-        self,
-        cache: TieredCache,
-        share: TierShare,
-        cost: CostModel,
-        clock: Callable[[], float],
-        look: Callable[[], None],
-        *,
-        mode: PreemptionMode,
-    ) -> None:
+    def __init__(self, context: DispatchContext) -> None:
         self.counters = PreemptionCounters()
-        self._cache = cache
-        self._share = share
-        self._cost = cost
-        self._meter = LoadMeter(clock)
-        self._look = look
-        self._mode = mode
+        self._cache = context.cache
+        self._share = context.share
+        self._cost = context.cost
+        self._meter = LoadMeter(context.clock)
+        self._wake = context.wake
+        self._mode = context.options.preemption
         self._tasks: set[asyncio.Task[None]] = set()
         self._parked: set[int] = set()  # ids of requests that were preempted since a run ended last
 
@@ -140,18 +124,18 @@ class Preemption:
         return [*firsts, *(request for _, _, request in sorted(others, key=lambda other: other[:2]))]
 
     def choose(self, running: Iterable[Request]) -> Request | None:
-        """Who gives way now. None when frames are about to be free, or when that would help nobody."""
+        """Who gives way now. None when frames are about to be free, or when that would not help."""
         ranked = self.in_rank(running)
         if not ranked or self._share.moving or any(request.state in _LEAVING for request in ranked):
             return None
         last = ranked[-1]
         # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
-        twice = not last.footprint.own.isdisjoint(last.run.homes(0, len(last.rows)))
+        twice = not last.footprint.own.isdisjoint(last.run.frame_ids(0, len(last.rows)))
         return last if len(ranked) > 1 or twice else None
 
     # -- where its KV goes ------------------------------------------------------------------------------------------
 
-    def let_go(self, request: Request) -> Rows:
+    def release(self, request: Request) -> Rows:
         """The worker has let go of a request that is PREEMPTING and will be put back now.
 
         Returns the blocks in its frames that it has computed, in this run or an earlier one.
@@ -159,9 +143,9 @@ class Preemption:
         self.counters.preempted += 1
         request.lost_tokens = request.run.computed_tokens
         first, rows = request.others_blocks or 0, request.rows
-        homes, width = request.run.homes(first, len(rows)), request.run.slots
+        frame_ids, width = request.run.frame_ids(first, len(rows)), request.run.slots
         rows = rows[first:]
-        frames = np.array(homes, np.int64).reshape(len(rows), width)
+        frames = np.array(frame_ids, np.int64).reshape(len(rows), width)
         # A block that another request recorded first is in that one's frame.
         slots = request.trie.slots[rows, self._cache.tiers.compute.level, :width]
         computed: Rows = rows[((slots == frames) & (frames != NO_SLOT)).any(axis=1)]
@@ -170,7 +154,7 @@ class Preemption:
     def make_way(self, request: Request, computed: Rows) -> None:
         """Frees the frames of a request that was put back, for others that run: as fast as its blocks can go.
 
-        `computed` is what `let_go` returned.
+        `computed` is what `release` returned.
         """
         self._parked.add(request.id)
         trie, level = request.trie, self._cache.tiers.compute.level
@@ -206,7 +190,7 @@ class Preemption:
 
     def _moved(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._look()
+        self._wake()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a preempted request's blocks were not all moved", exc_info=error)
 
@@ -228,13 +212,13 @@ class Preemption:
                 if copied:
                     self._cost.observe_store(distance, nbytes * copied // len(rows), elapsed_s)
             self.counters.swapped_blocks += copied
-            self._look()
+            self._wake()
 
     async def _drop(self, blocks: _Blocks) -> None:
-        placement, compute = self._cache.mover.placement, self._cache.tiers.compute
+        placement, compute = self._cache.placement, self._cache.tiers.compute
         for start in range(0, len(blocks.rows), _MOVED_AT_ONCE):
             placement.drop(blocks.trie, blocks.next(start), compute, expendable=True)
-            self._look()
+            self._wake()
             await give_way()
 
     # -- when it runs again -----------------------------------------------------------------------------------------
@@ -243,15 +227,15 @@ class Preemption:
         """A run has ended for good, or all of them with their worker: who was preempted may run again."""
         self._parked.clear()
 
-    def waits(self, request: Request, running: Collection[Request]) -> bool:
-        """Whether a request that is next may not run yet, because it was preempted."""
-        if request.id not in self._parked or not running:
+    def must_wait(self, request: Request) -> bool:
+        """True if a request that is next may not run yet, because it was preempted."""
+        if request.id not in self._parked or not (running := self._share.running()):
             return False
         growth = sum(other.growth_frames for other in running)
         return self._share.taken_frames + growth + request.most_frames > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:
-        """A request is handed over, with so many cached blocks."""
+        """A request is handed over, with `cached_blocks` blocks."""
         if request.others_blocks is None or cached_blocks < request.others_blocks:
             request.others_blocks = cached_blocks
         self.counters.recomputed_tokens += max(0, request.lost_tokens - cached_blocks * request.trie.block_tokens)

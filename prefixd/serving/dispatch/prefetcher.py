@@ -12,18 +12,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from prefixd.base.pacer import Pacer
-from prefixd.cache import TieredCache
+from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.cpu_stage import CpuStage
-from prefixd.serving.dispatch.loader import Loader, LoadMode
+from prefixd.serving.dispatch.loader import Loader
 from prefixd.serving.dispatch.tracker import PrefixTracker
-from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds
-from prefixd.serving.loading.load_choice import LoadMeter
+from prefixd.serving.request.events import Event
 from prefixd.serving.request.footprint import Footprint
-from prefixd.serving.request.request import Event, Request, RequestState, hit_tiers
+from prefixd.serving.request.request import Request, hit_tiers
 from prefixd.serving.request.run import Run
-from prefixd_scheduler import CostModel, Distance, LookAhead
+from prefixd.serving.request.states import RequestState
+from prefixd_scheduler import Distance
 from prefixd_swap.transfers import Urgency
 
 _RETRY_S = 0.02
@@ -37,56 +36,31 @@ class Prefetcher:
     """Stages waiting requests: holds their prefixes in the GPU tier and brings up what is missing there.
 
     Args:
-        cache: the cache.
+        context: the dispatcher's.
         tracker: watches the requests that are not staged.
-        budget: counts the frames of copies under way.
-        cost: learns what loading costs, and says whether it pays.
-        clock: seconds.
-        pacer: the dispatcher's.
-        look: called when a request may have become ready.
-        look_ahead: says when a request's turn comes.
-        sharers: how many dispatchers share the tiers.
-        image_budget: as `budget`, of images that are in no block of a prompt.
-        caching: False finds no images.
-        load: what is loaded of a cached prefix.
         backlog_s: how long the worker computes what was handed over before.
+
+    Attributes:
+        loader: decides what is loaded.
+        cpu_stage: the second stage.
     """
 
-    def __init__(
-        self,
-        cache: TieredCache,
-        tracker: PrefixTracker,
-        budget: FrameBudget,
-        cost: CostModel,
-        clock: Callable[[], float],
-        pacer: Pacer,
-        look: Callable[[], None],
-        *,
-        look_ahead: LookAhead,
-        sharers: Callable[[], int],
-        image_budget: FrameBudget,
-        caching: bool,
-        load: LoadMode,
-        backlog_s: Callable[[], float],
-    ) -> None:
-        self._cache = cache
-        self._mover = cache.mover
+    def __init__(self, context: DispatchContext, tracker: PrefixTracker, backlog_s: Callable[[], float]) -> None:
+        self._context = context
+        self._cache = context.cache
+        self._mover = context.cache.mover
         self._tracker = tracker
-        self._budget = budget
-        self._clock = clock
-        self._look_ahead = look_ahead
-        self._pacer = pacer
-        self._look = look
-        self._image_budget = image_budget
-        self._caching = caching
+        self._clock = context.clock
+        self._look_ahead = context.look_ahead
+        self._caching = context.options.caching
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
-        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load, backlog_s)
-        self._cpu_stage = CpuStage(cache, cost, LoadMeter(clock), self.loader.claims, sharers, look)
+        self.loader = Loader(context, self._staged, self.unstage, backlog_s)
+        self.cpu_stage = CpuStage(context, self.loader.claims)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
-        await self._cpu_stage.stop()
+        await self.cpu_stage.stop()
         await self.loader.stop()
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -100,7 +74,7 @@ class Prefetcher:
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
         turn_s = self._look_ahead.until_turn_s(places)
-        trie, rows = request.trie, self.loader.choose(request, demanded=demanded, turn_s=turn_s)
+        trie, rows = request.trie, self.loader.planner.choose(request, demanded=demanded, turn_s=turn_s)
         tiers = trie.distances(rows)
         if not request.resumed:
             request.hit_tiers = hit_tiers(trie, rows, request.tiers_at_arrival(tiers))
@@ -109,17 +83,17 @@ class Prefetcher:
         if request.image_kv is not None:
             images = ImageHolds(
                 self._cache,
-                self._image_budget,
+                self._context.image_budget,
                 owner,
                 request.image_kv,
                 finding=self._caching and not request.uncached,
                 keeping=self._caching and request.keeps,
             )
         behind = None if request.beside is None else request.beside.rows
-        request.stage(Footprint(self._cache, self._budget, owner, trie, rows, images, behind))
+        request.stage(Footprint(self._cache, self._context.budget, owner, trie, rows, images, behind))
         self._staged[request.id] = request
         if not request.read_only:
-            if request not in self._cpu_stage:  # else it was touched when it came near
+            if request not in self.cpu_stage:  # else it was touched when it came near
                 self._mover.placement.touch(trie, rows, request.count_use(len(rows)))
             if images is not None:
                 images.touch()
@@ -146,7 +120,7 @@ class Prefetcher:
         under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
         staged = ((number, self._staged.get(number)) for number in self._reading)
         self._reading = {number for number, request in staged if request is not None and request.state in under_way}
-        others = (self._reading | self._cpu_stage.reading) - {request.id}  # what is read for it already goes on
+        others = (self._reading | self.cpu_stage.reading) - {request.id}  # what is read for it already goes on
         return len(others) < _READS
 
     def hurry(self, request: Request) -> None:
@@ -163,7 +137,7 @@ class Prefetcher:
 
     def withdraw(self, request: Request, event: Event) -> None:
         """Ends a request that waits. A copy under way keeps its footprint until it has ended."""
-        self._cpu_stage.end(request)
+        self.cpu_stage.end(request)
         if request.state is RequestState.STAGING:
             request.withdraw(event)
             return
@@ -174,13 +148,15 @@ class Prefetcher:
     def hand_over(self, request: Request, run: Run, own: list[int]) -> None:
         """The worker gets a request that is READY."""
         request.hand_over(run, own)
-        self._cpu_stage.end(request)
+        self.cpu_stage.end(request)
         del self._staged[request.id]
 
     def grew(self, request: Request) -> bool:
         """Whether somebody computed more of the prefix, or an image of the prompt, since it was staged."""
+        if request.cut:
+            return False
         images = request.image_holds
-        return not request.cut and (self._tracker.has_grown(request) or (images is not None and images.grew))
+        return self._tracker.has_grown_since(request) or (images is not None and images.grew)
 
     # -- many ---------------------------------------------------------------------------------------------------
 
@@ -189,42 +165,14 @@ class Prefetcher:
         inside = {request.id for request in window}
         await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
 
-    def is_near(self, request: Request) -> bool:
-        """Whether the second stage has the request."""
-        return request in self._cpu_stage
-
-    def begin_near(self, places: int) -> None:
-        """A look at the requests beyond the GPU tier's room begins, in the order of their turns. The tier has room for
-        the first of them when so many others have had their turns."""
-        self._cpu_stage.begin_round(self._look_ahead.until_turn_s(places))
-
-    def keep_near(self, request: Request) -> bool:
-        """A request that waits, of which the second stage has all; False where it has to be brought near."""
-        return self._cpu_stage.keep(request)
-
-    def bring_near(self, request: Request, places: int) -> bool:
-        """The second stage of a request that waits, `found` being exact; False when the CPU tier has no room for it.
-
-        Its turn comes after `places` others.
-        """
-        return self._cpu_stage.add(request, due_s=self.due_s(places), may_read=self.may_bring_ahead(request))
-
-    def end_near(self) -> None:
-        """Lets go of requests that are not in the window any more."""
-        self._cpu_stage.end_round()
-
-    def due_s(self, places: int) -> float:
-        """When the turn of a request comes, before which so many others are handed over."""
-        return self._clock() + self._look_ahead.until_turn_s(places)
-
     async def unstage_all_but(self, head: Request) -> None:
-        """`head` lacks frames: READY requests that wait behind it may not keep theirs. Looks again soon."""
+        """`head` lacks frames: READY requests that wait behind it may not keep theirs. Wakes the dispatcher soon."""
         await self.unstage_ready(request for request in self._staged.values() if request is not head)
-        asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+        asyncio.get_running_loop().call_later(_RETRY_S, self._context.wake)
 
     async def unstage_ready(self, requests: Iterable[Request]) -> None:
         """Unstages those of the requests that are READY."""
         for request in list(requests):
             if request.state is RequestState.READY:
                 self.unstage(request)
-                await self._pacer.worked(len(request.found))
+                await self._context.pacer.worked(len(request.found))

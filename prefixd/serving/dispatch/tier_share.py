@@ -6,7 +6,7 @@ some may have become free. Two rules keep every request going:
 - **Running requests have one rank, whatever their model.** Where one lacks a frame, the last in rank gives way
   (`preemption.py`), so two models that have each a part of what they need do not wait for each other.
 - **A model whose next request lacks frames joins a line.** Others hand no new request over until it is their turn, so
-  what ends gives its frames to whoever has lacked them for longest, not to a busy model's next request.
+  what ends gives its frames to the model that has lacked them for longest, not to a busy model's next request.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.request.request import Request
 
 
@@ -21,10 +22,6 @@ class Sharer(Protocol):
     """A model's dispatcher, as the others see it."""
 
     running: dict[int, Request]
-
-    @property
-    def taken_frames(self) -> int:
-        """Frames that its requests have and keep."""
 
     @property
     def moving(self) -> bool:
@@ -39,7 +36,7 @@ class Sharer(Protocol):
     async def unstage_all(self) -> None:
         """Lets go of what waiting requests hold."""
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Frames may have become free, or its turn has come."""
 
 
@@ -50,10 +47,12 @@ class TierShare:
         self._members: list[Sharer] = []
         self._line: list[Sharer] = []
         self._turns = 0
+        self._budgets: list[FrameBudget] = []
 
-    def join(self, member: Sharer) -> None:
-        """Adds a model's dispatcher."""
+    def join(self, member: Sharer, budgets: Iterable[FrameBudget] = ()) -> None:
+        """Adds a model's dispatcher, and what counts the frames that its requests have and keep."""
         self._members.append(member)
+        self._budgets += budgets
 
     @property
     def members(self) -> int:
@@ -73,7 +72,7 @@ class TierShare:
     @property
     def taken_frames(self) -> int:
         """Frames that requests of all models have and keep."""
-        return sum(member.taken_frames for member in self._members)
+        return sum(budget.taken for budget in self._budgets)
 
     @property
     def moving(self) -> bool:
@@ -122,7 +121,7 @@ class TierShare:
         if member in self._line:
             self._line.remove(member)
             for other in self._others(member):
-                other.look()
+                other.wake()
 
     def _others(self, but: Sharer) -> Iterable[Sharer]:
         return [member for member in self._members if member is not but]

@@ -98,7 +98,8 @@ class PrefixTracker:
     # -- one request --------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Begins to watch a request that waits; looks it up if that was never done, else reads what was found."""
+        """Begins to watch a request that waits, or is about to be queued; looks it up if that was never done, else
+        reads what was found."""
         if not self._caching:
             return
         slot = self._free.pop() if self._free else self._new_slot()
@@ -133,6 +134,10 @@ class PrefixTracker:
         self._read(request)
         return request.found is not before
 
+    def has_grown_since(self, request: Request) -> bool:
+        """As `has_grown`; False at once if nothing has moved since the request was looked at."""
+        return request.seen_epoch != self._cache.mover.epoch and self.has_grown(request)
+
     def has_grown(self, request: Request) -> bool:
         """Whether the block behind the request's cached prefix is cached now."""
         key = request.next_key if self._caching else None
@@ -147,7 +152,7 @@ class PrefixTracker:
             if not trie.has_rules and request.images is None and not trie.refused:
                 return bool(trie.nearest[row] != NONE)
         else:  # the tail may be of the other namespace, and the block behind it be there in either
-            rows = [trie.find(home, key) for home in (namespace.ordinal, namespace.common.ordinal)]
+            rows = [trie.find(each, key) for each in (namespace.ordinal, namespace.common.ordinal)]
             if not any(row is not None and (trie.has_rules or trie.nearest[row] != NONE) for row in rows):
                 return False
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
@@ -203,6 +208,8 @@ class PrefixTracker:
         composed = self._common >= 0
         for namespaces in (self._namespace, self._common):
             asked = slots[namespaces[slots] >= 0]
+            if not len(asked):
+                continue
             rows = trie.find_all(namespaces[asked], self._key[asked])
             asked, rows = asked[rows >= 0], rows[rows >= 0]
             there = trie.has_rules | (trie.nearest[rows] != NONE)  # see `has_grown`
@@ -325,14 +332,18 @@ class PrefixTracker:
         prefix = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
         cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
         # A request whose model has windows or states, or which has images, may go on where another cannot. From one
-        # that leaves nothing in the cache nobody else finds anything.
+        # that leaves nothing in the cache no other finds anything.
         alone = trie.has_rules or request.images is not None or request.read_only
         key = None if alone else request.next_key
         lacks = None if key is None else (request.namespace.root, key)
         ready_s = math.inf if self._ready_s is None else self._ready_s(request)
         now = (weight, cached_tokens, prefix, lacks, ready_s)
-        if now != (queued.weight, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
+        if now == (queued.weight, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
+            return
+        if request.id in self._queue:
             self._queue.update(request.id, weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
+        else:  # it is looked up before it is queued, so that it enters the order once
+            queued.set_cached(weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
 
     def _count_header(self, request: Request) -> None:
         """A prompt has come, or one of which nothing was cached is back in the queue."""
@@ -369,7 +380,7 @@ def _key_of(found: Rows) -> Callable[[int], int]:
 
 
 def _weight(request: Request, gained: float, header: int) -> float:
-    """The weight of all that the request needs behind so many blocks, generated tokens too, given the gains of its
+    """The weight of all that the request needs behind `header` blocks, generated tokens too, given the gains of its
     cached blocks there."""
     block_tokens = request.trie.block_tokens
     return weight_class(1.0 + float(gained) * block_tokens / (request.chain.tokens - header * block_tokens))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prefixd.base.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers
+from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.dispatch.state_keeping import EVERY_BLOCK, StatePolicy
+from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import ToWorker
@@ -25,6 +27,14 @@ def make_cache(
         engine,
         create_eviction_policy(settings.cache.eviction, settings.cache.seed),
         clock,
+        cache_options(settings),
+        tenants=tenants,
+    )
+
+
+def cache_options(settings: Settings) -> CacheOptions:
+    """What the settings say of the cache."""
+    return CacheOptions(
         default_ttl_s=settings.server.lease_ttl_s,
         max_ttl_s=settings.server.max_lease_ttl_s,
         max_sessions=settings.server.max_sessions,
@@ -37,7 +47,6 @@ def make_cache(
         prefetch_bytes=settings.transfers.prefetch_bytes,
         reserved_bytes=settings.transfers.reserved_bytes,
         admit_uses=settings.disk.admit_uses,
-        tenants=tenants,
         share_after=settings.cache.share_after,
         remote=RemoteOptions(
             share=settings.remote.share,
@@ -57,26 +66,7 @@ def make_dispatcher(
     share: TierShare | None = None,
 ) -> Dispatcher:
     """The dispatcher of one model, with a queue and a cost model of its own."""
-    scheduler, worker = settings.scheduler, settings.worker
-    return Dispatcher(
-        cache,
-        RequestQueue(
-            create_policy(scheduler.policy, scheduler.starvation_bound_s),
-            scheduler.queue_limit,
-            lambda: cache.tenants.calling,
-        ),
-        CostModel(),
-        send,
-        clock,
-        max_running=worker.max_running,
-        look_ahead=None if scheduler.look_ahead == "auto" else scheduler.look_ahead,
-        load=scheduler.load,
-        preemption=scheduler.preemption,
-        caching=settings.cache.enabled,
-        states=(
-            StatePolicy(worker.states_per_prompt, worker.state_every_tokens)
-            if worker.groups == "by_rule"
-            else EVERY_BLOCK
-        ),
-        share=share,
-    )
+    scheduler = settings.scheduler
+    policy = create_policy(scheduler.policy, scheduler.starvation_bound_s)
+    queue = RequestQueue(policy, scheduler.queue_limit, partial(getattr, cache.tenants, "calling"))
+    return Dispatcher(cache, queue, CostModel(), send, clock, DispatchOptions.of(settings), share)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-import math
-import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -25,59 +21,27 @@ from prefixd.base.errors import (
 )
 from prefixd.base.fairness import SharedBytes
 from prefixd.base.tenants import Tenant
-from prefixd.cache import Namespace, TieredCache
+from prefixd.cache import TieredCache
 from prefixd.cache.placement.retention import Retention, Wish
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens
+from prefixd.serving.generation.answer import answer, finished_event, found_by_search
+from prefixd.serving.generation.events import Accepted, GenerationEvent
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
-from prefixd.serving.generation.params import GenerateParams, check_sampling, image_bytes
+from prefixd.serving.generation.params import GenerateParams, check_params, image_bytes
+from prefixd.serving.generation.prompt_ids import prompt_ids
+from prefixd.serving.generation.request_maker import RequestMaker
+from prefixd.serving.generation.request_rates import RequestRates
 from prefixd.serving.generation.sequence import SequenceOutput
 from prefixd.serving.generation.stop_strings import StopStrings
-from prefixd.serving.images.image_kv import ImageKv
-from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.models.served_model import ServedModel
-from prefixd.serving.request.request import Ended, FinishReason, NewTokens, Request
-from prefixd.serving.text.tokenization import TokenIds, TooManyTokensError, need_codec
-from prefixd.worker_protocol.protocol import blocks_needed
-from prefixd_scheduler import QueuedRequest, QueueFullError, SharedLimit
-
-
-class RequestRates:
-    """A bucket of tokens a tenant: a request takes one, and `Quota.requests_per_s` come back each second, up to as many
-    as in one second, or one.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # by tenant: tokens, and when there were so many
-
-    def take(self, tenant: Tenant) -> None:
-        """A request has come. Raises ExhaustedError when the tenant has sent too many."""
-        rate = tenant.quota.requests_per_s
-        if rate is None:
-            self._buckets.pop(tenant.name, None)
-            return
-        now_s, most = self._clock(), max(1.0, rate)
-        left, since_s = self._buckets.get(tenant.name, (most, now_s))
-        left = min(most, left + rate * (now_s - since_s))
-        if left < 1:
-            self._buckets[tenant.name] = left, now_s
-            wait_s = (1 - left) / rate
-            have = f"more than {rate:g} requests a second were sent"
-            raise tenant.refusal("requests_per_s", have, f"send it again in {wait_s:.3f} s")
-        self._buckets[tenant.name] = left - 1, now_s
-
-
-log = logging.getLogger(__name__)
+from prefixd.serving.request.request import Request
+from prefixd.serving.text.tokenization import TokenIds
+from prefixd_scheduler import QueueFullError, SharedLimit
 
 LONGEST_REQUEST_ID = 256
 MOST_MESSAGE_BYTES = 1 << 30
 """Of the messages of all calls that wait or run, without their images. What a call has besides is in proportion to it:
 the prompt's ids twice, and in each of its sequences 16 bytes a block for keys, and 14 for what was found of it."""
-_LARGER_TIER = "make the tier larger (prefixd tier resize gpu, and gpu.bytes for the next start)"
 
 
 _Live: TypeAlias = tuple[Dispatcher, list[Request]]
@@ -118,15 +82,13 @@ class Generation:
         self._draining = draining
         self._clock = clock
 
-        def tenants() -> int:
-            return cache.tenants.calling
-
+        tenants = partial(getattr, cache.tenants, "calling")  # no frame of its own: it is asked with every token
         self._images = SharedBytes(most_image_bytes, "images", "worker.images_bytes", tenants)
         self._messages = SharedBytes(MOST_MESSAGE_BYTES, "prompt and parameters", "the daemon", tenants)
         self._unread = SharedLimit(MOST_UNREAD_OF_ALL, tenants)
         self._rates = RequestRates(clock)
         self._live: dict[str, dict[str, _Live]] = {}  # by the request's id and the tenant's name
-        self._ids = itertools.count(1)
+        self._maker = RequestMaker(cache)
 
     async def run(self, params: GenerateParams) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a prompt: `Accepted`, then `Tokens` as they are sampled, then `Finished`. Closing it ends the request.
@@ -149,9 +111,9 @@ class Generation:
         """
         arrival_s = self._clock() - params.waited_s
         tenant = params.tenant or self._cache.tenants.default
-        self._rates.take(tenant)
+        self._rates.count(tenant)
         chosen = self._choose(params.model)
-        self._take_work()
+        self._check_not_draining()
         of_images = image_bytes(params)
         with (
             self._images.held(tenant, of_images),
@@ -160,9 +122,9 @@ class Generation:
         ):
             model = await chosen.model()
             self._check_name(tenant, params.request_id)
-            check_sampling(params, model)
+            check_params(params, model)
             self._check_waiting(tenant, params.sequences)
-            ids = await self._prompt(params.prompt, model, tenant)
+            ids = await prompt_ids(params.prompt, model, tenant)
             params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
             async with aclosing(self._generate(chosen, params, tenant, arrival_s, ids, model, granted)) as events:
                 async for event in events:
@@ -183,33 +145,34 @@ class Generation:
         if images is not None:
             granted.callback(images.leave)
             params = replace(params, images=())  # they are decoded
-        await self._make_namespace_room(model, tenant, params.salt)
-        self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
+        await self._maker.make_namespace_room(model, tenant, params.salt)
+        self._check_not_draining()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await chosen.model()
         self._check_name(tenant, params.request_id)
-        values = 1 if params.logprobs is None else 2 + params.logprobs
+        sampling = params.sampling
+        values = 1 if sampling.logprobs is None else 2 + sampling.logprobs
         requests: list[Request] = []
         keeps = params.sequences > params.answers
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests), tenant, self._unread, keeps=keeps)
-        requests += self._requests(params, tenant, arrival_s, ids, images, model, inbox)
-        stops = StopStrings(params.stop) if params.stop else None
-        searched = params.beam_width is not None
+        requests += self._maker.make(params, tenant, arrival_s, ids, images, model, inbox)
+        stops = StopStrings(sampling.stop_strings) if sampling.stop else None
+        searched = sampling.beam_search is not None
         sequences = [
             SequenceOutput(
                 index,
                 request,
                 model.codec.stream() if model.codec is not None else None,
                 stops,
-                tell_logprobs=params.logprobs is not None,
+                tell_logprobs=sampling.logprobs is not None,
             )
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]
         name, refused = requests[0].name, ""
-        await dispatcher.look_in_store(requests[0])  # all of them have one prompt
+        await dispatcher.ask_store(requests[0])  # all of them have one prompt
         if params.retention:
-            wish = granted.enter_context(await self._wish(requests, params.retention))
+            wish = granted.enter_context(await self._grant_retention(requests, params.retention))
             refused = wish.refused
-        self._take_work()
+        self._check_not_draining()
         self._check_name(tenant, name)
         self._check_waiting(tenant, len(requests))
         _submit(dispatcher, requests, tenant)
@@ -217,11 +180,11 @@ class Generation:
         going = dict(enumerate(sequences))
         try:
             yield Accepted(name, requests[0].prompt_tokens, refused)
-            answer = _found(going, inbox) if searched else _answer(dispatcher, going, inbox, params.answers)
-            async with aclosing(answer) as events:
+            told = found_by_search(going, inbox) if searched else answer(dispatcher, going, inbox, params.answers)
+            async with aclosing(told) as events:
                 async for event in events:
                     yield event
-            yield self._finished(sequences)
+            yield finished_event(sequences, self._clock())
         finally:
             of_name = self._live[name]
             del of_name[tenant.name]
@@ -231,8 +194,8 @@ class Generation:
             inbox.close()
             requests.clear()  # the inbox refers to them and they to it: what they use would stay until it is collected
 
-    async def _wish(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:
-        """Grants what the caller wishes for the blocks of the requests' prompt, which is one."""
+    async def _grant_retention(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:
+        """Grants the retention that the caller requests for the blocks of the requests' prompt, which is one."""
         first = requests[0]
         groups = 0  # of a read-only request nothing is stored
         if not first.read_only:
@@ -240,7 +203,7 @@ class Generation:
         blocks = first.prompt_tokens // first.trie.block_tokens
         wish = await self._cache.wish(first.namespace, first.chain, blocks, groups, retention)
         for request in requests:
-            request.wish = None if wish.refused else wish
+            request.retention = None if wish.refused else wish
         return wish
 
     def cancel(self, request_id: str, tenant: Tenant | None = None) -> bool:
@@ -267,162 +230,6 @@ class Generation:
             waiting, _ = self.requests_of(tenant)
             tenant.check("waiting_requests", waiting, "requests wait", "send it again when some have run", more=more)
 
-    def _requests(
-        self,
-        params: GenerateParams,
-        tenant: Tenant,
-        arrival_s: float,
-        ids: TokenIds,
-        images: PromptLayout | None,
-        model: ServedModel,
-        inbox: Inbox,
-    ) -> list[Request]:
-        """One for each sequence; they put their events into the inbox, with their numbers."""
-        prompt_tokens = len(ids) if images is None else images.tokens
-        # Chosen here, so that a run that is taken up again samples the same tokens.
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        room = model.hello.max_model_tokens - prompt_tokens
-        if params.forced_tokens is not None and len(params.forced_tokens) > 4 * room:
-            raise InvalidArgumentError(
-                f"the prompt has {prompt_tokens} tokens and forced_tokens {len(params.forced_tokens) // 4}, but the "
-                f"model takes {model.hello.max_model_tokens} together; shorten one of them"
-            )
-        samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
-        block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
-        longest = prompt_tokens + samplings[0].max_tokens
-        of_images = 0
-        if images is not None:
-            of_images = model.image_frames * len({image.digest for image in images.images})
-        with_images = f", {of_images * frame_bytes} of them for its images" if of_images else ""
-        if searched := samplings[0].beams:
-            blocks = blocks_needed(prompt_tokens, samplings[0].max_tokens, searched, block_tokens)
-            if (frames := model.kv.beam_frames(blocks) + of_images) > model.frames:
-                raise ExhaustedError(
-                    f"a search with {searched} beams needs {frames * frame_bytes} bytes{with_images}, but the GPU tier "
-                    f"holds {model.frames * frame_bytes}; narrow the search, lower max_tokens or {_LARGER_TIER}"
-                )
-        elif (frames := model.kv.most_frames(-(-longest // block_tokens)) + of_images) > model.frames:
-            raise ExhaustedError(
-                f"prompt and output, up to {longest} tokens, need up to {frames * frame_bytes} bytes{with_images}, but "
-                f"the GPU tier holds {model.frames * frame_bytes}; shorten the prompt, "
-                f"{'send fewer images, ' if of_images else ''}lower max_tokens or {_LARGER_TIER}"
-            )
-        namespace, image_kv, cached = self._homes(model, tenant, params.salt, images, prompt_tokens)
-        deadline_s = math.inf if params.deadline_s is None else params.deadline_s
-        tokens = ids.tobytes() if images is None else images.identity
-        requests: list[Request] = []
-        for index, sampling in enumerate(samplings):
-            number = next(self._ids)
-            name = params.request_id or f"r{number}-{secrets.token_hex(3)}"
-            requests.append(
-                Request(
-                    id=number,
-                    name=f"{requests[0].name}#{index}" if index else name,
-                    namespace=namespace,
-                    trie=self._cache.trie(namespace),
-                    chain=self._cache.chain(namespace, tokens),
-                    prompt_tokens=prompt_tokens,
-                    sampling=sampling,
-                    queued=QueuedRequest(
-                        number,
-                        arrival_s,
-                        prompt_tokens,
-                        priority=params.priority,
-                        deadline_s=arrival_s + deadline_s,
-                        tenant=tenant.name,
-                    ),
-                    kv=model.kv,
-                    images=None if images is None else images.of_request(),
-                    image_kv=image_kv,
-                    events=inbox.sink(index),
-                    fork_of=requests[0].id if requests else -1,
-                    read_only=params.read_only,
-                    uncached=not cached,
-                )
-            )
-        return requests
-
-    async def _make_namespace_room(self, model: ServedModel, tenant: Tenant, salt: bytes) -> None:
-        """Has namespaces forgotten that were not used for long, where this request's are new and do not fit."""
-        specs = model.specs(tenant, salt)
-        new = sum(spec.nbytes for spec in specs if self._cache.namespaces.find(spec) is None)
-        if new:
-            await self._cache.namespace_room.make(tenant, new)
-
-    def _homes(
-        self, model: ServedModel, tenant: Tenant, salt: bytes, images: PromptLayout | None, prompt_tokens: int
-    ) -> tuple[Namespace, ImageKv | None, bool]:
-        """The namespaces of a prompt and of its images, and whether the cache is used: a request for whose salt there
-        is no room runs without."""
-        cache = self._cache
-        try:
-            return *model.homes(cache.register, cache, images, tenant, salt), True
-        except ExhaustedError as error:
-            log.debug("a request is not cached: %s", error)
-            cache.mover.lost["too many namespaces"] += prompt_tokens // model.hello.block_tokens
-            return *model.homes(cache.unlisted, cache, images, tenant, salt), False
-
-    async def _prompt(self, prompt: str | bytes, model: ServedModel, tenant: Tenant) -> TokenIds:
-        """The prompt's token ids, shorter than the model's context. No work here grows with what is refused."""
-        limit = model.hello.max_model_tokens
-        if isinstance(prompt, str):
-            ids = await self._tokenized(prompt, model, tenant)
-            _check_length(len(ids), limit)
-            return ids
-        if not prompt:
-            raise InvalidArgumentError("the prompt is empty; send text or at least one token id")
-        if len(prompt) % 4:
-            raise InvalidArgumentError(
-                f"token_ids has {len(prompt)} bytes, no multiple of 4; send little-endian uint32"
-            )
-        ids = np.frombuffer(prompt, "<u4").astype(np.uint32, copy=False)
-        _check_length(len(ids), limit)
-        images = model.hello.images  # whose placeholder may lie behind the vocabulary (Llama 3.2 Vision)
-        worst = int(ids.max() if images is None else ids.max(initial=0, where=ids != images.placeholder_id))
-        if worst >= model.hello.vocab_size:
-            raise InvalidArgumentError(
-                f"token id {worst} is outside the model's vocabulary of {model.hello.vocab_size}; "
-                "tokenize with the model's own tokenizer"
-            )
-        return ids
-
-    async def _tokenized(self, text: str, model: ServedModel, tenant: Tenant) -> TokenIds:
-        limit = model.hello.max_model_tokens
-        if not text:
-            raise InvalidArgumentError("the prompt is empty; send at least one character")
-        codec = need_codec(model.codec)
-        if len(text) > codec.longest_token * limit:
-            raise InvalidArgumentError(
-                f"the prompt has {len(text)} characters, but the model takes {limit} tokens with the output, of at "
-                f"most {codec.longest_token} characters each; send at most {codec.longest_token * (limit - 1)} "
-                "characters"
-            )
-        try:
-            return await model.threads.encode(codec, text, limit, tenant.name)
-        except TooManyTokensError as error:
-            raise InvalidArgumentError(
-                f"the prompt of {len(text)} characters has more than {error.tokens} tokens, but the model takes "
-                f"{limit} with the output; send at most {limit - 1}"
-            ) from error
-
-    def _finished(self, sequences: list[SequenceOutput]) -> Finished:
-        requests = list(dict.fromkeys(sequence.request for sequence in sequences))  # a search's sequences share one
-        gpu, cpu, disk, remote = requests[0].hit_tokens or (0, 0, 0, 0)
-        arrival_s = requests[0].queued.arrival_s
-        handed_over = [request.handed_over_s for request in requests if request.handed_over_s is not None]
-        first_tokens = [request.first_token_s for request in requests if request.first_token_s is not None]
-        return Finished(
-            reason=_strongest([sequence.reason for sequence in sequences]),
-            prompt_tokens=requests[0].prompt_tokens,
-            output_tokens=sum(sequence.output_tokens for sequence in sequences),
-            hit_tokens=(gpu, cpu, disk, remote),
-            queue_s=min(handed_over, default=self._clock()) - arrival_s,
-            ttft_s=min(first_tokens, default=arrival_s) - arrival_s,
-            resumed=sum(request.resumed for request in requests),
-            cumulative_logprob=sequences[0].cumulative_logprob if len(sequences) == 1 else None,
-            encoded_images=sum(request.encoded_images for request in requests),
-        )
-
     def _check_name(self, tenant: Tenant, name: str) -> None:
         if len(name) > LONGEST_REQUEST_ID:
             raise InvalidArgumentError(
@@ -433,7 +240,7 @@ class Generation:
         if tenant.name in self._live.get(name, ()):
             raise AlreadyExistsError(f"request_id {name!r} is running; choose another or leave it empty")
 
-    def _take_work(self) -> None:
+    def _check_not_draining(self) -> None:
         if self._draining.is_set():
             raise UnavailableError("the daemon drains and takes no new requests; try again when it is back")
 
@@ -466,72 +273,3 @@ def _submit(dispatcher: Dispatcher, requests: list[Request], tenant: Tenant) -> 
 def _cancel(dispatcher: Dispatcher, requests: Iterable[Request]) -> None:
     for request in requests:
         dispatcher.cancel(request)
-
-
-async def _answer(
-    dispatcher: Dispatcher, going: dict[int, SequenceOutput], inbox: Inbox, answers: int
-) -> AsyncGenerator[Tokens | SequenceFinished, None]:
-    """The events of the sequences `going`, each of which is taken out of it when it ends.
-
-    answers: how many are wanted; if there are more, nothing is told before the best are known.
-    """
-    several, streamed = len(going) > 1, len(going) == answers
-    ended: list[SequenceOutput] = []
-    kept: dict[int, list[Tokens]] = {index: [] for index in going}
-    while going:
-        index, event = await inbox.get()
-        sequence = going.get(index)
-        if sequence is None:
-            continue  # a stop string ended it, and the worker comes to know
-        if isinstance(event, Exception):
-            del going[index]
-            raise event
-        tokens = sequence.accept(event)
-        if sequence.ended:
-            del going[index]
-            ended.append(sequence)
-            if isinstance(event, NewTokens):
-                dispatcher.cancel(sequence.request)
-        if tokens is not None and streamed:
-            yield tokens
-        elif tokens is not None:
-            kept[index].append(tokens)
-        if sequence.ended and several and streamed:
-            yield sequence.finished(index)
-    if streamed:
-        return
-    ended.sort(key=lambda sequence: (-(sequence.cumulative_logprob or 0.0), sequence.index))
-    for place, sequence in enumerate(ended[:answers]):
-        for tokens in kept[sequence.index]:
-            yield replace(tokens, index=place)
-        yield sequence.finished(place)
-
-
-async def _found(going: dict[int, SequenceOutput], inbox: Inbox) -> AsyncGenerator[Tokens | SequenceFinished, None]:
-    """The events of the sequences `going` that a beam search finds, all at its end, the best sequence first."""
-    _, event = await inbox.get()
-    if isinstance(event, Exception):
-        going.clear()
-        raise event
-    sequences = list(going.values())
-    going.clear()
-    assert isinstance(event, Ended), "a search tells nothing before its end"
-    for sequence, beam in zip(sequences, event.beams, strict=False):
-        for tokens in sequence.found(beam):
-            yield tokens
-        if len(sequences) > 1:
-            yield sequence.finished(sequence.index)
-
-
-def _strongest(reasons: list[FinishReason]) -> FinishReason:
-    """The reason that says most about sequences that have all ended."""
-    if "cancelled" in reasons:
-        return "cancelled"
-    return "length" if "length" in reasons else "stop"
-
-
-def _check_length(tokens: int, limit: int) -> None:
-    if tokens >= limit:
-        raise InvalidArgumentError(
-            f"the prompt has {tokens} tokens, but the model takes {limit} with the output; send at most {limit - 1}"
-        )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenants import Tenant
-from prefixd.serving.request.request import Event, EventSink, NewTokens
+from prefixd.serving.request.events import Event, EventSink, NewTokens
 from prefixd_scheduler import SharedLimit
 
 MOST_UNREAD = 1 << 16  # tokens and logprobs; some 17 MiB, behind what gRPC has sent ahead (about 4 MiB)
@@ -65,16 +65,16 @@ class Inbox:
                 f"{self._unread} tokens and logprobs wait to be read, {MOST_UNREAD} may: the caller reads too slowly; "
                 "read the stream as it comes, or ask for fewer sequences, tokens or logprobs"
             )
-        elif values > of_all.left(name):
+        elif not values or of_all.try_add(name, values):
+            self._counted += values
+            return
+        else:
             self._tenant.refused["unread_tokens"] += 1
             self._failure = ExhaustedError(
                 f"tenant {name}: {of_all[name]} tokens and logprobs of its calls wait to be read, and {of_all.total} "
                 f"of all tenants, which have {of_all.limit} together (the daemon's own limit); read the streams as "
                 "they come, or ask for fewer sequences, tokens or logprobs"
             )
-        else:
-            self._count(values)
-            return
         self.close()
         self._events = asyncio.Queue()
         asyncio.get_running_loop().call_soon(self._on_full)  # the dispatcher is in the middle of a step now
@@ -112,5 +112,5 @@ class _Sink:
         self._inbox = inbox
 
     def put_nowait(self, event: Event) -> None:
-        """See `Inbox.put`."""
+        """Adds an event at the end."""
         self._inbox.put(self._index, event)

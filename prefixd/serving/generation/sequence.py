@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from prefixd.serving.generation.events import SequenceFinished, Tokens
 from prefixd.serving.generation.stop_strings import StopSearch, StopStrings
-from prefixd.serving.request.request import Ended, FinishReason, NewTokens, Request
-from prefixd.serving.text.text_stream import TextStream
+from prefixd.serving.request.events import Ended, FinishReason, NewTokens
+from prefixd.serving.request.request import Request
+from prefixd.serving.text.tokenization import TextStream
 from prefixd.worker_protocol.protocol import BeamResult, TokenLogprobs
 
 _TOLD_TOGETHER = 256  # tokens, decoded in about 2 ms

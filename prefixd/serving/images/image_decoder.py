@@ -36,9 +36,9 @@ from prefixd.serving.images.pixel_store import PixelPlace, PixelStore
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Images that are decoded at a time, each of another tenant: one that takes all its time keeps nobody from decoding."""
+"""Images that are decoded at a time, each of another tenant: one that takes all its time stops no other."""
 _WAIT_TIMES = 6
-"""So many times the processor time of an image may pass until it is given up, on a machine that does much else."""
+"""How many times the processor time of an image may pass until it is given up, on a machine that does much else."""
 _LINE_BYTES = 1 << 20
 _STOP_S = 5.0
 _MODULE = "prefixd.images.decode_process"

@@ -34,7 +34,7 @@ NO_ROWS: Rows = np.zeros(0, np.int64)
 
 
 def image_namespace(model: NamespaceSpec, frames: int, frame_bytes: int, *, whole_pages: bool = False) -> NamespaceSpec:
-    """The namespace for the images of a model, each of so many frames; of the same users as the model's.
+    """The namespace for the images of a model, each of `frames` frames; of the same users as the model's.
 
     A block there is a frame, or with `whole_pages` (see `Hello`) all frames of an image.
 
@@ -171,7 +171,7 @@ class ImageHolds:
 
     def touch(self) -> None:
         """The images that it holds are used."""
-        self.cache.mover.placement.touch(self.kv.trie, self.held)
+        self.cache.placement.touch(self.kv.trie, self.held)
 
     @property
     def tiers(self) -> list[int]:
@@ -179,7 +179,7 @@ class ImageHolds:
         tiers: list[int] = self.kv.trie.nearest[self.held].tolist()
         return tiers
 
-    def let_go_of_missing(self) -> None:
+    def release_missing(self) -> None:
         """Lets go of the images that did not come to the GPU tier whole: the worker computes them."""
         level = self.cache.tiers.compute.level
         for digest, hold in list(self._held.items()):
@@ -188,14 +188,14 @@ class ImageHolds:
                 self._end(hold)
 
     def yield_frames(self) -> None:
-        """See `Footprint.yield_frames`."""
+        """The request can give its frames up from now on."""
         for hold in self._held.values():
-            self.budget.remove(self.kv.trie, hold.rows)
+            self.budget.remove(hold.rows)
         self._counted = False
 
     def claim_frames(self, own: list[int]) -> list[ImageFrames]:
-        """See `Footprint.claim_frames`: `own` are for the images that it does not hold. Returns where all of them are,
-        in the prompt's order."""
+        """The request keeps its frames from now on, and gets these, in flight, for itself. `own` are for the images
+        that it does not hold. Returns where all of them are, in the prompt's order."""
         kv, level = self.kv, self.cache.tiers.compute.level
         for hold in self._held.values():
             self.budget.add(kv.trie, hold.rows)
@@ -233,13 +233,11 @@ class ImageHolds:
 
     def _hold(self, digest: bytes, rows: Rows) -> None:
         compute = self.cache.tiers.compute
-        self._held[digest] = self.cache.mover.placement.holds.hold(
-            self.owner, self.kv.trie, rows, compute, counted=compute
-        )
+        self._held[digest] = self.cache.holds.hold(self.owner, self.kv.trie, rows, compute, counted=compute)
         if self._counted:
             self.budget.add(self.kv.trie, rows)
 
     def _end(self, hold: Hold) -> None:
         if self._counted:
-            self.budget.remove(self.kv.trie, hold.rows)
+            self.budget.remove(hold.rows)
         hold.end()

@@ -6,7 +6,7 @@ offset   0            1 GiB        2 GiB        3 GiB
           decoding     a request's  (ended)      a request's
 ```
 
-Each image gets a place that no image had before: whoever reads a place after its end finds zeros, and never what is
+Each image gets a place that no image had before: a reader of a place after its end finds zeros, and never what is
 another's. A place has 1 GiB of addresses in the file, which cost nothing.
 """
 
@@ -28,7 +28,7 @@ _PLACES = 1 << 32
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 HoldBytes = Callable[[int], AbstractContextManager[None]]
-"""Counts so many bytes as a tenant's while the context lasts (`SharedBytes.held`)."""
+"""Counts bytes as a tenant's while the context lasts (`SharedBytes.held`)."""
 
 
 class PixelStore:
@@ -94,7 +94,7 @@ class PixelPlace:
             left, offset = left[written:], offset + written
 
     def keep(self, nbytes: int, hold: HoldBytes) -> None:
-        """Only so many bytes are left there, which count from now on. Raises what `hold` raises."""
+        """Only `nbytes` bytes are left there, which count from now on. Raises what `hold` raises."""
         kept = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         self._store.free(self.offset + kept, _PLACE_BYTES - kept)
         self._counted.enter_context(hold(nbytes))

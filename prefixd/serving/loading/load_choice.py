@@ -103,7 +103,7 @@ class LoadClaims:
         self._counts: dict[int, int] = {}
 
     def claim(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: which of them nobody else has claimed. They are to be released."""
+        """[len(rows)]: which of them no other load has claimed. They are to be released."""
         claimed = self._claimed.get(trie.ordinal, np.empty(0, np.bool_))
         if (most := int(rows.max(initial=-1)) + 1) > len(claimed):
             grown = np.zeros(max(most, 2 * len(claimed)), np.bool_)

@@ -24,7 +24,7 @@ _PIECES = 16
 _PIECE_S = 0.05
 """A piece costs the event loop some 3 ms, whatever its size, where room has to be made for it: it takes at least so
 long to load. With pieces of 10 ms a busy machine, whose loads take longer, had more of them and was busier yet."""
-_RECENT = 4  # pieces: so many move at once
+_RECENT = 4  # pieces that move at once
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.01
 """A load may be late by so much of what computing the rest takes, and by so many seconds in any case."""
@@ -33,8 +33,8 @@ _INEXACT = 0.5
 disk that reads six blocks at a time takes as long for one block as for six, and twice as long for seven."""
 
 _GIVEN_UP = 2.0
-"""What was given up would have taken longer yet, nobody knows how long: so many times as long. Taken for what it had
-taken, it made the next load seem faster than it is, which was given up even earlier."""
+"""A load that was given up counts as this many times as long as it had taken: how long it would have taken is unknown.
+Counted as long as it had taken, it made the next load seem faster than it is, which was given up even earlier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class PieceLoad:
         queued_bytes: bytes that all loads have on their way.
 
     Attributes:
-        arrived: so many of the pieces, from the first on, are in the GPU tier.
+        arrived: how many of the pieces, from the first on, are in the GPU tier.
         failed: a piece came in part: a block was damaged, or room was short.
         due_s: when the blocks are wanted, on the clock of the transfers; None: as soon as their turn comes.
     """
@@ -151,7 +151,7 @@ class PieceLoad:
 
     def behind_in_s(self, compute_s: float | None) -> float | None:
         """Seconds until the load is to be given up: 0 or less if it is now; None while nothing moves or is known, or
-        nobody waits.
+        no request waits.
 
         compute_s: until all that has not arrived would be computed.
         """
@@ -171,7 +171,7 @@ class PieceLoad:
         return since_s + expected_s + max(patience_s, _INEXACT * expected_s) - self._clock()
 
     def drop(self, *, late: bool = False) -> None:
-        """Gives up what has not arrived, because it is `late` or nobody wants it any more.
+        """Gives up what has not arrived, because it is `late` or no request wants it any more.
 
         Its frames are free again when what reads into them has ended.
         """

@@ -29,7 +29,7 @@ from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd_scheduler import CostModel, Distance
 
 _LEAST_TOKENS = 64  # that a run gets frames for at a time
-_STEPS = 4  # the run gets a part in so many of what it is expected to compute
+_STEPS = 4  # the run gets one part in this many of what it is expected to compute
 _LEAST_WAIT_S = 0.002
 
 
@@ -65,9 +65,9 @@ class TailLoad:
         owner: whose it is, for people.
         trie: of the blocks.
         plan: what to load.
-        first: so many blocks of the prompt come before these.
+        first: how many blocks of the prompt come before these.
         load: moves them.
-        look: called when `advance` should be.
+        wake: called when `advance` should be.
 
     Attributes:
         limit: blocks from this one on have been begun; the run gets no frames for them.
@@ -85,9 +85,9 @@ class TailLoad:
         plan: TailPlan,
         first: int,
         load: PieceLoad,
-        look: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
-        holds = cache.mover.placement.holds
+        holds = cache.holds
         self.plan = plan
         self.first = first
         self.limit = self.end_block = first + len(plan.rows)
@@ -96,7 +96,7 @@ class TailLoad:
         self._cost = cost
         self._trie = trie
         self._load = load
-        self._look = look
+        self._wake = wake
         self._closed = False  # nothing more is begun
         self._block_bytes = int(np.max(trie.group_bytes))
         nbytes, distance = len(plan.rows) * self._block_bytes, Distance(int(plan.tiers.max(initial=0)))
@@ -146,7 +146,7 @@ class TailLoad:
             self._timer.cancel()
         self._closed = True
         self._load.drop()
-        self._budget.remove(self._trie, self._hold.rows)
+        self._budget.remove(self._hold.rows)
         self._hold.end()
         self._nodes.end()
 
@@ -177,7 +177,7 @@ class TailLoad:
         block_tokens, blocks = self._trie.block_tokens, len(self.held) - len(self._load.arrived_rows())
         left_s = self._load.behind_in_s(self._cost.compute_s(blocks * block_tokens, self.limit * block_tokens))
         if left_s is not None and left_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(max(left_s, _LEAST_WAIT_S), self._look)
+            self._timer = asyncio.get_running_loop().call_later(max(left_s, _LEAST_WAIT_S), self._wake)
         return left_s is not None and left_s <= 0
 
     def _give_up(self) -> None:
@@ -185,7 +185,7 @@ class TailLoad:
         self._closed = True
         self._load.drop(late=self.abandoned)
         arrived = len(self._load.arrived_rows())
-        self._budget.remove(self._trie, self._hold.rows[arrived:])
+        self._budget.remove(self._hold.rows[arrived:])
         self._hold.shrink(arrived)
         self.limit = self.end_block - arrived
 

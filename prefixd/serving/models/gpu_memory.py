@@ -2,7 +2,7 @@
 
 Each model's worker says what a frame of its own would be. The frames that are made are the greatest common divisor of
 these, so that a block of each model is so many whole ones: Jenga's compatible page (section 6.1). Eviction in the one
-tier is what moves memory between the models: whoever is busy takes frames, and what nobody has used for longest goes.
+tier is what moves memory between the models: a busy model takes frames, and what has not been used for longest goes.
 
 ```
 Hello of a    Hello of b                          Hello of a's next worker
@@ -137,13 +137,13 @@ class GpuMemory:
             self._make_if_known()
 
     def stop_making(self) -> None:
-        """The daemon ends: nothing is made any more, and nobody waits for it."""
+        """The daemon ends: nothing is made any more, and no call waits for it."""
         self._stopping = True
         if self._memory is not None:
             self._memory.stop_creating()
         if self._making is None and not self._awaited.done():
             self._awaited.set_exception(UnavailableError("the daemon is ending"))
-            self._awaited.exception()  # there may be nobody to hear of it
+            self._awaited.exception()  # there may be no call to hear of it
 
     async def close(self) -> None:
         """Gives the memory back; the workers have ended, and nothing else uses the tier."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prefixd.base.errors import ConfigError, ExhaustedError, UnavailableError
 from prefixd.base.model_fingerprint import fingerprint, fingerprint_of_both
+from prefixd.base.sampling import MOST_BEAMS
 from prefixd.base.steps import in_thread
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
@@ -31,7 +32,7 @@ from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads, step_back
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import MOST_BEAMS, Done, Hello
+from prefixd.worker_protocol.protocol import Done, Hello
 from prefixd.worker_protocol.settings import WorkerSettings
 from prefixd_swap import FramePool, SwapError, started_threads
 
@@ -74,8 +75,8 @@ class ModelHost:
         self._hello: Hello | None = None
         self._model: asyncio.Task[ServedModel] | None = None
         self.namespace_name = ""  # until the model is there
-        self._homes: list[Namespace] = []
-        """Nobody's. As long as they are known, the tries for blocks of this model stay what they are."""
+        self._namespaces: list[Namespace] = []
+        """Namespaces without an owner: while they are known, the tries for blocks of this model stay what they are."""
         try:
             self._text = TokenizerThreads(tenants=lambda: cache.tenants.calling)
             self._images = started_threads(1, "prefixd-images", step_back)
@@ -206,7 +207,7 @@ class ModelHost:
                 namespace, hello.image_group.frames, hello.frame_bytes, whole_pages=hello.whole_pages
             )
         self.namespace_name = namespace.name
-        self._homes = [self._cache.unlisted(spec) for spec in (namespace, of_images) if spec is not None]
+        self._namespaces = [self._cache.unlisted(spec) for spec in (namespace, of_images) if spec is not None]
         frames = self._cache.tiers.frames.capacity
         return ServedModel(hello, kv, namespace, codec, self._text, frames, images, of_images)
 

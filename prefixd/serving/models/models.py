@@ -95,7 +95,7 @@ class Models:
     @property
     def finished(self) -> int:
         """Requests that have ended, in all models."""
-        return sum(host.dispatcher.finished for host in self.hosts.values())
+        return sum(host.dispatcher.counters.finished for host in self.hosts.values())
 
     @property
     def serves(self) -> bool:

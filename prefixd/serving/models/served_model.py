@@ -44,7 +44,8 @@ class ServedModel:
     async def read_images(
         self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable, hold: HoldBytes
     ) -> PromptLayout | None:
-        """See `ImageReader.read`. Raises UnsupportedError, too: images for a model of text alone."""
+        """The images of a prompt, whose `tokens` hold one placeholder for each; None for a prompt without. Raises
+        UnsupportedError, too: images for a model of text alone."""
         if self.images is not None:
             return await self.images.read(tokens, images, tenant, hold)
         if images:
@@ -61,9 +62,9 @@ class ServedModel:
         of_model = [self.namespace] if self.image_namespace is None else [self.namespace, self.image_namespace]
         return [replace(spec, salt=salt, tenant=tenant.name) for spec in of_model]
 
-    def homes(
+    def register(
         self,
-        register: Callable[[NamespaceSpec], Namespace],
+        enter: Callable[[NamespaceSpec], Namespace],
         cache: TieredCache,
         images: PromptLayout | None,
         tenant: Tenant,
@@ -71,11 +72,11 @@ class ServedModel:
     ) -> tuple[Namespace, ImageKv | None]:
         """The namespace of a prompt, and its images as the cache knows them, if they are not in the prompt's blocks.
 
-        Raises what `register` raises.
+        `enter` registers a namespace; raises what it raises.
         """
         spec, *image_specs = self.specs(tenant, salt)
-        namespace = register(spec)
+        namespace = enter(spec)
         if images is None or not image_specs:
             return namespace, None
-        of_images = register(image_specs[0])
+        of_images = enter(image_specs[0])
         return namespace, ImageKv.of(cache, of_images, images.images, self.hello.frame_bytes)

@@ -26,7 +26,7 @@ class StepWatchdog:
 
     @property
     def period_s(self) -> float:
-        """How often to `look`."""
+        """How often to `check`."""
         return min(1.0, self.limit_s / 4)
 
     def heard(self, now_s: float) -> None:
@@ -34,8 +34,8 @@ class StepWatchdog:
         self._heard_s = self._looked_s = now_s
         self._asked_s = None
 
-    def look(self, now_s: float) -> Literal["wait", "ask", "hangs"]:
-        """What to do now. Time in which nobody looked, because this process stood still, counts for nothing."""
+    def check(self, now_s: float) -> Literal["wait", "ask", "hangs"]:
+        """What to do now. Time in which this process stood still, so that it did not look, counts for nothing."""
         stood_still_s = max(0.0, now_s - self._looked_s - self.limit_s / 2)
         self._looked_s = now_s
         self._heard_s += stood_still_s

@@ -77,7 +77,7 @@ class ResizeProgress:
 
 @dataclass(slots=True)
 class _Job:
-    """A resize under way: to so many frames, with `wait_s` for each slice."""
+    """A resize under way: to `frames` frames, with `wait_s` for each slice."""
 
     frames: int
     wait_s: float
@@ -256,7 +256,7 @@ class TierResize:
                 await asyncio.sleep(_RETRY_S)
 
     async def _take(self, tier: GpuTier, count: int, job: _Job) -> list[FrameId]:
-        """Up to `count` frames that nobody has any more.
+        """Up to `count` frames that no request has any more.
 
         None when making room for them takes until the deadline, or when the resize is ended: copies that have begun
         then end in their own time.
@@ -309,10 +309,10 @@ class TierResize:
 
     def _frames_changed(self) -> None:
         for dispatcher in self._dispatchers:
-            dispatcher.frames_changed()
+            dispatcher.wake()
 
     def _begun_frames(self) -> int:
-        return max(dispatcher.begun_frames() for dispatcher in self._dispatchers)
+        return max(dispatcher.requests.begun_frames() for dispatcher in self._dispatchers)
 
     def _what_holds(self) -> str:
         text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"

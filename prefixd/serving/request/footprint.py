@@ -45,6 +45,11 @@ class Footprint:
         rows: blocks from the prompt's first on; what they need is in the GPU tier or will be brought there.
         images: what it has of its images, if they are not in the prompt's blocks.
         behind: the blocks that `tail` will be about.
+
+    Attributes:
+        hold: of the cached blocks, in the GPU tier: of each the bytes of its `wanted` KV groups.
+        own: the frames in flight.
+        tail: what is loaded beside the run, if anything.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Footprint:
         self.images = images
         self.tail: TailLoad | None = None
         self._beneath: Hold | None = None
-        self._behind = None if behind is None else cache.mover.placement.holds.hold(owner, trie, behind)
+        self._behind = None if behind is None else cache.holds.hold(owner, trie, behind)
         self._cache = cache
         self._budget = budget
         self._owner = owner
@@ -72,31 +77,19 @@ class Footprint:
     def _begin(self, rows: Rows) -> None:
         wanted = self._trie.needed(len(rows)) if self._trie.has_rules else None
         compute = self._cache.tiers.compute
-        self._hold = self._cache.mover.placement.holds.hold(
-            self._owner, self._trie, rows, compute, wanted, counted=compute
-        )
+        self.hold = self._cache.holds.hold(self._owner, self._trie, rows, compute, wanted, counted=compute)
         if self._counted:
             self._budget.add(self._trie, rows, wanted)
-
-    @property
-    def rows(self) -> Rows:
-        """The blocks held."""
-        return self._hold.rows
-
-    @property
-    def wanted(self) -> GroupMask | None:
-        """The KV groups of each of these blocks whose bytes are held; None for all."""
-        return self._hold.wanted
 
     async def make_own_rows(self, namespace: Namespace, chain: BlockChain) -> None:
         """Makes the rows that blocks recorded behind common ones will continue; see `enter_own`. The footprint may have
         ended when this returns."""
         if self._beneath is not None:
             return
-        path = self.rows if self._behind is None else np.concatenate([self.rows, self._behind.rows])
+        path = self.hold.rows if self._behind is None else np.concatenate([self.hold.rows, self._behind.rows])
         others = np.flatnonzero(self._trie.namespace[path] != namespace.ordinal)
         if len(others):
-            holds = self._cache.mover.placement.holds
+            holds = self._cache.holds
             self._beneath = holds.hold(self._owner, self._trie, path[:0])
             await enter_own(self._beneath, namespace, chain, int(others[-1]) + 1, self._cache.clock())
 
@@ -107,7 +100,7 @@ class Footprint:
 
     def yield_frames(self) -> None:
         """The request can give its frames up from now on."""
-        self._budget.remove(self._trie, self.rows, self.wanted)
+        self._budget.remove(self.hold.rows, self.hold.wanted)
         self._counted = False
         if self.images is not None:
             self.images.yield_frames()
@@ -115,7 +108,7 @@ class Footprint:
     def claim_frames(self, own: Iterable[int]) -> None:
         """The request keeps its frames from now on, and gets these, in flight, for itself."""
         self.own.update(own)
-        self._budget.add(self._trie, self.rows, self.wanted, self._frames(self.own))
+        self._budget.add(self._trie, self.hold.rows, self.hold.wanted, self._frames(self.own))
         self._counted = True
 
     def extend(self, own: list[int]) -> None:
@@ -128,7 +121,7 @@ class Footprint:
         `given` frames."""
         gone = self.own.intersection(given)
         self.own -= gone
-        self._hold.extend(rows, wanted)
+        self.hold.extend(rows, wanted)
         self._budget.add(self._trie, rows, wanted, -self._frames(gone))
 
     def begin_tail(self, tail: TailLoad) -> None:
@@ -140,20 +133,20 @@ class Footprint:
         """Nothing is loaded any more beside the run. What the run has passed over, it holds from now on."""
         if self.tail is not None:
             passed = self.tail.arrived
-            if self.tail.joined and len(self.rows) == self.tail.limit:
+            if self.tail.joined and len(self.hold.rows) == self.tail.limit:
                 self.record(passed, ())
             self.tail.end()
             self.tail = None
 
-    def let_go(self, blocks: slice, groups: int, frames: Sequence[int] = ()) -> None:
+    def release(self, blocks: slice, groups: int, frames: Sequence[int] = ()) -> None:
         """Lets go of what some KV groups, a mask, have of some blocks, and frees those of the `frames` that are its
         own."""
-        released = self._hold.release(blocks, groups)
+        released = self.hold.release(blocks, groups)
         if self._counted:
-            self._budget.remove(self._trie, self.rows[blocks], released)
+            self._budget.remove(self.hold.rows[blocks], released)
         self.free(self.own.intersection(frames))
 
-    def give(self, frames: Sequence[int]) -> None:
+    def give_to_trie(self, frames: Sequence[int]) -> None:
         """These of the own frames are the trie's now, and not held."""
         self.own.difference_update(frames)
         if self._counted:
@@ -162,7 +155,7 @@ class Footprint:
     def free(self, frames: Iterable[int]) -> None:
         """Frees some of the own frames."""
         gone = list(frames)
-        self.give(gone)
+        self.give_to_trie(gone)
         self._cache.tiers.compute.free(gone)
 
     def shorten(self, blocks: int) -> None:
@@ -170,19 +163,19 @@ class Footprint:
 
         For a request that does not run.
         """
-        trie, longer, wanted = self._trie, self._hold, self.wanted
-        here = trie.there[self.rows[:blocks], self._cache.tiers.compute.level]
+        trie, longer, wanted = self._trie, self.hold, self.hold.wanted
+        here = trie.there[self.hold.rows[:blocks], self._cache.tiers.compute.level]
         if self._counted:
-            self._budget.remove(trie, longer.rows, wanted)
+            self._budget.remove(longer.rows, wanted)
         self._begin(trie.usable(longer.rows[:blocks], here))
         longer.end()
 
     def end(self) -> None:
         """Ends the hold and frees the own frames."""
         if self._counted:
-            self._budget.remove(self._trie, self.rows, self.wanted, self._frames(self.own))
+            self._budget.remove(self.hold.rows, self.hold.wanted, self._frames(self.own))
         self._cache.tiers.compute.free(self.own)
-        self._hold.end()
+        self.hold.end()
         self._end_behind()
         if self.tail is not None:
             self.tail.end()

@@ -1,4 +1,4 @@
-"""How much of the GPU tier's memory is allocated and needed by nobody (Jenga, section 7.3, figure 16)."""
+"""How much of the GPU tier's memory is allocated and not needed (Jenga, section 7.3, figure 16)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Unused:
     """Bytes of the GPU tier.
 
     Attributes:
-        spare: of cached blocks, needed by shorter prefixes only and held by nobody: they go before anything else does.
+        spare: of cached blocks, needed by shorter prefixes only and not held: they go before anything else does.
         unneeded: of the rest, what no layer of the model needs.
     """
 
@@ -73,7 +73,7 @@ class KvNeeds:
         return trie is self._trie
 
     def of_cached(self, trie: Trie, rows: slice) -> Unused:
-        """Of some cached blocks, whoever holds them, in a trie that it `counts`."""
+        """Of some cached blocks, held or not, in a trie that it `counts`."""
         unused = Unused()
         first = 0
         for number, group in enumerate(self._kv.groups):
@@ -95,13 +95,13 @@ class KvNeeds:
         return unused
 
     def of_running(self, requests: Iterable[Request]) -> int:
-        """Bytes of running requests' own frames that nobody needs. Blocks fill their frames; states may not."""
+        """Bytes of running requests' own frames that no layer needs. Blocks fill their frames; states may not."""
         kv, unneeded = self._kv, 0
         for request in requests:
             run, own = request.run, request.footprint.own
             known = -(-request.chain.tokens // kv.block_tokens)
-            ahead = run.homes(known, run.blocks) if run.slots else []
-            frames = sum(run.widths[at % run.slots] for at, home in enumerate(ahead) if home in own)
+            ahead = run.frame_ids(known, run.blocks) if run.slots else []
+            frames = sum(run.widths[at % run.slots] for at, frame in enumerate(ahead) if frame in own)
             unneeded += frames * self._frame_bytes
             if run.states is not None:
                 unneeded += (1 + run.states.extra_states) * self._padding(-1)

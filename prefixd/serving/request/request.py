@@ -1,154 +1,39 @@
-"""A generation request from its arrival to its last token.
-
-Its life is a state, which only the transitions below change. While it waits:
-
-```
-    NEW --enqueue--> WAITING --stage--> STAGING --staged--> READY --hand_over--> RUNNING
-                      ^   ^                |                  |
-                      |   +----unstage-----+                  |
-                      +--------unstage------------------------+
-```
-
-While it runs on the worker:
-
-```
-             +--starve--> STARVED
-             |               |
-          RUNNING <--extend--+
-             |
-             +--preempt (from STARVED too)--> PREEMPTING
-             |                                    |
-             +--cancel (from STARVED too)--> CANCELLING <--cancel--+ (from PREEMPTING)
-```
-
-And from there:
-
-```
-    RUNNING, STARVED, PREEMPTING                         --put_back--> WAITING
-    WAITING, READY, RUNNING, STARVED, PREEMPTING, CANCELLING  --end--> ENDED
-    STAGING, RUNNING, STARVED, PREEMPTING, CANCELLING    --withdraw--> WITHDRAWN --let_go--> ENDED
-```
-
-A request has a footprint in the GPU tier in every state but NEW, WAITING and ENDED, and a run while the worker has it.
-"""
+"""A generation request from its arrival to its last token; `states` draws its life."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache import NONE, BlockChain, Namespace, Trie
-from prefixd.cache.index.known_path import KnownPath
+from prefixd.cache import NONE, Trie
 from prefixd.cache.index.trie import Rows
-from prefixd.cache.placement.paths import compose, path_now
 from prefixd.cache.placement.retention import Wish
 from prefixd.cache.rules import GroupMask
-from prefixd.serving.images.image_kv import ImageHolds, ImageKv
-from prefixd.serving.images.prompt_images import PromptImages
-from prefixd.serving.kv_shape import ONE_FRAME, KvShape
+from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.load_choice import LoadChoice
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
+from prefixd.serving.request.events import Ended, Event, EventSink
 from prefixd.serving.request.footprint import Footprint
+from prefixd.serving.request.prompt import Prompt
 from prefixd.serving.request.run import Run, Suspect
-from prefixd.worker_protocol.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
+from prefixd.serving.request.states import ON_WORKER, TRANSITIONS, IllegalTransitionError, RequestState
 from prefixd_scheduler import Distance, QueuedRequest
 
-FinishReason = Literal["stop", "length", "cancelled"]
 _NO_ROWS = np.empty(0, np.int64)
 _NO_GENERATIONS = np.empty(0, np.int32)
 _NO_TIERS = np.empty(0, np.int8)
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens that were sampled, and the logprobs of each if they were asked for."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The last event of a request; `beams` are what a beam search has found, the best sequence first."""
-
-    reason: FinishReason
-    beams: Sequence[BeamResult] = ()
-
-
-Event = NewTokens | Ended | Exception
-
-
-class EventSink(Protocol):
-    """Where a request's events go: a queue of its own, or one that several share."""
-
-    def put_nowait(self, event: Event, /) -> None: ...
-
-
-class RequestState(Enum):
-    """Where a request is in its life."""
-
-    NEW = auto()
-    """Not submitted yet."""
-    WAITING = auto()
-    """In the queue, without a footprint; what is cached of it may move and go."""
-    STAGING = auto()
-    """In the queue; its prefix is held in the GPU tier, and a copy brings up what is missing there."""
-    READY = auto()
-    """In the queue; its prefix is held in the GPU tier and is there."""
-    RUNNING = auto()
-    """The worker has it."""
-    STARVED = auto()
-    """The worker has it; it needs another frame soon."""
-    PREEMPTING = auto()
-    """The worker was told to end it, so that others get its frames; it runs again later."""
-    CANCELLING = auto()
-    """The worker was told to end it; its outcome is known."""
-    WITHDRAWN = auto()
-    """Its caller has had the last event, but a copy or the worker still uses its frames."""
-    ENDED = auto()
-    """Its caller has had the last event, and it has no footprint."""
-
-
-_S = RequestState
-_ON_WORKER = frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING, _S.CANCELLING})
-_TRANSITIONS: dict[str, tuple[frozenset[RequestState], RequestState]] = {
-    "enqueue": (frozenset({_S.NEW}), _S.WAITING),
-    "stage": (frozenset({_S.WAITING}), _S.STAGING),
-    "staged": (frozenset({_S.STAGING}), _S.READY),
-    "unstage": (frozenset({_S.STAGING, _S.READY}), _S.WAITING),
-    "hand_over": (frozenset({_S.READY}), _S.RUNNING),
-    "starve": (frozenset({_S.RUNNING}), _S.STARVED),
-    "extend": (frozenset({_S.STARVED}), _S.RUNNING),
-    "preempt": (frozenset({_S.RUNNING, _S.STARVED}), _S.PREEMPTING),
-    "cancel": (frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING}), _S.CANCELLING),
-    "put_back": (frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING}), _S.WAITING),
-    "end": (_ON_WORKER | {_S.WAITING, _S.READY}, _S.ENDED),
-    "withdraw": (_ON_WORKER | {_S.STAGING}, _S.WITHDRAWN),
-    "let_go": (frozenset({_S.WITHDRAWN}), _S.ENDED),
-}
-
-
-class IllegalTransitionError(RuntimeError):
-    """A request was to change in a way that its state does not allow: a defect."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """What the daemon knows of a request.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request(Prompt):
+    """What the daemon knows of a request: its prompt, and how far it has come.
 
     Attributes:
-        chain: prompt and generated tokens, and the keys of their blocks. Other ids stand for images.
-        prompt_tokens: how many of them are the prompt.
         queued: the request as the queue sees it.
-        kv: how its blocks lie in frames.
-        images: those of its prompt, with the tokens as the model reads them; None for a prompt of text alone.
-        image_kv: its images as the cache knows them, if layers of the model attend to images and to nothing else.
         encoded_images: embeddings of images that the worker has computed for it.
         found: while it has no footprint, the cached blocks of its prompt as of the last look.
         generations: the rows' generations at that look.
@@ -162,31 +47,17 @@ class Request:
         hit_tiers: where each block of `rows` counts as found, until it runs first: where it lay when the request
             arrived, or, if it was not cached then, when the request was looked up for its turn.
         hit_tokens: prompt tokens found, by tier; None before it runs.
-        wish: what its caller wishes for the blocks of its prompt, if anything.
+        retention: the retention that its caller requested for the blocks of its prompt, once granted.
         fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
             behind the full blocks.
-        others_blocks: so many blocks from the first on were cached when it ran first: others computed them.
-        used_blocks: so many of its cached blocks, from the first on, were counted as used by it, however often it is
-            staged.
+        others_blocks: blocks from the first on that were cached when it ran first: others computed them.
+        used_blocks: cached blocks, from the first on, that were counted as used by it, however often it is staged.
         turn: its number among all requests in the order in which they were handed over last; 0 before.
-        read_only: it leaves nothing in the cache, and what it uses counts as used by nobody.
-        uncached: it uses nothing of the cache and leaves nothing there: what it used before may be damaged, or there is
-            no room for another namespace.
-        suspects: that, until it is known.
-        lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
+        suspects: what it used of the cache before it ran `uncached`, until it is known whether that was damaged.
+        lost_tokens: tokens that had been computed when it was preempted; 0 when it was not, or runs again.
     """
 
-    id: int
-    name: str
-    namespace: Namespace
-    trie: Trie
-    chain: BlockChain
-    prompt_tokens: int
-    sampling: Sampling
     queued: QueuedRequest
-    kv: KvShape = ONE_FRAME
-    images: PromptImages | None = None
-    image_kv: ImageKv | None = None
     encoded_images: int = 0
     events: EventSink = field(default_factory=asyncio.Queue[Event])
     state: RequestState = RequestState.NEW
@@ -208,29 +79,15 @@ class Request:
     setbacks: int = 0
     used_blocks: int = 0
     others_blocks: int | None = None
-    wish: Wish | None = None
+    retention: Wish | None = None
     fork_of: int = -1
     lost_tokens: int = 0
     turn: int = 0
-    read_only: bool = False
-    uncached: bool = False
     suspects: list[Suspect] = field(default_factory=list)
-    _path: KnownPath = field(default_factory=KnownPath)
-    _common_path: KnownPath = field(default_factory=KnownPath)
     _footprint: Footprint | None = None
     _run: Run | None = None
 
     # -- what it is and has -------------------------------------------------------------------------------------
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated so far, in all runs."""
-        return self.chain.tokens - self.prompt_tokens
-
-    @property
-    def token_ids(self) -> bytes:
-        """Prompt and generated tokens as the model reads them, little-endian uint32."""
-        return self.chain.token_ids if self.images is None else self.images.token_ids
 
     def arrived(self) -> None:
         """It has been looked up for the first time: where its blocks are now is what its hits count by."""
@@ -243,68 +100,6 @@ class Request:
         found = tiers.copy()
         np.copyto(found[: len(before)], before, where=before != NONE)
         return found
-
-    def append(self, token_ids: bytes) -> None:
-        """Adds tokens that were generated."""
-        if self.images is None:
-            self.chain.append(token_ids)
-        else:
-            self.images.append(token_ids, self.chain)
-
-    def uncut(self, blocks: int) -> int:
-        """The largest number of blocks up to this one after which a prefix may end: none ends inside an image."""
-        return blocks if self.images is None else self.images.uncut(blocks)
-
-    def next_uncut(self, blocks: int) -> int:
-        """The smallest number of blocks above this one after which a prefix may end."""
-        return blocks + 1 if self.images is None else self.images.next_uncut(blocks)
-
-    def usable(self, path: Rows, available: GroupMask | None = None) -> Rows:
-        """The longest beginning of `path` that every KV group allows (`Trie.usable`), and that cuts no image."""
-        rows = self.trie.usable(path, available)
-        while (blocks := self.uncut(len(rows))) < len(rows):
-            path, available = path[:blocks], None if available is None else available[:blocks]
-            rows = self.trie.usable(path, available)
-        return rows
-
-    @property
-    def prompt_ends(self) -> tuple[int, int]:
-        """Blocks after which who asks the prompt again, or goes on from it, can resume: not inside an image."""
-        block_tokens = self.trie.block_tokens
-        return self.uncut((self.prompt_tokens - 1) // block_tokens), self.uncut(self.prompt_tokens // block_tokens)
-
-    @property
-    def usable_blocks(self) -> int:
-        """Full blocks that may come from the cache: at least one token has to be computed, for its logits."""
-        if self.uncached:
-            return 0
-        return self.uncut((self.chain.tokens - 1) // self.trie.block_tokens)
-
-    @property
-    def path(self) -> Rows:
-        """The rows of its usable blocks that are in the trie, from the first on, wherever their bytes are."""
-        trie, namespace, blocks = self.trie, self.namespace, self.usable_blocks
-        if not trie.has_rules:
-            return path_now(trie, namespace, self.chain, blocks)  # `found` is as long, or nearly
-        own = self._path.look(trie, namespace.root, self.chain, blocks)
-        if namespace.common is None:
-            return own
-        return compose(trie, own, self._common_path.look(trie, namespace.common.root, self.chain, blocks))
-
-    @property
-    def blocks(self) -> int:
-        """Blocks for all that is known, and the first token that will be generated; for all of a beam search."""
-        if self.sampling.beams:
-            return self.most_blocks
-        return -(-(self.chain.tokens + 1) // self.trie.block_tokens)
-
-    @property
-    def most_blocks(self) -> int:
-        """Blocks of all that it may come to."""
-        sampling, block_tokens = self.sampling, self.trie.block_tokens
-        if sampling.beams:
-            return blocks_needed(self.prompt_tokens, sampling.max_tokens, sampling.beams, block_tokens)
-        return -(-(self.prompt_tokens + sampling.max_tokens) // block_tokens)
 
     @property
     def first_blocks(self) -> int:
@@ -364,36 +159,27 @@ class Request:
         return None if self._footprint is None else self._footprint.tail
 
     @property
-    def places(self) -> int:
-        """Sequences that the worker computes for it at once."""
-        return max(1, self.sampling.beams)
-
-    @property
     def rows(self) -> Rows:
         """The cached blocks from the first on: those it holds in the GPU tier, or else those found at the last look."""
-        return self.found if self._footprint is None else self._footprint.rows
+        return self.found if self._footprint is None else self._footprint.hold.rows
 
     @property
     def wanted(self) -> GroupMask | None:
         """The KV groups of each of these blocks that its prefix needs; None for all."""
         if self._footprint is not None:
-            return self._footprint.wanted
+            return self._footprint.hold.wanted
         return self.trie.needed(len(self.found)) if self.trie.has_rules else None
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what it computes goes into the cache."""
-        return not (self.read_only or self.uncached)
 
     @property
     def next_key(self) -> bytes | None:
         """Key of the first usable block that is not cached."""
-        return self.chain.key(len(self.rows)) if len(self.rows) < self.usable_blocks else None
+        blocks = len(self.rows)
+        return self.chain.key(blocks) if blocks < self.usable_blocks else None
 
     @property
     def on_worker(self) -> bool:
         """Whether the worker has it and its caller still listens."""
-        return self.state in _ON_WORKER
+        return self.state in ON_WORKER
 
     @property
     def image_holds(self) -> ImageHolds | None:
@@ -415,7 +201,7 @@ class Request:
         return self._run
 
     def count_use(self, blocks: int) -> int:
-        """So many of its cached blocks are about to be used; returns how many of them were counted before."""
+        """`blocks` of its cached blocks are about to be used; returns how many of them were counted before."""
         counted, self.used_blocks = self.used_blocks, max(self.used_blocks, blocks)
         return counted
 
@@ -475,7 +261,7 @@ class Request:
         self._end_footprint()
 
     def end(self, event: Event) -> None:
-        """The last event: nobody uses its frames any more."""
+        """The last event: no copy and no run uses its frames any more."""
         self._go("end")
         self.events.put_nowait(event)
         self._end_footprint()
@@ -491,14 +277,14 @@ class Request:
         self._end_footprint()
 
     def _go(self, transition: str) -> None:
-        sources, target = _TRANSITIONS[transition]
+        sources, target = TRANSITIONS[transition]
         if self.state not in sources:
             allowed = ", ".join(state.name for state in RequestState if state in sources)
             raise IllegalTransitionError(
                 f"`{transition}` of request {self.name} while it is {self.state.name}; only allowed from {allowed}"
             )
         self.state = target
-        if target is _S.ENDED and self.images is not None:
+        if target is RequestState.ENDED and self.images is not None:
             self.images.leave()
 
     def _end_footprint(self) -> None:
@@ -506,7 +292,7 @@ class Request:
             return
         footprint, self._footprint, self._run = self._footprint, None, None
         self.beside = None
-        self.found = footprint.rows
+        self.found = footprint.hold.rows
         self.generations = self.trie.generation[self.found]
         self.seen_epoch = -1
         footprint.end()

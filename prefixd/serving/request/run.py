@@ -18,8 +18,9 @@ class RunStates:
 
     Attributes:
         own: what the state lies in.
-        keep: by blocks of the prompt, where the state after so many of them will be kept.
+        keep: by blocks of the prompt, where the state after that many of them will be kept.
         tail: where the state after the last full block is kept; empty: nowhere.
+        resume: where the state lies from which it resumes; empty: from none.
         resuming: the worker may still read the state that it resumes from.
         frames: of a state, of which the lists above have the slots.
     """
@@ -27,6 +28,7 @@ class RunStates:
     own: list[int]
     keep: dict[int, list[int]] = field(default_factory=dict)
     tail: list[int] = field(default_factory=list)
+    resume: list[int] = field(default_factory=list)
     resuming: bool = True
     frames: int = 0
 
@@ -40,10 +42,10 @@ class RunStates:
         """Frames of these."""
         return self.extra_states * self.frames
 
-    def frames_for_worker(self, resume: list[int]) -> StateFrames:
-        """What the worker is told at the start; `resume` is where the state lies from which it resumes."""
+    def frames_for_worker(self) -> StateFrames:
+        """What the worker is told at the start."""
         keep = [KeptState(blocks, frames) for blocks, frames in self.keep.items()]
-        return StateFrames(own=self.own, resume=resume, keep=keep, tail=self.tail)
+        return StateFrames(own=self.own, resume=self.resume, keep=keep, tail=self.tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Run:
     """What the daemon knows of a run, from the hand-over to the worker until the worker has let go.
 
     Attributes:
-        frames: the homes of block i, one for each slot, are frames[i * slots : (i + 1) * slots]; -1 where there is
+        frames: the frame ids of block i, one for each slot, are frames[i * slots : (i + 1) * slots]; -1 where there is
             none, or none any more.
         computes: blocks of the prompt up to this one are computed by the run, and then cached for everybody.
         computed_tokens: tokens whose KV was in the run's memory when the worker told of it last, cached ones included.
@@ -80,19 +82,19 @@ class Run:
     forked: bool = False
     computed_tokens: int = 0
     _passed: dict[int, int] = field(default_factory=dict)  # by a group's first part, blocks that are passed
-    _gone: int = field(init=False)  # frames of homes that are none
+    _gone: int = field(init=False)  # frames of slots without one
 
     def __post_init__(self) -> None:
-        self._gone = self._count(at for at, home in enumerate(self.frames) if home == _NOTHING)
+        self._gone = self._count(at for at, frame in enumerate(self.frames) if frame == _NOTHING)
 
     @property
     def blocks(self) -> int:
-        """Blocks that have homes, or had them; any number where a block needs none."""
+        """Blocks that have frames, or had them; any number where a block needs none."""
         return len(self.frames) // self.slots if self.slots else _ANY
 
     @property
     def slots(self) -> int:
-        """Homes of a block."""
+        """Slots of a block."""
         return len(self.widths)
 
     @property
@@ -100,28 +102,28 @@ class Run:
         """Frames that its blocks have now."""
         return self.blocks * sum(self.widths) - self._gone if self.widths else 0
 
-    def homes(self, first: int, last: int) -> list[int]:
-        """The homes of some blocks."""
+    def frame_ids(self, first: int, last: int) -> list[int]:
+        """The frames of the blocks from `first` to `last`, one for each slot; -1 where there is none."""
         return self.frames[first * self.slots : last * self.slots]
 
     def pass_blocks(self, first_part: int, last_part: int, blocks: int) -> tuple[slice, list[int]]:
         """The run does not need a group's parts of its first `blocks` blocks any more.
 
-        Returns of which blocks that was not known yet, and the homes that these parts had.
+        Returns of which blocks that was not known yet, and the frames that these parts had.
         """
         before = self._passed.get(first_part, 0)
         blocks = min(blocks, self.blocks)
         if blocks <= before:
             return slice(before, before), []
         self._passed[first_part] = blocks
-        homes = []
+        passed: list[int] = []
         for block in range(before, blocks):
             for at in range(block * self.slots + first_part, block * self.slots + last_part):
                 if self.frames[at] != _NOTHING:
-                    homes.append(self.frames[at])
+                    passed.append(self.frames[at])
                     self.frames[at] = _NOTHING
                     self._gone += self.widths[at % self.slots]
-        return slice(before, blocks), homes
+        return slice(before, blocks), passed
 
     def _count(self, places: Iterable[int]) -> int:
         return sum(self.widths[at % self.slots] for at in places)

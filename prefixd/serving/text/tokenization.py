@@ -1,4 +1,4 @@
-"""Text to token ids, with the model's own tokenizer and within limits."""
+"""Text to token ids, within limits, and token ids of a growing output back to text, with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import os
 import re
 import threading
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from prefixd.base.errors import ConfigError, UnsupportedError
 from prefixd.process.child import run_module
-from prefixd.serving.text.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
@@ -25,6 +27,9 @@ _NO_TOKENIZER = re.compile(r".*config\.json|.*\.safetensors|.*\.safetensors\.ind
 """Names of files in which no tokenizer is; `tokenizer_config.json`, one of `_FILES`, is looked for first."""
 _SAVE = "save it there with save_pretrained"
 _SLACK = 2  # times the limit: a text cut into pieces has a few tokens more than the whole
+_LONGEST_CHARACTER = 4  # bytes in UTF-8, and a token has at least one
+_PENDING = 2 * _LONGEST_CHARACTER
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TooManyTokensError(Exception):
@@ -40,7 +45,7 @@ class TooManyTokensError(Exception):
 
 
 class Stopped(Exception):
-    """Nobody wants the token ids any more."""
+    """The token ids are not wanted any more."""
 
 
 class TextCodec:
@@ -72,7 +77,7 @@ class TextCodec:
         Args:
             text: the prompt.
             most: tokens that the caller can use. A few more may be returned; many more are not computed.
-            stop: set by another thread when nobody wants the result.
+            stop: set by another thread when the result is not wanted any more.
 
         Raises:
             TooManyTokensError: the text has more than about twice `most` tokens.
@@ -101,6 +106,64 @@ class TextCodec:
                 raise TooManyTokensError(tokens)
 
 
+class TextStream:
+    """Decodes one output as its tokens come.
+
+    The text of a token depends on those before it: the first one of a text loses its space, bytes join into characters.
+    So each time the last tokens that became text are decoded twice: alone, and with those that came since.
+
+    ```
+        ids:   ... [context][pending] token
+        text:      |<-out->|<- new ->|       new = decode(context + pending) without decode(context)
+    ```
+
+    A text that ends in a replacement character may be half a character, and waits. Bytes that are no UTF-8 at all would
+    wait for ever, and cost more with each token: of more than `_PENDING` tokens all but the last few become text
+    as they are.
+
+    Args:
+        tokenizer: the model's.
+        special: ids of tokens that have no text, such as the end of a turn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._out = ""  # the text of the context alone
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that became complete with these tokens."""
+        return "".join(map(self._step, token_ids))
+
+    def end(self) -> str:
+        """The text of the tokens that still waited for others: none will come, so half a character is shown as such."""
+        return self._flush(len(self._pending), self._decode(self._context + self._pending))
+
+    def _step(self, token: int) -> str:
+        if token in self._special:
+            return ""
+        self._pending.append(token)
+        text = self._decode(self._context + self._pending)
+        if len(text) > len(self._out) and not text.endswith(_UNFINISHED):
+            return self._flush(len(self._pending), text)
+        if len(self._pending) < _PENDING:
+            return ""
+        ready = len(self._pending) - _LONGEST_CHARACTER
+        return self._flush(ready, self._decode(self._context + self._pending[:ready]))
+
+    def _flush(self, count: int, text: str) -> str:
+        """Makes the first `count` pending tokens the context; `text` is that of the old context and of them."""
+        new = text[len(self._out) :]
+        self._context, self._pending = self._pending[:count], self._pending[count:]
+        self._out = self._decode(self._context)
+        return new
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+
+
 def _load(model: Path) -> tuple[Tokenizer, bool]:
     """The model's tokenizer, and whether it splits special tokens that are in a text."""
     named = any((model / name).is_file() for name in _FILES)
@@ -124,6 +187,8 @@ def _load(model: Path) -> tuple[Tokenizer, bool]:
         raise ConfigError(f"the tokenizer in {str(model)!r} {why}; {_SAVE}" if named else missing)
     if answer["tokenizer"] is None:
         raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
+    from tokenizers import Tokenizer  # a cache without a model has none
+
     return Tokenizer.from_str(answer["tokenizer"]), answer["splits_special"]
 
 

@@ -186,17 +186,18 @@ class GroupedStepAttention:
     def attend(
         self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory."""
         group, index = self._places[layer]
         return self._steps[group].attend(query, index, scaling, kind)
 
     def expands(self, layer: int) -> bool:
-        """See `StepAttention.expands`."""
+        """Whether the layer's keys and values are to be given (`AttentionKind.expanded`)."""
         group, index = self._places[layer]
         return self._steps[group].expands(index)
 
     def attend_given(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
     ) -> torch.Tensor:
-        """See `StepAttention.attend_given`; it needs no memory, hence no group."""
+        """[1, heads, rows, key_dim] to [1, rows, heads, value_dim], by these keys and values. It needs no memory, hence
+        no group."""
         return self._steps[0].attend_given(query, key, value, scaling, kind)

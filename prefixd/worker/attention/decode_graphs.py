@@ -80,7 +80,7 @@ class DecodeStep:
         raise NotImplementedError("a captured pass runs with flash attention alone")
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
-        """See `VirtualStep.varlen_arguments`."""
+        """Sequence i begins at `starts[i]`, and `seqused_k` says how far it reaches."""
         return lambda layer: (self._flat[:, layer, 0], self._flat[:, layer, 1]), {
             "cu_seq_k": self._starts,
             "max_k": self._most_keys,
@@ -120,7 +120,7 @@ class DecodeGraphs:
         return sorted({size for size, _ in self._captured})
 
     def fits(self, sequences: int) -> bool:
-        """Whether there is a graph for so many sequences, or can be."""
+        """Whether there is a graph for `sequences` sequences, or can be."""
         return bool(self._sizes) and sequences <= self._sizes[-1]
 
     def run(self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:

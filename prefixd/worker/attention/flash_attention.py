@@ -146,7 +146,8 @@ class FlashStep:
     def attend(
         self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
     ) -> torch.Tensor:
-        """See `StepAttention.attend`; causal from each sequence's end, so its last query looks at all of it."""
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory. Causal
+        from each sequence's end, so its last query looks at all of it."""
         keys, values = self._layer(layer)
         keywords = dict(self._arguments)
         if kind.window is not None:

@@ -115,7 +115,7 @@ class FlexStep:
     def attend(
         self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory."""
         keys, values = self._step.flat(layer)
         output = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
         for part in self.parts:

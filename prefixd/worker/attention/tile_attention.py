@@ -63,7 +63,7 @@ class TileAttention:
         return None
 
     def expands(self, layer: int) -> bool:
-        """See `StepAttention.expands`."""
+        """Whether the layer's keys and values are to be given (`AttentionKind.expanded`)."""
         return layer in self._expanded
 
     def spans(self, segments: Sequence[Segment], window: int | None) -> Spans:
@@ -128,17 +128,18 @@ class TileStep:
     def attend(
         self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory."""
         return self._attend(query, self._step.read(layer, self._spans_of(kind.window)), scaling, kind)
 
     def expands(self, layer: int) -> bool:
-        """See `StepAttention.expands`."""
+        """Whether the layer's keys and values are to be given (`AttentionKind.expanded`)."""
         return self._backend.expands(layer)
 
     def attend_given(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
     ) -> torch.Tensor:
-        """See `StepAttention.attend_given`; the rest of a segment's last tile is filled up with zeros."""
+        """[1, heads, rows, key_dim] to [1, rows, heads, value_dim], by these keys and values. The rest of a segment's
+        last tile is filled up with zeros."""
         given = []
         row = 0
         for segment, (start, end) in zip(self._step.segments, self._spans_of(kind.window), strict=True):

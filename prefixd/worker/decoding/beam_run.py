@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from prefixd.worker.decoding.beam_search import BeamSearch
+from prefixd.base.sampling import BeamSearch
+from prefixd.worker.decoding.beam_search import RunningSearch
 from prefixd.worker.decoding.run import Limits, Run
 from prefixd.worker.images import PromptImages
 from prefixd.worker.memory.kv_memory import KvMemory, KvSequence, Segment
@@ -63,6 +64,7 @@ class BeamRun:
     def __init__(
         self,
         start: Start,
+        search: BeamSearch,
         kv: KvMemory,
         memory: KvSequence,
         block_tokens: int,
@@ -75,20 +77,13 @@ class BeamRun:
         self.reported_blocks = start.cached_blocks
         self._kv = kv
         self._block_tokens = block_tokens
-        sampling = start.sampling
         used = -(-len(self.prompt.tokens) // block_tokens)
         width = limits.block_slots
         homes = [tuple(start.frames[first : first + width]) for first in range(0, len(start.frames), width)]
         self._prompt_homes = homes[:used]
         self._spare = homes[used:]
         self._users: Counter[Home] = Counter()
-        self._search = BeamSearch(
-            sampling.beams,
-            min(sampling.max_tokens, limits.max_model_tokens - len(self.prompt.tokens)),
-            self.prompt.stop,
-            sampling.length_penalty,
-            sampling.early_stopping,
-        )
+        self._search = RunningSearch(search, self.prompt.room, self.prompt.stop)
 
     @property
     def members(self) -> Sequence[Run | Beam]:
@@ -117,7 +112,7 @@ class BeamRun:
             results = [
                 BeamResult(list(best.tokens), best.score, best.ended or "length") for best in self._search.finished
             ]
-            return Done(self.id, results[0].reason, beams=results[: self.prompt.sampling.beam_answers])
+            return Done(self.id, results[0].reason, beams=results)
         if not self.beams:
             homes = list(self._prompt_homes)
             self._users.update(homes)

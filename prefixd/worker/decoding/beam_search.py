@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from prefixd.base.sampling import BeamSearch
 from prefixd.worker.to_device import to_device
 
 
@@ -26,28 +27,24 @@ class Hypothesis:
     ended: Literal["stop", "length"] | None = None
 
 
-class BeamSearch:
+class RunningSearch:
     """The state of one search.
 
-    width: beams that are continued in each step.
+    search: what is asked for. Without `early_stopping` it ends when no beam can become better than the sequences that
+        have ended, as far as one can tell from its score now.
     most_tokens: tokens of the longest sequence.
     stop: tokens that end a sequence.
-    length_penalty: above 0 favours long sequences, below 0 short ones.
-    early_stopping: end as soon as `width` sequences have ended; else when no beam can become better than they are, as
-        far as one can tell from its score now.
     """
 
-    def __init__(
-        self, width: int, most_tokens: int, stop: Collection[int], length_penalty: float, early_stopping: bool
-    ) -> None:
+    def __init__(self, search: BeamSearch, most_tokens: int, stop: Collection[int]) -> None:
         self.running: list[Hypothesis] = [Hypothesis((), 0.0)]
         self.finished: list[Hypothesis] = []
         self.ended = False
-        self._width = width
+        self._width = search.width
         self._most_tokens = most_tokens
         self._stop = frozenset(stop)
-        self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
+        self._length_penalty = search.length_penalty
+        self._early_stopping = search.early_stopping
 
     def advance(self, logits: torch.Tensor) -> list[int] | None:
         """Continue all running beams by a token; returns for each beam that runs now which one it continues.

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, Protocol
 
-import msgspec
 import numpy as np
 import torch
 
+from prefixd.base.errors import InvalidArgumentError
+from prefixd.base.sampling import Sampling
 from prefixd.worker.decoding.sampling import Choice, TokenCounts
 from prefixd.worker.images import PromptImages, check_images
 from prefixd.worker.memory.grouped_kv import GroupedSequence
 from prefixd.worker.memory.kv_memory import KvSequence, Segment
 from prefixd.worker.memory.state_memory import SequenceState
 from prefixd.worker_protocol.errors import RequestError
-from prefixd.worker_protocol.protocol import MOST_LOGPROBS, Arrived, ImageShape, Sampling, Start, blocks_needed
+from prefixd.worker_protocol.protocol import Arrived, ImageShape, Start, blocks_needed
 
 
 class Limits(Protocol):
@@ -63,10 +64,10 @@ class Run:
     ) -> None:
         self.id = start.id
         self.sampling = start.sampling
-        self._guessing = msgspec.structs.replace(start.sampling, logprobs=None)
+        self._guessing = replace(start.sampling, logprobs=None)
         self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
         self.generated = start.generated
-        self._forced: list[int] = np.frombuffer(start.sampling.forced, dtype="<u4").tolist()
+        self._forced: list[int] = start.sampling.forced_ids.tolist()
         self._counts: TokenCounts | None = None
         if start.sampling.penalised:
             known = [token for token in self.tokens if token < limits.vocab_size]  # some placeholders are not
@@ -219,7 +220,7 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
     _check_state(start, limits)
     _check_image_frames(start, limits.image_slots)
     _check_sampling(start.sampling)
-    if start.sampling.forced:
+    if start.sampling.forced_tokens is not None:
         _check_forced(start, limits)
     if start.sampling.beams:
         _check_beams(start, len(tokens), block_tokens, limits)
@@ -269,45 +270,25 @@ def _check_image_frames(start: Start, needed: int) -> None:
 
 def _check_sampling(sampling: Sampling) -> None:
     if sampling.max_tokens < 1:
-        raise RequestError(f"max_tokens={sampling.max_tokens}; ask for at least one token")
-    if not (0.0 <= sampling.temperature < float("inf")):
-        raise RequestError(f"temperature={sampling.temperature}; use 0 for greedy or a positive number")
-    if sampling.top_k < 0:
-        raise RequestError(f"top_k={sampling.top_k}; use 0 for all tokens or a positive number")
-    if not (0.0 < sampling.top_p <= 1.0):
-        raise RequestError(f"top_p={sampling.top_p}; use a number in (0, 1]")
-    if not (0.0 <= sampling.min_p <= 1.0):
-        raise RequestError(f"min_p={sampling.min_p}; use a number in [0, 1]")
-    if not (0.0 < sampling.repetition_penalty < float("inf")):
-        raise RequestError(f"repetition_penalty={sampling.repetition_penalty}; use 1 for none or a positive number")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not math.isfinite(getattr(sampling, name)):
-            raise RequestError(f"{name}={getattr(sampling, name)}; use 0 for none or a finite number")
-    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MOST_LOGPROBS:
-        raise RequestError(f"logprobs={sampling.logprobs}; use a number from 0 to {MOST_LOGPROBS}")
+        raise RequestError(f"max_tokens is {sampling.max_tokens}; ask for at least one token")
+    try:
+        sampling.check()
+    except InvalidArgumentError as error:
+        raise RequestError(str(error)) from error
 
 
 def _check_forced(start: Start, limits: Limits) -> None:
-    sampling = start.sampling
-    if sampling.beams:
-        raise RequestError(f"forced tokens with {sampling.beams} beams; a search chooses its tokens itself")
-    if len(sampling.forced) != 4 * sampling.max_tokens:
-        raise RequestError(
-            f"{len(sampling.forced)} bytes of forced tokens; max_tokens={sampling.max_tokens} take 4 each"
-        )
-    forced = np.frombuffer(sampling.forced, dtype="<u4")
+    sampling, forced = start.sampling, start.sampling.forced_ids
+    if len(forced) != sampling.max_tokens:
+        raise RequestError(f"{len(forced)} forced tokens with max_tokens={sampling.max_tokens}; send as many")
     if (largest := int(forced.max())) >= limits.vocab_size:
         raise RequestError(f"forced token {largest} is outside the model's vocabulary of {limits.vocab_size}")
-    if sampling.forced[: 4 * start.generated] != start.tokens[len(start.tokens) - 4 * start.generated :]:
+    if forced[: start.generated].tobytes() != start.tokens[len(start.tokens) - 4 * start.generated :]:
         raise RequestError(f"the {start.generated} generated tokens are not the first of those forced; send these")
 
 
 def _check_beams(start: Start, tokens: int, block_tokens: int, limits: Limits) -> None:
     sampling = start.sampling
-    if not 1 <= sampling.beam_answers <= sampling.beams:
-        raise RequestError(f"beam_answers={sampling.beam_answers} of {sampling.beams} beams; ask for 1 to all of them")
-    if not math.isfinite(sampling.length_penalty):
-        raise RequestError(f"length_penalty={sampling.length_penalty}; use a finite number")
     if start.generated:
         raise RequestError(f"generated={start.generated}; a beam search starts from its prompt")
     needed = blocks_needed(tokens, sampling.max_tokens, sampling.beams, block_tokens)

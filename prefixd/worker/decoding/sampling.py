@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from prefixd.base.sampling import MOST_LOGPROBS, Sampling
 from prefixd.worker.to_device import to_device
-from prefixd.worker_protocol.protocol import MOST_LOGPROBS, Sampling, TokenLogprobs
+from prefixd.worker_protocol.protocol import TokenLogprobs
 
 
 class TokenCounts:
@@ -89,7 +90,7 @@ def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chose
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature >= _GREEDY_BELOW]
     if drawn:
         rows = to_device(drawn, torch.int64, logits.device)
-        at = [uniform(choices[row].sampling.seed, choices[row].k) for row in drawn]
+        at = [uniform(choices[row].sampling.seed or 0, choices[row].k) for row in drawn]
         kept = weights(scores[rows].float(), [choices[row].sampling for row in drawn])
         tokens = tokens.index_copy(0, rows, _invert(kept, to_device(at, torch.float64, logits.device)))
     forced = [(row, choice.forced) for row, choice in enumerate(choices) if choice.forced is not None]
@@ -151,7 +152,7 @@ def weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor
         least = some.topk(max(counts), dim=-1).values.gather(1, last[:, None])
         scores = scores.index_copy(0, rows, some.masked_fill(some < least, -torch.inf))
     kept = torch.softmax((scores - best) / to_device(heat, torch.float32, device)[:, None], dim=-1)
-    nuclei = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1.0]
+    nuclei = [row for row, sampling in enumerate(samplings) if 0.0 < sampling.top_p < 1.0]
     if nuclei:
         rows = to_device(nuclei, torch.int64, device)
         top_p = to_device([samplings[row].top_p for row in nuclei], torch.float64, device)
@@ -172,7 +173,7 @@ def penalised(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
         return logits
     rows = to_device([row for row, _, _ in some], torch.int64, logits.device)
     factors = [
-        [sampling.repetition_penalty for _, sampling, _ in some],
+        [sampling.repetition_penalty or 1.0 for _, sampling, _ in some],
         [sampling.presence_penalty for _, sampling, _ in some],
         [sampling.frequency_penalty for _, sampling, _ in some],
     ]

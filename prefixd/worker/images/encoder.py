@@ -60,7 +60,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def positions(self, tokens: int, images: Sequence[PromptImage]) -> torch.Tensor | None:
-        """Rotary positions ``[3, tokens]`` on the CPU of a prompt of so many tokens with these images.
+        """Rotary positions ``[3, tokens]`` on the CPU of a prompt of `tokens` tokens with these images.
 
         None where a token's position is its place. Raises RequestError for images with other numbers of placeholders.
         """

@@ -22,7 +22,7 @@ class FeatureStore:
     """Keeps the embeddings used last of each tenant, as many as fit.
 
     An embedding depends on nothing but its image, so it serves every prompt of its tenant, whatever stands before the
-    image there. Whoever has most loses the one that he has not used for the longest time: a tenant with no more than an
+    image there. The tenant that has most loses what it has not used for the longest time: a tenant with no more than an
     even part loses nothing to others, whatever they send.
 
     most_bytes: of all embeddings together. One that is larger alone is not kept.

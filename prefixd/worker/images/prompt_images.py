@@ -136,7 +136,7 @@ class PromptImages:
         return [(image.first, image.tokens, image.digest) for image in self._images]
 
     def pass_by(self, computed: int) -> None:
-        """So many tokens are computed: let go of the embeddings that no later pass needs."""
+        """These tokens are computed: let go of the embeddings that no later pass needs."""
         for index in [index for index in self._held if _span(self._images[index])[1] <= computed]:
             del self._held[index]
 
@@ -164,7 +164,7 @@ def check_images(
         images: see `Start.images`.
         tokens: ids, of which the first `prompt` are the prompt's.
         prompt: how many.
-        cached: the first so many tokens hold KV already.
+        cached: how many tokens, from the first on, hold KV already.
         shape: None for a model of text alone.
         apart: whether images must not follow each other directly (`ImageKind.apart`).
 

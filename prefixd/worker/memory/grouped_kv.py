@@ -69,7 +69,7 @@ class GroupedKv:
         self._own, self._draft = groups.own, groups.draft
 
     def open(self, frames: Sequence[int], state: StateFrames | None = None) -> GroupedSequence:
-        """See `KvMemory.open`."""
+        """A sequence with these frames as its first blocks; -1 where a block has none."""
         parts: list[KvSequence] = []
         try:
             for memory, own in zip(self._memories, self._split(frames), strict=True):
@@ -82,42 +82,42 @@ class GroupedKv:
         return GroupedSequence(parts, of_state, self._most_blocks)
 
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
-        """See `KvMemory.extend`."""
+        """More frames for a sequence."""
         for memory, part, own in zip(self._memories, _parts(sequence), self._split(frames), strict=True):
             memory.extend(part, own)
 
     def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
-        """See `KvMemory.assign`."""
+        """Give a sequence, which no pass uses now, these frames in place of those it has."""
         for memory, part, own in zip(self._memories, _parts(sequence), self._split(frames), strict=True):
             memory.assign(part, own)
 
     def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
-        """See `KvMemory.copy`; states are not copied."""
+        """Copy the KV of tokens [first, stop), queued on the device behind the passes so far. States are not copied."""
         for memory, out, into in zip(self._memories, _parts(source), _parts(target), strict=True):
             memory.copy(out, into, first, stop)
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """See `KvMemory.pass_by`."""
+        """Give up what sliding windows have left behind once `tokens` tokens are computed (`passed_blocks`)."""
         for group, memory, part in zip(self._groups.attention, self._memories, _parts(sequence), strict=True):
             blocks = passed_blocks(group.shape, tokens, self._groups.block_tokens, self._margin)
             memory.give_up(part, blocks * self._groups.slots(group))
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
-        """See `KvMemory.ready`."""
+        """Whether the memory of a sequence's first `tokens` tokens can be used now without waiting."""
         state = _grouped(sequence).state
         return all(
             memory.ready(part, tokens) for memory, part in zip(self._memories, _parts(sequence), strict=True)
         ) and (state is None or self._states is None or self._states.ready(state.tensors))
 
     def wait(self, sequence: KvSequence, tokens: int) -> None:
-        """See `KvMemory.wait`."""
+        """Wait until the memory of a sequence's first `tokens` tokens can be used."""
         for memory, part in zip(self._memories, _parts(sequence), strict=True):
             memory.wait(part, tokens)
         if (state := _grouped(sequence).state) is not None and self._states is not None:
             self._states.wait(state.tensors)
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
-        """See `KvMemory.close`."""
+        """End a sequence; `on_closed` is called, now or by `poll`, when nothing reads or writes its frames any more."""
         state = _grouped(sequence).state
         left = len(self._memories) + (0 if state is None else len(state.tensors))
 
@@ -133,13 +133,13 @@ class GroupedKv:
             state.close(closed)
 
     def poll(self, wait: bool = False) -> int:
-        """See `KvMemory.poll`."""
+        """Finish what `close` began as far as the device is, or with `wait` all of it; returns how many are left."""
         left = 0 if self._states is None else self._states.poll(wait)
         left += 0 if self.cross is None else self.cross.memory.poll(wait)
         return left + sum(memory.poll(wait) for memory in self._memories)
 
     def forget(self, frames: Sequence[int]) -> None:
-        """See `KvMemory.forget`: any group may have them mapped."""
+        """Unmap frames that no sequence has and that are about to be no more. Any group may have them mapped."""
         for memory in self._memories:
             memory.forget(frames)
         if self._states is not None:
@@ -148,7 +148,7 @@ class GroupedKv:
             self.cross.memory.forget(frames)
 
     def step(self, segments: Sequence[Segment]) -> StepKv:
-        """See `KvMemory.step`: the groups of the model itself."""
+        """The memory of a forward pass over these segments. The groups of the model itself."""
         return self._step(segments, self._own, 0)
 
     def draft_step(self, segments: Sequence[Segment]) -> StepKv:
@@ -156,7 +156,7 @@ class GroupedKv:
         return self._step(segments, self._draft, len(self._own.attention))
 
     def usage(self) -> KvUsage:
-        """See `KvMemory.usage`, of all groups together."""
+        """What is shared now, and what was done since the start. Of all groups together."""
         memories = self._memories if self.cross is None else (*self._memories, self.cross.memory)
         each = [memory.usage() for memory in memories]
         return KvUsage(
@@ -207,17 +207,17 @@ class GroupedStep:
         self.places = places
 
     def write(self, layer: int, pairs: torch.Tensor) -> None:
-        """See `StepKv.write`."""
+        """Write a layer's keys and values of the segments' tokens, ``[tokens, 2, kv_heads, head_dim]``."""
         group, index = self.places[layer]
         self.steps[group].write(index, pairs)
 
     def scrub(self, segment: int, end: int) -> None:
-        """See `StepKv.scrub`."""
+        """Zero a segment's memory from its last token to token `end`, which lies in the same block."""
         for step in self.steps:
             step.scrub(segment, end)
 
     def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See `StepKv.read`."""
+        """Each segment's keys and values in its span, both ``[kv_heads, end - start, head_dim]``."""
         group, index = self.places[layer]
         return self.steps[group].read(index, spans)
 

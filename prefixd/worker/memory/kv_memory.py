@@ -31,7 +31,7 @@ class KvSequence(Protocol):
 class Segment:
     """Tokens [start, stop) of one sequence, which a pass computes; its memory reaches to the end of their blocks.
 
-    keep: of a model with recurrent layers, (position, buffer): the state after so many tokens is copied there.
+    keep: of a model with recurrent layers, (position, buffer): the state after `position` tokens is copied there.
     images: what the pass needs of the sequence's images; None if it has none.
     """
 
@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def both_ways(self) -> Sequence[tuple[int, int]]:
-        """See `PassImages`."""
+        """[start, stop) of the images in the segment whose tokens attend to each other in both directions."""
         return () if self.images is None else self.images.both_ways
 
 
@@ -114,7 +114,7 @@ class KvMemory(Protocol):
         ...
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """So many tokens are computed: give up the memory that sliding windows have left behind (`passed_blocks`)."""
+        """Give up what sliding windows have left behind once `tokens` tokens are computed (`passed_blocks`)."""
         ...
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:

@@ -55,14 +55,14 @@ class PagedKv:
         self.pool = self._view()
 
     def open(self, frames: Sequence[int], state: StateFrames | None = None) -> BlockTable:
-        """See `KvMemory.open`."""
+        """A sequence with these frames as its first blocks; -1 where a block has none."""
         del state
         sequence = BlockTable(())
         self.extend(sequence, frames)
         return sequence
 
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
-        """See `KvMemory.extend`."""
+        """More frames for a sequence."""
         table = _table(sequence)
         if table.blocks + len(frames) > self._max_blocks:
             raise MemoryMisuseError(
@@ -72,12 +72,12 @@ class PagedKv:
         table.pages += frames
 
     def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
-        """See `KvMemory.assign`."""
+        """Give a sequence, which no pass uses now, these frames in place of those it has."""
         self._let_go(_table(sequence))
         self.extend(sequence, frames)
 
     def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
-        """See `KvMemory.copy`."""
+        """Copy the KV of tokens [first, stop), queued on the device behind the passes so far."""
         block = self._geometry.block_tokens
         while first < stop:
             end = (first // block + 1) * block
@@ -107,7 +107,8 @@ class PagedKv:
         del sequence, tokens
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
-        """See `KvMemory.close`. The pages stay mapped: a page's next owner is ordered behind on the same stream."""
+        """End a sequence; `on_closed` is called, now or by `poll`, when nothing reads or writes its frames any more.
+        The pages stay mapped: a page's next owner is ordered behind on the same stream."""
         self._let_go(_table(sequence))
         on_closed()
 
@@ -117,15 +118,15 @@ class PagedKv:
         return 0
 
     def forget(self, frames: Sequence[int]) -> None:
-        """See `KvMemory.forget`."""
+        """Unmap frames that no sequence has and that are about to be no more."""
         self.pages.window.forget(frames)
 
     def step(self, segments: Sequence[Segment]) -> PagedStep:
-        """See `KvMemory.step`."""
+        """The memory of a forward pass over these segments."""
         return PagedStep(self.pool, segments)
 
     def usage(self) -> KvUsage:
-        """See `KvMemory.usage`; nothing is mapped for a request."""
+        """What is shared now, and what was done since the start. Nothing is mapped for a request."""
         return KvUsage(shared_blocks=self.pages.shared, copied_blocks=self._copied)
 
     def end(self) -> None:
@@ -175,7 +176,7 @@ class PagedStep:
         self._pool[:, :, layer].index_put_((self._pages, self._offsets), pairs)
 
     def scrub(self, segment: int, end: int) -> None:
-        """See `StepKv.scrub`."""
+        """Zero a segment's memory from its last token to token `end`, which lies in the same block."""
         part = self.segments[segment]
         if part.stop < end:
             first = part.stop % self._block

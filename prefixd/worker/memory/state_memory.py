@@ -64,7 +64,7 @@ class SequenceState:
         for blocks, frames in due:
             try:
                 buffer = self._memory.mapped(frames)
-            except SwapError as error:  # a state that is not kept harms nobody
+            except SwapError as error:  # a state that is not kept does no harm
                 log.warning("the state after %d blocks is not kept: %s", blocks, error)
                 continue
             mapped.append((blocks, buffer[0]))
@@ -120,28 +120,28 @@ class PagedStates:
         self._pool = window.tensor((self.pages.count, size), torch.uint8, (window.frame_bytes, 1))
 
     def map(self, frames: Sequence[int]) -> int:
-        """See `StateMemory.map`."""
+        """Map frames as one buffer; wait for it before it is used."""
         (page,) = frames
         self.pages.add([page])
         return page
 
     def mapped(self, frames: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """See `StateMemory.mapped`."""
+        """Map frames and wait for it; the tensor to release, and its buffer."""
         page = self.map(frames)
         return page, self.buffer(page)
 
     def buffer(self, buffer: Buffer) -> torch.Tensor:
-        """See `StateMemory.buffer`."""
+        """``[nbytes]`` of uint8; waits until it is mapped."""
         return self._pool[cast(int, buffer), : self._nbytes]
 
     def copy(self, frames: Sequence[int], target: Buffer) -> None:
-        """See `StateMemory.copy`."""
+        """Copy the state in `frames`, queued on the device behind the passes so far."""
         page, source = self.mapped(frames)
         self.buffer(target).copy_(source)
         self.pages.remove([page])
 
     def release(self, buffer: Buffer, on_released: Callable[[], None]) -> None:
-        """See `StateMemory.release`; its next owner is ordered behind on the same stream."""
+        """Give a buffer back once the device is done with it. Its next owner is ordered behind on the same stream."""
         self.pages.remove([cast(int, buffer)])
         on_released()
 
@@ -160,7 +160,7 @@ class PagedStates:
         return 0
 
     def forget(self, frames: Sequence[int]) -> None:
-        """See `KvMemory.forget`."""
+        """Unmap frames that no sequence has and that are about to be no more."""
         self.pages.window.forget(frames)
 
     def end(self) -> None:
@@ -255,11 +255,11 @@ class StateMemory:
         self.manager.wait([cast(VirtualTensor, buffer) for buffer in buffers])
 
     def poll(self, wait: bool = False) -> int:
-        """See `KvMemory.poll`."""
+        """Finish what `close` began as far as the device is, or with `wait` all of it; returns how many are left."""
         return self.manager.poll(wait)
 
     def forget(self, frames: Sequence[int]) -> None:
-        """See `KvMemory.forget`."""
+        """Unmap frames that no sequence has and that are about to be no more."""
         VirtualKv(self.manager).forget(frames)
 
     def end(self) -> None:

@@ -23,7 +23,8 @@ class VirtualKv:
         self.manager = manager
 
     def open(self, frames: Sequence[int], state: StateFrames | None = None) -> VirtualTensor:
-        """See `KvMemory.open`; the addresses are those on which most of the frames are still mapped."""
+        """A sequence with these frames as its first blocks; -1 where a block has none. The addresses are those on which
+        most of the frames are still mapped."""
         del state
         numbers = [FrameId(frame) for frame in frames]
         tensor = self.manager.create(numbers)
@@ -35,15 +36,16 @@ class VirtualKv:
         return tensor
 
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
-        """See `KvMemory.extend`."""
+        """More frames for a sequence."""
         self.manager.extend(_tensor(sequence), [FrameId(frame) for frame in frames])
 
     def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
-        """See `KvMemory.assign`; only blocks whose frame is another one are mapped anew."""
+        """Give a sequence, which no pass uses now, these frames in place of those it has. Only blocks whose frame is
+        another one are mapped anew."""
         self.manager.assign(_tensor(sequence), [FrameId(frame) for frame in frames])
 
     def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
-        """See `KvMemory.copy`."""
+        """Copy the KV of tokens [first, stop), queued on the device behind the passes so far."""
         # Not for what else of them is being mapped, or could not be: that is for their next passes.
         self.manager.wait([_tensor(source), _tensor(target)], stop)
         block = self.manager.geometry.block_tokens
@@ -66,20 +68,19 @@ class VirtualKv:
         self.manager.wait([_tensor(sequence)], tokens)
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
-        """See `KvMemory.close`. No synchronisation: an event of the current stream says when its work has ended."""
+        """End a sequence; `on_closed` is called, now or by `poll`, when nothing reads or writes its frames any more. No
+        synchronisation: an event of the current stream says when its work has ended."""
         device = self.manager.kv.device
         streams = [torch.cuda.current_stream(device).cuda_stream] if device.type == "cuda" else []
         self.manager.release(_tensor(sequence), streams=streams, on_released=on_closed)
 
     def poll(self, wait: bool = False) -> int:
-        """See `KvMemory.poll`."""
+        """Finish what `close` began as far as the device is, or with `wait` all of it; returns how many are left."""
         return self.manager.poll(wait)
 
     def forget(self, frames: Sequence[int]) -> None:
-        """See `KvMemory.forget`: what ended requests left mapped goes.
-
-        Raises MemoryMisuseError if a request has one of the frames.
-        """
+        """Unmap frames that no sequence has and that are about to be no more. What ended requests left mapped goes.
+        Raises MemoryMisuseError if a request has one of the frames."""
         gone = {FrameId(frame) for frame in frames}
         self.manager.reclaim(gone)
         if self.manager.still_mapped(gone):  # on addresses whose request has ended and waits for the device
@@ -89,12 +90,12 @@ class VirtualKv:
             raise MemoryMisuseError(f"frame {min(left)} is to go, but a request has it; end the request first")
 
     def step(self, segments: Sequence[Segment]) -> VirtualStep:
-        """See `KvMemory.step`."""
+        """The memory of a forward pass over these segments."""
         rows = [_tensor(segment.sequence).row for segment in segments]
         return VirtualStep(self.manager.kv, segments, rows)
 
     def usage(self) -> KvUsage:
-        """See `KvMemory.usage`."""
+        """What is shared now, and what was done since the start."""
         counts = self.manager.counts
         return KvUsage(self.manager.physical.shared_count, counts.mapped, counts.reused, counts.copied)
 
@@ -140,7 +141,7 @@ class VirtualStep:
             torch._foreach_copy_(self._targets[layer], list(pairs.split(self._lengths)))
 
     def scrub(self, segment: int, end: int) -> None:
-        """See `StepKv.scrub`."""
+        """Zero a segment's memory from its last token to token `end`, which lies in the same block."""
         self._kv[self._rows[segment], self.segments[segment].stop : end].zero_()
 
     def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:

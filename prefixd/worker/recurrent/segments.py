@@ -14,7 +14,7 @@ class StateSegment:
 
     state: the sequence's state after its first `start` tokens; the pass makes it the one after `stop`. With start 0
     there is none yet: whatever bytes the buffer has are not read. See `StateLayout` for what a buffer is.
-    keep: (position, buffer): the state after so many tokens is copied into that buffer. A position is in
+    keep: (position, buffer): the state after `position` tokens is copied into that buffer. A position is in
     (start, stop], and a multiple of the cell or `stop`.
     """
 

@@ -35,7 +35,7 @@ from prefixd_swap.geometry import KvGeometry, Layout
 
 CUDA_CHUNK_BYTES = 2 << 20
 READ_BLOCK = 128
-"""A GPU's kernels read keys in blocks of at most so many tokens. Where a window begins inside one, so must memory."""
+"""A GPU's kernels read keys in blocks of at most this many tokens. Where a window begins inside one, so must memory."""
 _MOST_ROUNDING = 1 / 16
 """Of a state, which is rounded up to whole frames: the most that is wasted where frames can be small enough."""
 
@@ -114,7 +114,7 @@ class KvGroups:
 
     attention: its groups, in the order of their first layers. state: its recurrent layers, if it has any.
     block_tokens: of all groups. frame_bytes: of all groups. chunk_bytes: of the memory below.
-    of_draft: so many of the last groups in `attention` are those of a draft model beside it; its layers are numbered
+    of_draft: how many of the last groups in `attention` are those of a draft model beside it; its layers are numbered
         anew.
     whole_pages: as `Hello.whole_pages`: a block's frames in a group, or a state's, lie side by side.
     cross: the layers that attend to images, if there are any: their blocks are images, not tokens.

@@ -78,7 +78,7 @@ class ModelSpec:
 
     @property
     def images_apart(self) -> bool:
-        """See `ImageKind.apart`."""
+        """Whether the model takes images that follow each other directly for one."""
         kind = image_kind(self.config)
         return kind is not None and kind.apart
 
@@ -114,7 +114,7 @@ class ModelSpec:
 
     @property
     def window_margin(self) -> int:
-        """See `Hello.window_margin`.
+        """Blocks that end so many tokens before the window of the next token, or earlier, are not read.
 
         A window's first block is read as a whole, so only what attention reads before that block counts. On a GPU
         that is nothing: blocks are whole blocks of keys as kernels read them (`READ_BLOCK`). On a CPU a window is

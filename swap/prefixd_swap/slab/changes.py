@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,10 @@ from prefixd_swap.slab.files.slab_file import SlabFile
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
 from prefixd_swap.slab.index.block_record import record_slots
-from prefixd_swap.slab.index.index import Change, SlabIndex
+from prefixd_swap.slab.index.rows import Change
+
+if TYPE_CHECKING:
+    from prefixd_swap.slab.index.index import SlabIndex
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from prefixd_swap.errors import StorageError
 from prefixd_swap.slab.files.slab_file import SlabFile
-from prefixd_swap.slab.index.index import Change
+from prefixd_swap.slab.index.rows import Change
 
 
 @dataclass(eq=False, slots=True)

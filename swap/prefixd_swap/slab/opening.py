@@ -13,9 +13,10 @@ from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.files.slab_file import MAX_NUMBER
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.index.bring_back import bring_back
-from prefixd_swap.slab.index.index import IndexDamagedError, SlabIndex
+from prefixd_swap.slab.index.index import SlabIndex
 from prefixd_swap.slab.index.record_columns import IndexTable, Records
 from prefixd_swap.slab.index.recovery import Recovery, recover, slabs_named
+from prefixd_swap.slab.index.rows import IndexDamagedError
 from prefixd_swap.slab.index.set_aside import list_set_aside, note_rest, set_copy_aside
 
 log = logging.getLogger(__name__)

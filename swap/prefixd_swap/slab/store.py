@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -35,16 +35,18 @@ from prefixd_swap.slab.index.block_record import (
     index_key,
     without_parts,
 )
-from prefixd_swap.slab.index.index import Change, IndexDamagedError, SlabIndex
 from prefixd_swap.slab.index.record_columns import Bools, IndexTable, Int64s, Records
 from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile
+from prefixd_swap.slab.index.rows import Change, IndexDamagedError
 from prefixd_swap.slab.index.set_aside import SetAside, list_set_aside
-from prefixd_swap.slab.opening import open_parts
 from prefixd_swap.slab.reader import SlabReader
 from prefixd_swap.slab.verification import Verification
 from prefixd_swap.slab.writer import SlabWriter
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
+
+if TYPE_CHECKING:
+    from prefixd_swap.slab.index.index import SlabIndex
 
 _ADOPTED_AT_ONCE = 4096
 _REMOVED_AT_ONCE = 4096
@@ -109,6 +111,8 @@ class SlabStore:
             FormatError: it holds other files than this version's.
             StorageError: it cannot be made, read or written.
         """
+        from prefixd_swap.slab.opening import open_parts  # LMDB: engines, which import this package, have none
+
         opened = open_parts(path, capacity_bytes, slab_bytes, io, ops or FileOps(), shrink)
         return cls(*opened, io_threads)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from prefixd_swap.errors import IndexUnavailableError, IntegrityError, RecordDamagedError, StorageError
 from prefixd_swap.slab.changes import StoreChanges
 from prefixd_swap.slab.files.slab_files import SlabFiles
 from prefixd_swap.slab.index.block_record import BlockRecord, decode_record, index_key
-from prefixd_swap.slab.index.index import SlabIndex
 from prefixd_swap.slab.index.record_columns import IndexTable, Records
 from prefixd_swap.slab.reader import verify
 from prefixd_swap.slots import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from prefixd_swap.slab.index.index import SlabIndex
 
 _CHECKS = 8  # a block that was found bad so often while others were freed is bad
 

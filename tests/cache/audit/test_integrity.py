@@ -96,7 +96,7 @@ def kept_by_nobody(rig: Rig, rows: list[int]) -> Callable[[], None]:
 
 
 def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
-    hold = rig.cache.mover.placement.holds.hold("lease 1-x", rig.trie, np.array(rows, np.int64), rig.cache.tiers.shared)
+    hold = rig.cache.holds.hold("lease 1-x", rig.trie, np.array(rows, np.int64), rig.cache.tiers.shared)
     rig.session.grants["1-x"] = Lease("1-x", rig.session, hold, 2000.0)
     rig.trie.unhold(hold.rows, CPU)
 
@@ -159,7 +159,6 @@ def miscounted_held_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (column("next_sibling", 2), "linked wrongly to their siblings or children"),
         (column("previous_sibling", 0), "linked wrongly to their siblings or children"),
         (column("any_part", 0), "marked wrongly for the cpu tier"),
-        (column("complete", 2), "not whole as marked"),
         (column("nearest", 2), "wrong nearest tier"),
         (column("tier_children", 4, DISK), "miscount their children in the disk tier"),
         (column("holds", -1, CPU), "released more often than held in the cpu tier"),

@@ -229,7 +229,7 @@ async def test_a_block_without_room_has_a_record_for_those_that_continue_it(make
     rig.trie.pinned[rig.rows([8, 9])] = True
     await rig.put([1, 2, 3])
     rows, shared = np.array(rig.rows([1, 2, 3])), rig.cache.tiers.shared
-    with rig.cache.mover.placement.holds.hold("flush", rig.trie, rows, shared):
+    with rig.cache.holds.hold("flush", rig.trie, rows, shared):
         assert await rig.cache.mover.write(rig.trie, rows[[0, 2]], shared) == 0
     await rig.check_disk()
     rig.trie.pinned[rig.rows([8, 9])] = False
@@ -251,7 +251,7 @@ async def test_a_small_block_does_not_go_to_disk_without_its_parent(make_rig: Ma
     await rig.put([1, 2], namespace=home)
     trie, rows, shared = rig.cache.trie(home), np.array(rig.rows([1, 2], home)), rig.cache.tiers.shared
     trie.expired[rows[1:]] = trie.groups[1].mask
-    with rig.cache.mover.placement.holds.hold("flush", trie, rows, shared):
+    with rig.cache.holds.hold("flush", trie, rows, shared):
         await rig.cache.mover.write(trie, rows, shared)
     assert trie.slots[rows, DISK].tolist()[0] == [NO_SLOT, NO_SLOT] and trie.slots[rows[1], DISK, 0] != NO_SLOT
     await rig.check_disk()
@@ -310,7 +310,7 @@ async def test_who_finds_no_room_waits_for_what_write_back_holds(
     rig.start_write_back()
     async with rig.cache.mover.disk.still():  # so write-back waits, and holds both blocks
         await rig.put([1, 2])
-        holds = rig.cache.mover.placement.holds
+        holds = rig.cache.holds
         await eventually(lambda: holds.blocks_by_owner()["write-back"] == 2)
         waiting = asyncio.create_task(rig.put([3, 4]))
         for _ in range(20):

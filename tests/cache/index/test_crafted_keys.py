@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.attacks.crafted_tokens import BLOCK_TOKENS, block_with_key, blocks_with_equal_first_half, key_families
+from benchmarks.checks.attacks.crafted_tokens import (
+    BLOCK_TOKENS,
+    block_with_key,
+    blocks_with_equal_first_half,
+    key_families,
+)
 from prefixd.cache import Trie
 from prefixd.cache.index.key_hash import KeyHash
 from prefixd.cache.index.key_index import KeyIndex

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from prefixd.cache import Trie
+from prefixd.cache.index.key_index import KeyMasks
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.known_path import KnownPath
 from tests.cache.index.entering import enter_chain
@@ -23,14 +24,14 @@ def chain_of(blocks: int) -> BlockChain:
 def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     trie, chain, known = Trie(1, (1,)), chain_of(2 * BLOCKS), KnownPath()
     enter_chain(trie, chain_of(BLOCKS))
-    find_all, asked = trie.find_all, 0
+    find_masked, asked = trie._keys.find_masked, 0
 
-    def counting(namespace: int, keys: bytes) -> object:
+    def counting(masks: KeyMasks, namespace: int, keys: bytes) -> object:
         nonlocal asked
         asked += len(keys) // 16
-        return find_all(namespace, keys)
+        return find_masked(masks, namespace, keys)
 
-    monkeypatch.setattr(trie, "find_all", counting)
+    monkeypatch.setattr(trie._keys, "find_masked", counting)
     assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
     asked = 0
     for _ in range(10):
@@ -40,7 +41,7 @@ def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkey
     assert asked == 10, "no key behind the limit"
     monkeypatch.undo()
     enter_chain(trie, chain_of(BLOCKS + 3))
-    monkeypatch.setattr(trie, "find_all", counting)
+    monkeypatch.setattr(trie._keys, "find_masked", counting)
     assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS + 3
     assert asked <= 10 + 1 + 16
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
+from prefixd.cache.index.key_index import KeyMasks
 from prefixd.cache.index.keys import HASHED_AT_ONCE
 from prefixd.cache.index.trie import CPU, Rows
 from prefixd.cache.placement.paths import compose, find_ancestry, find_path
@@ -56,13 +57,13 @@ def test_no_turn_looks_at_more_than_some_thousand_blocks(monkeypatch: pytest.Mon
     insert(trie, chain_of(BLOCKS))
     chain = chain_of(BLOCKS)
     looked_up = [0]
-    find_all = trie.find_all
+    find_masked = trie._keys.find_masked
 
-    def counting(namespace: int, keys: bytes) -> Rows:
+    def counting(masks: KeyMasks, namespace: int, keys: bytes) -> Rows:
         looked_up[-1] += len(keys) // 16
-        return find_all(namespace, keys)
+        return find_masked(masks, namespace, keys)
 
-    monkeypatch.setattr(trie, "find_all", counting)
+    monkeypatch.setattr(trie._keys, "find_masked", counting)
     search = find_path(trie, HOME, chain)
     with pytest.raises(StopIteration) as end:
         while True:

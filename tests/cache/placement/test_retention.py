@@ -18,6 +18,7 @@ from prefixd.base.tenants import Quota, Tenant
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import DISK
 from prefixd.cache.placement.retention import MOST_RANGES, Retention, left_of
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd_scheduler import SharedLimit
 from prefixd_swap import IntegrityError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
@@ -276,7 +277,7 @@ async def test_of_a_block_in_parts_the_bytes_that_are_there_count(make_rig: Call
     tenant = rig.cache.tenants.default
     home = rig.register("two ranks", parts=2)
     await rig.put([1], namespace=home, parts=[0])
-    reservation = await rig.cache.reserve(rig.session, home, rig.chain([1], home), parts=[1])
+    reservation = await rig.cache.reserve(rig.session, home, rig.chain([1], home), ToFill([1]))
     assert not isinstance(reservation, int)
     rig.fill(reservation)
     await rig.cache.commit(reservation, 1, retention=[KEEP])

@@ -9,6 +9,7 @@ import pytest
 
 from prefixd.base.errors import ExhaustedError, NotFoundError
 from prefixd.cache import Process, Reservation, Session
+from prefixd.cache.sessions.reservations import ToFill
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -17,7 +18,7 @@ MakeRig = Callable[..., "Rig"]
 
 
 async def reserved(rig: Rig, session: Session, prompt: list[int], **how: bool) -> Reservation:
-    reservation = await rig.cache.reserve(session, rig.namespace, rig.chain(prompt), ttl_s=5.0, **how)
+    reservation = await rig.cache.reserve(session, rig.namespace, rig.chain(prompt), ToFill(ttl_s=5.0, **how))
     assert isinstance(reservation, Reservation)
     return reservation
 

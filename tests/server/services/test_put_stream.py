@@ -23,6 +23,8 @@ from prefixd.cache import (
     Tiers,
     check_integrity,
 )
+from prefixd.cache.options import CacheOptions
+from prefixd.cache.sessions.reservations import ToFill
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.server.rpc.status import abort
 from prefixd.server.services import cache_service, put_stream
@@ -43,7 +45,9 @@ class House:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.arena, self.engine = CpuArena(48 * BLOCK), create_copy_engine("cpu")
         policy, all_of_it = create_eviction_policy("lru", 1), self.arena.capacity_bytes
-        self.cache = TieredCache(Tiers.local(self.arena), self.engine, policy, clock, reserved_bytes=all_of_it)
+        self.cache = TieredCache(
+            Tiers.local(self.arena), self.engine, policy, clock, CacheOptions(reserved_bytes=all_of_it)
+        )
         self.session: Session = self.cache.leases.open("client", 1, 0.0, self.cache.tenants.default)
         self.namespace: Namespace = self.cache.register(NamespaceSpec("n", 1, (PartSpec("g", 0, BLOCK),)))
         self.session.namespaces[self.namespace.id] = self.namespace
@@ -271,10 +275,10 @@ def test_a_prompt_whose_beginning_has_gone_is_stored_no_further() -> None:
         cache = house.cache
         reserve = cache.reserve
 
-        async def evicted(session: Session, namespace: Namespace, chain: BlockChain, **options: Any) -> Any:
-            if options["first_block"] == 2 * WINDOW:  # as for a prompt of which nothing is cached any more
+        async def evicted(session: Session, namespace: Namespace, chain: BlockChain, asked: ToFill) -> Any:
+            if asked.first_block == 2 * WINDOW:  # as for a prompt of which nothing is cached any more
                 chain = cache.chain(namespace, np.full(40, 7, "<u4").tobytes())
-            return await reserve(session, namespace, chain, **options)
+            return await reserve(session, namespace, chain, asked)
 
         cache.reserve = evicted  # type: ignore[method-assign]
         answer = await house.put(stream())

@@ -12,17 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.options import CacheOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
+from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.images.image_kv import ImageKv, image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
-from prefixd.serving.request.request import Ended, NewTokens, Request
+from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request import Request
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.model import CausalModel
-from prefixd.worker_protocol.protocol import Cancel, Done, Extend, PromptImage, Sampling, Start, Step, ToWorker
+from prefixd.worker_protocol.protocol import Cancel, Done, Extend, PromptImage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
 from prefixd_swap import (
     CpuArena,
@@ -58,10 +62,7 @@ class ModelBench:
             CostModel(),
             self._messages_append,
             time.monotonic,
-            max_running=8,
-            look_ahead=8,
-            load="always",
-            preemption="swap",
+            DispatchOptions(max_running=8, look_ahead=8, load="always", preemption="swap"),
         )
         self.paused = False
         self._messages: list[ToWorker] = []
@@ -209,7 +210,7 @@ async def open_model_bench(model: CausalModel, folder: Path, frames: int) -> Asy
     tiers = Tiers.local(arena, store, pool)
     if model.spec.groups.whole_pages:
         tiers.compute = PagedGpuTier(pool)
-    cache = TieredCache(tiers, engine, policy, time.monotonic, write_back=False)
+    cache = TieredCache(tiers, engine, policy, time.monotonic, CacheOptions(write_back=False))
     cache.restore()
     bench = ModelBench(model, cache, pool)
     work = asyncio.create_task(bench.work())

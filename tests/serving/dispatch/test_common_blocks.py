@@ -16,12 +16,12 @@ from prefixd.images.decoding import Pixels
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.loading import piece_load, tail_load
 from prefixd.worker_protocol.protocol import Arrived, Extend, PromptImage, Start
-from tests.serving.conftest import BLOCK, MODELS
 from tests.serving.dispatch.test_loading import pace
+from tests.serving.fake_worker import BLOCK, MODELS
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]
@@ -163,7 +163,7 @@ async def test_common_blocks_are_on_disk_and_own_ones_behind_them(make_bench: Ma
     rows = cache.trie(house.homes["d"]).used_rows()
     for tier in cache.tiers.memories:
         for trie in cache.tries:
-            cache.mover.placement.drop(trie, rows[::-1], tier)
+            cache.placement.drop(trie, rows[::-1], tier)
     assert house.found(await house.run("d", LONGER)) == 14
     assert house.found(await house.run("a", LONGER)) == 8
 
@@ -206,7 +206,7 @@ async def test_the_state_of_a_request_does_not_become_a_common_blocks(make_bench
     trie, last = request.trie, request.rows[7:8]
     state = np.array([trie.part_mask[-1]])
     for tier in bench.cache.tiers.memories:
-        bench.cache.mover.placement.drop(trie, last, tier, state)
+        bench.cache.placement.drop(trie, last, tier, state)
     assert not trie.available[last] & state
     run.tail_blocks = 8
     bench._keep(run.tokens[: 8 * BLOCK], run.start.state.tail if run.start.state else [])

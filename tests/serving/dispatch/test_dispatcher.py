@@ -11,13 +11,13 @@ import pytest
 
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.placement.retention import Retention
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Start, Step, Update
 from prefixd_scheduler import Distance, QueueFullError
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]
@@ -39,7 +39,7 @@ async def test_an_answer_from_end_to_end(make_bench: MakeBench, events: Events, 
     assert (run.start.cached_blocks, len(run.start.frames)) == (0, 5)
     await bench.finish(request)
     assert events(request) == (expected(COLD, 11), "length")
-    assert (bench.dispatcher.finished, request.generated) == (1, 11)
+    assert (bench.dispatcher.counters.finished, request.generated) == (1, 11)
     # 17 + 11 tokens, the last of them never computed: 6 full blocks, of which the prompt's 4 are asked for.
     again = bench.submit(COLD, max_tokens=1)
     assert (await bench.running(again)).start.cached_blocks == 4
@@ -56,7 +56,7 @@ async def test_what_a_request_finds_and_computes_of_its_prompt_is_retained(make_
     request = bench.request(COLD, max_tokens=9)
     wishes = [Retention(0, 12, 7), Retention(12, 0, -2)]
     with await bench.cache.wish(bench.namespace, request.chain, 4, 1, wishes) as wish:
-        request.wish = wish
+        request.retention = wish
         bench.dispatcher.submit(request)
         await bench.finish(request)
     rows = trie.nodes(bench.namespace.root, request.chain)
@@ -75,7 +75,11 @@ async def test_a_step_brings_several_tokens_of_a_request_where_a_draft_proposed_
     assert bench.cost.compute_s(100) is None
     assert (request.generated, request.run.computed_tokens) == (6, 8)
     dispatcher = bench.dispatcher
-    assert (dispatcher.passes, dispatcher.proposed_tokens, dispatcher.accepted_tokens) == (2, 8, 4)
+    assert (dispatcher.counters.passes, dispatcher.counters.proposed_tokens, dispatcher.counters.accepted_tokens) == (
+        2,
+        8,
+        4,
+    )
     bench.dispatcher.on_step(Step([Update(request.id, [1], 0)], 5, 0.5))
     assert bench.cost.compute_s(100) == pytest.approx(10.0)
 
@@ -148,7 +152,7 @@ async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: Ma
     assert [request.state for request in waiting] == [READY, READY, WAITING, WAITING]
     trie = bench.cache.trie(bench.namespace)
     for request, up in zip(waiting, (True, True, False, False), strict=True):
-        assert bool((trie.complete[request.rows] & (1 << GPU)).all()) is up
+        assert all(trie.has(row, GPU) for row in request.rows) is up
         assert (trie.holds[request.rows, GPU] == int(up)).all()
     assert [request.queued.weight for request in waiting] == [3.0] * 4
     await bench.finish(busy, *waiting)

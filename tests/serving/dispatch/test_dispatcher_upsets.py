@@ -12,16 +12,16 @@ from prefixd.base.errors import ExhaustedError, UnavailableError
 from prefixd.base.tenants import Tenants
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.serving.dispatch import dispatcher
-from prefixd.serving.dispatch import places as concurrency_limit
+from prefixd.serving.dispatch import concurrency as concurrency_limit
+from prefixd.serving.dispatch import endings, worker_results
 from prefixd.serving.generation import inbox
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, Done, Start
 from prefixd_scheduler import SharedLimit
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]
@@ -105,7 +105,7 @@ async def test_what_a_dead_worker_ran_is_run_again(make_bench: MakeBench, events
         assert (run.start.cached_blocks, run.start.generated) == (5, 5)
     await bench.finish(*requests)
     assert [events(request) for request in requests] == [(expected(p, 9), "length") for p in (ONE, TWO)]
-    assert bench.dispatcher.resumed == 2
+    assert bench.dispatcher.counters.resumed == 2
 
 
 async def test_a_request_that_kills_every_worker_is_ended(make_bench: MakeBench, events: Events) -> None:
@@ -176,7 +176,7 @@ async def test_what_a_dead_worker_still_says_is_ignored(make_bench: MakeBench) -
 
 async def test_a_death_is_dealt_with_a_slice_at_a_time(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is given to the next worker before all that the dead one ran is put back, and others run in between."""
-    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)
+    monkeypatch.setattr(worker_results, "_INTERRUPTED_ROWS", 1)
     bench = await make_bench(40)
     requests = [bench.submit(range(1000 * k, 1000 * k + 17), max_tokens=9) for k in range(1, 5)]
     for request in requests:
@@ -201,7 +201,7 @@ async def test_a_death_is_dealt_with_a_slice_at_a_time(make_bench: MakeBench, mo
 async def test_a_crowd_is_told_a_slice_at_a_time(
     make_bench: MakeBench, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_ENDED_AT_ONCE", 2)
+    monkeypatch.setattr(endings, "_ENDED_AT_ONCE", 2)
     bench = await make_bench(24, ready=False)
     crowd = [bench.submit(range(k, k + 9)) for k in range(7)]
     bench.die(gave_up=True)
@@ -219,7 +219,7 @@ async def test_a_crowd_is_told_a_slice_at_a_time(
 async def test_a_stop_while_a_death_is_dealt_with_ends_everything(
     make_bench: MakeBench, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)
+    monkeypatch.setattr(worker_results, "_INTERRUPTED_ROWS", 1)
     bench = await make_bench(24)
     requests = [bench.submit(ONE), bench.submit(TWO)]
     for request in requests:
@@ -322,7 +322,7 @@ async def test_cancelled_while_it_is_preempted(make_bench: MakeBench, events: Ev
     await bench.finish(old, young)
     assert events(young)[1] == "cancelled"
     assert events(old)[1] == "length"
-    assert bench.dispatcher.resumed == int(answered)
+    assert bench.dispatcher.counters.resumed == int(answered)
 
 
 async def test_cancelled_when_its_worker_is_dead(make_bench: MakeBench, events: Events) -> None:
@@ -360,7 +360,7 @@ async def test_an_error_of_the_worker_is_the_callers(make_bench: MakeBench, even
     assert tokens == []
     assert isinstance(error, UnavailableError)
     assert "not finite" in str(error)
-    assert bench.dispatcher.finished == 0
+    assert bench.dispatcher.counters.finished == 0
 
 
 # -- damaged blocks -------------------------------------------------------------------------------------------------
@@ -400,7 +400,11 @@ async def test_without_memory_for_one_more_fewer_run_and_all_are_served(
     del bench.runs[refused.id]
     bench.dispatcher.on_done(Done(refused.id, "no_memory", "too many mappings; raise vm.max_map_count"))
     assert events(refused) == ([], None)
-    assert (bench.dispatcher.resumed, refused.resumed, bench.dispatcher.preemption.counters.preempted) == (1, 1, 0)
+    assert (bench.dispatcher.counters.resumed, refused.resumed, bench.dispatcher.preemption.counters.preempted) == (
+        1,
+        1,
+        0,
+    )
     assert (
         troubles.what(concurrency_limit.PART)
         == "1 of 4 requests run at once: too many mappings; raise vm.max_map_count"

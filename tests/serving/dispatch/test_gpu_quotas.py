@@ -17,7 +17,7 @@ from prefixd_scheduler import QueuedRequest
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     Events = Callable[[Request], tuple[list[int], object]]
     MakeBench = Callable[..., Awaitable[Bench]]

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefixd.cache.index.trie import CPU, GPU
-from prefixd.serving.dispatch.state_keeping import StateCounters, StatePolicy
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.dispatch.options import StatePolicy
+from prefixd.serving.dispatch.recorder import StateCounters
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend, Start
 from prefixd_scheduler import Distance
-from tests.serving.conftest import BLOCK, MODELS
+from tests.serving.fake_worker import BLOCK, MODELS
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]
@@ -77,7 +78,7 @@ async def test_one_whose_windows_are_gone_is_computed_from_where_they_are(make_b
     bench = await make_bench(K * 40, model="windows")
     request = await run(bench, LONG, max_tokens=1)
     trie, rows = request.trie, request.found
-    gone = bench.cache.mover.placement.drop(
+    gone = bench.cache.placement.drop(
         trie, rows[17:], bench.cache.tiers.compute, trie.needed(20)[17:] & trie.partial_groups
     )
     assert gone > 0
@@ -101,7 +102,7 @@ async def test_a_fork_copies_nothing_that_a_window_may_have_passed(make_bench: M
 
 
 def states(bench: Bench) -> StateCounters:
-    return bench.dispatcher.states.counters
+    return bench.dispatcher.recorder.states.counters
 
 
 async def states_bench(make_bench: MakeBench, **options: object) -> Bench:
@@ -241,7 +242,7 @@ async def test_looks_for_a_state_that_is_not_kept_do_not_walk_the_whole_document
     await bench.quiet()
     monkeypatch.setattr(trie, "find_all", counting)
     for _ in range(20):
-        bench.cache.mover.placement.epoch += 1
+        bench.cache.placement.epoch += 1
         bench.step()
         await bench.quiet()
     assert all(request.id in bench.dispatcher.waiting and not len(request.rows) for request in waiting), asked
@@ -258,7 +259,7 @@ async def test_a_block_of_which_nothing_is_needed_and_nothing_left_is_no_load(ma
     request = bench.request(LONG)
     rows = trie.match(bench.namespace.root, request.chain).rows[:10]
     assert trie.expired[rows].all()
-    bench.cache.mover.placement.drop(trie, rows, bench.cache.tiers.shared, trie.expired[rows])
+    bench.cache.placement.drop(trie, rows, bench.cache.tiers.shared, trie.expired[rows])
     bench.dispatcher.submit(request)
     assert len(request.found) == 20 and request.queued.ready_s < 1.0
     await bench.finish(request)

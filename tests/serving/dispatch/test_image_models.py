@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from prefixd.base.sampling import BeamSearch
 from tests.serving.dispatch.model_bench import open_model_bench
 from tests.slow import slow_but
 from tests.worker import test_images as worker_tests
@@ -113,7 +114,7 @@ async def test_beams_with_images_are_those_of_transformers(vision: Any, tmp_path
     expected = vision.greedy(prompt, NEW, num_beams=2)
     async with open_model_bench(vision.model, tmp_path, frames(vision, 60)) as bench:
         for _ in range(2):  # cold, and behind what is cached
-            request = bench.submit(prompt.tokens, NEW, prompt.images, beams=2, beam_answers=1)
+            request = bench.submit(prompt.tokens, NEW, prompt.images, beam_search=BeamSearch(width=2))
             async with asyncio.timeout(60):
                 event = await request.events.get()  # type: ignore[attr-defined]
             assert event.beams[0].tokens == expected

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from prefixd.images import identity
 from prefixd.images.decoding import InputArray, Pixels
 from prefixd.serving.images.prompt_images import PromptLayout
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, PromptImage, Start
-from tests.serving.conftest import BLOCK, MODELS, PLACEHOLDER, next_token, seen_tokens
+from tests.serving.fake_worker import BLOCK, MODELS, PLACEHOLDER, next_token, seen_tokens
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     BenchOf = Callable[..., AbstractAsyncContextManager[Bench]]
@@ -106,7 +106,7 @@ async def test_the_content_of_an_image_decides_what_is_found(make_bench: MakeBen
     other = await run(bench, [1, 2], DOG, text)
     assert [cached(bench, request) for request in (again, other)] == [4, 0]
     assert [again.encoded_images, other.encoded_images] == [0, 1]
-    assert (bench.dispatcher.asked_images, bench.dispatcher.encoded_images) == (3, 2)
+    assert (bench.dispatcher.counters.asked_images, bench.dispatcher.counters.encoded_images) == (3, 2)
 
 
 async def test_what_stands_before_an_image_is_shared(make_bench: MakeBench) -> None:

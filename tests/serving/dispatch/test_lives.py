@@ -15,10 +15,12 @@ from prefixd.base.errors import ExhaustedError, PreconditionError
 from prefixd.cache import check_integrity
 from prefixd.serving.loading import piece_load, tail_load
 from prefixd.serving.models import tier_resize
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done
 from prefixd_scheduler import Distance
-from tests.serving.conftest import BLOCK, MODELS, Bench, Supervisor
+from tests.serving.bench import Bench, Supervisor
+from tests.serving.fake_worker import BLOCK, MODELS
 from tests.slow import slow_but
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ def check(bench: Bench, requests: list[Request]) -> None:
     assert len(set(own)) == len(own)
     widths = (*bench.kv.block_widths, *bench.kv.state_widths)
     frames = sum(widths[part] for _, part in parts) + bench.cache.tiers.gpu.frames_of(own)
-    assert dispatcher._budget.taken == frames
+    assert dispatcher.context.budget.taken == frames
     dispatcher.queue.check_integrity(bench.now)
     check_integrity(bench.cache)
 
@@ -207,7 +209,7 @@ def test_nothing_is_lost_whatever_happens(
             await asyncio.wait_for(operator.ended(), 60)
             await bench.quiet()  # a copy for a request that was withdrawn may have moved on
             check(bench, requests)
-            assert bench.dispatcher._budget.taken == 0
+            assert bench.dispatcher.context.budget.taken == 0
             for request in requests:
                 assert request.state is S.ENDED
                 tokens, end = events(request)

@@ -11,11 +11,12 @@ import pytest
 from prefixd.cache.moving import mover
 from prefixd.cache.placement.retention import Retention
 from prefixd.serving.loading import piece_load, tail_load
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Extend, Start
 from prefixd_scheduler import Distance
 from prefixd_swap.transfers import Urgency
-from tests.serving.conftest import BLOCK, GEOMETRY, Bench
+from tests.serving.bench import Bench
+from tests.serving.fake_worker import BLOCK, GEOMETRY
 
 MakeBench = Callable[..., Awaitable[Bench]]
 Expected = Callable[[Sequence[int], int], list[int]]
@@ -56,7 +57,9 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     bench = await make_bench(24)
     request = await begun(bench)
     trie = bench.cache.trie(bench.namespace)
-    wish = request.wish = await bench.cache.wish(bench.namespace, request.chain, BLOCKS, 1, [Retention(priority=5)])
+    wish = request.retention = await bench.cache.wish(
+        bench.namespace, request.chain, BLOCKS, 1, [Retention(priority=5)]
+    )
     start = next(message for message in bench.sent if isinstance(message, Start))
     assert (start.cached_blocks, len(start.frames)) == (0, 2)
     bench.step()
@@ -89,7 +92,7 @@ async def test_what_moves_when_the_request_ends_is_let_go(make_bench: MakeBench,
     assert request.state is RequestState.ENDED
     bench.engine.open.set()
     await bench.quiet()
-    assert bench.dispatcher._budget.taken == 0
+    assert bench.dispatcher.context.budget.taken == 0
 
 
 async def test_the_worker_dies_in_the_middle(make_bench: MakeBench, expected: Expected, events: Any) -> None:
@@ -131,7 +134,7 @@ async def test_a_load_that_hangs_is_given_up_and_its_back_computed(
         await bench.quiet_but_for_copies()
     assert 0 < tail.limit < BLOCKS
     bench.now += 1000.0
-    bench.dispatcher.look()
+    bench.dispatcher.wake()
     await bench.finish(request)
     assert events(request) == (expected(PROMPT, 3), "length")
     assert not any(isinstance(message, Arrived) for message in bench.sent)
@@ -211,7 +214,7 @@ async def test_a_damaged_block_in_the_middle_ends_the_load_before_it(make_bench:
     request = await begun(bench)
     tail = request.tail
     tail._load.failed = True  # as when a piece came in part
-    bench.dispatcher.look()
+    bench.dispatcher.wake()
     await bench.until(lambda: request.tail is None or tail.limit == tail.end_block)
     bench.engine.open.set()
     await bench.finish(request)
@@ -295,7 +298,7 @@ async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit
     tier = bench.cache.tiers.compute
     await bench.until(lambda: request.state is not RequestState.RUNNING)
     rows = trie.match(bench.namespace.root, request.chain).rows[::-1]
-    bench.cache.mover.placement.drop(trie, rows, tier)
+    bench.cache.placement.drop(trie, rows, tier)
     for _ in range(5):
         pace(bench, block_s=float(BLOCK))
     bench.engine.open.clear()

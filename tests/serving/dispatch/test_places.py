@@ -14,14 +14,14 @@ def request(tenant: str, beams: int = 1) -> Any:
 
 def may_start(places: Places, tenant: str, beams: int = 1) -> bool:
     asked = request(tenant, beams)
-    return places.has_for(asked) and not places.keeps_waiting(asked)
+    return places.has_for(asked) and not places.must_wait(asked)
 
 
 def started(places: Places, tenant: str, beams: int = 1) -> int:
     """How many of a tenant's can start one after the other."""
     count = 0
     while may_start(places, tenant, beams):
-        places.take(request(tenant, beams))
+        places.add(request(tenant, beams))
         count += 1
     return count
 
@@ -53,7 +53,7 @@ def test_places_are_nobodys_own_once_all_tenants_have_one() -> None:
 def test_a_wide_search_runs_beside_those_for_whom_places_are_kept() -> None:
     places = Places(8, 3, [])
     assert may_start(places, "a", 16)
-    places.take(request("a", 16))
+    places.add(request("a", 16))
     assert places.free == 2
     assert not may_start(places, "a") and not may_start(places, "b", 16)
     assert started(places, "b") == 1 and started(places, "c") == 1
@@ -62,13 +62,13 @@ def test_a_wide_search_runs_beside_those_for_whom_places_are_kept() -> None:
 def test_there_is_one_wide_search_at_a_time() -> None:
     places = Places(8, 100, [request("a", 16)])
     waits = request("b", 16)
-    assert places.free == 4 and places.has_for(waits) and places.keeps_waiting(waits)
+    assert places.free == 4 and places.has_for(waits) and places.must_wait(waits)
 
 
 def test_a_search_without_other_tenants_runs_alone() -> None:
     places = Places(8, 1, [request("")])
     waits = request("", 16)
-    assert not places.has_for(waits) and not places.keeps_waiting(waits)
+    assert not places.has_for(waits) and not places.must_wait(waits)
     places = Places(8, 1, [waits])
     assert places.free == 0
 

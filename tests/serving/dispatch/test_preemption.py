@@ -20,7 +20,7 @@ from tests.slow import slow_but
 if TYPE_CHECKING:
     from prefixd.serving.dispatch.preemption import PreemptionCounters
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
     Events = Callable[[Request], tuple[list[int], object]]
@@ -404,7 +404,7 @@ async def test_it_runs_again_at_once_when_there_are_frames_for_all_that_may_come
     if fits:
         await bench.running(requests[2])
     else:
-        assert bench.dispatcher.preemption.waits(requests[2], [requests[0]])
+        assert bench.dispatcher.preemption.must_wait(requests[2])
         assert requests[2].id not in bench.runs
     assert requests[0].id in bench.runs
     await bench.finish(*requests)

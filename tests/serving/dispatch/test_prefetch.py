@@ -18,8 +18,10 @@ from prefixd.planner.hardware import MeasuredCosts, Way, Ways
 from prefixd.planner.models import LayerGroup, PlannedModel
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
-from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis
-from prefixd.serving.request.request import Event, Request, RequestState
+from prefixd.planner.workload import PlannedRequest, Workload
+from prefixd.serving.request.events import Event
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
 from prefixd_scheduler import Distance
@@ -261,7 +263,7 @@ def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
         await until(lambda: all(in_cpu(request) == 128 for request in waiting))
         await asyncio.sleep(1.0)
         nbytes = 128 * BLOCK_BYTES
-        assert daemon.dispatcher._cost.load_s(nbytes, Distance.DISK) == pytest.approx(nbytes / 1e6, rel=0.01)
+        assert daemon.dispatcher.context.cost.load_s(nbytes, Distance.DISK) == pytest.approx(nbytes / 1e6, rel=0.01)
         for request in (before, *waiting):
             daemon.dispatcher.cancel(request)
 
@@ -339,7 +341,7 @@ def test_looking_ahead_is_not_slower_than_not(policy: str, bytes_per_s: float, s
         overrides = {"worker.embedded": True, "scheduler.load": "always", **serving.overrides(workload, sizes)}
         settings = Settings.load(Path(os.devnull), overrides, {})
         plan = Plan(model, settings, MeasuredCosts(2e-3, 3.5e-4, 1.5e-3, 1e-7, 0.0, where="a test"), ways, 0.001)
-        return simulate(plan, of_text_analysis(workload))[-1].requests_per_s
+        return simulate(plan(workload))[-1].requests_per_s
 
     workloads = [
         TextAnalysis(prefixes=24, requests=64, prefix_tokens=512, outstanding=24, seed=seed) for seed in range(seeds)

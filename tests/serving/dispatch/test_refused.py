@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import UnavailableError
+from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.background.refused_blocks import NOT_FINITE
 from prefixd.cache.index.trie import GPU, NO_SLOT
-from prefixd.serving.request.request import Ended, Request
+from prefixd.serving.request.events import Ended
+from prefixd.serving.request.request import Request
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.serving.models.test_models import BLOCK, BLOCKS, NEW, Subject, prompt_of
@@ -120,7 +122,7 @@ async def test_what_is_held_goes_when_it_is_held_no_more(plain: Subject, tmp_pat
         await bench.generate(prompt_of(0), NEW)
         poison(bench)
         path = bench.path(prompt_of(0))
-        with bench.cache.mover.placement.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
+        with bench.cache.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
             await bench.tokens_of(bench.submit(prompt_of(0), NEW))
             for _ in range(2):
                 tokens, hits = await bench.generate(prompt_of(0), NEW)
@@ -138,10 +140,10 @@ async def test_who_waits_does_not_begin_with_what_is_refused_meanwhile(plain: Su
     async with opened(plain, tmp_path) as bench:
         await bench.generate(prompt_of(0), NEW)
         path = bench.path(prompt_of(0))
-        bench.dispatcher._ready = False
+        bench.dispatcher.requests.ready = False
         request = bench.submit(prompt_of(0), NEW)
         assert len(request.found) == BLOCKS
-        with bench.cache.mover.placement.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
+        with bench.cache.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
             bench.cache.refused.refuse(bench.trie, int(path[3]), int(bench.trie.generation[path[3]]))
             bench.dispatcher.on_ready()
             assert await bench.tokens_of(request) == plain.tokens(0)
@@ -158,9 +160,9 @@ async def test_beams_are_searched_again(plain: Subject, tmp_path: Path) -> None:
         return [beam.tokens for beam in ended.beams]
 
     async with opened(plain, tmp_path) as bench:
-        expected = await searched(bench.submit(prompt_of(0), NEW, beams=3))
+        expected = await searched(bench.submit(prompt_of(0), NEW, beam_search=BeamSearch(width=3)))
         poison(bench)
-        request = bench.submit(prompt_of(0), NEW, beams=3)
+        request = bench.submit(prompt_of(0), NEW, beam_search=BeamSearch(width=3))
         assert await searched(request) == expected and request.uncached
         await gone(bench)
         assert bench.cache.mover.lost[NOT_FINITE]

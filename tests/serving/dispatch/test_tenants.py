@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from prefixd.base.sampling import BeamSearch
 from prefixd.worker_protocol.protocol import Cancel, Start
 
 if TYPE_CHECKING:
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
 
@@ -53,7 +54,7 @@ async def test_a_beam_search_is_charged_though_it_tells_of_nothing(make_bench: M
     await bench.running(request)
     share = bench.dispatcher.queue._share
     before = share.received("a")
-    request.sampling = type(request.sampling)(max_tokens=20, beams=4)
+    request.sampling = type(request.sampling)(max_tokens=20, beam_search=BeamSearch(width=4))
     bench.step()
     assert share.received("a") == before + 2 * 4 + 2, "and the token that this worker tells"
     request.sampling = type(request.sampling)(max_tokens=20)

@@ -18,7 +18,7 @@ from prefixd_scheduler import Distance, RequestQueue, create_policy, prompt_weig
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
 
@@ -68,7 +68,7 @@ async def change(
         trie.hold(rows, GPU)
         await cache.mover.bring(trie, rows, cache.tiers.compute)
         trie.unhold(rows, cache.tiers.compute.level)
-        cache.mover.placement.sweep(trie, rows)
+        cache.placement.sweep(trie, rows)
     elif what == "commit":
         await bench.cached(prompt(argument))
     elif what == "wait":
@@ -134,7 +134,7 @@ async def watched(
 
 def drop(bench: Bench, request: Request, block: int) -> None:
     """A block's copy in the CPU tier goes; the one on disk stays."""
-    bench.cache.mover.placement.discard_copies(request.trie, request.found[block : block + 1], bench.cache.tiers.shared)
+    bench.cache.placement.discard_copies(request.trie, request.found[block : block + 1], bench.cache.tiers.shared)
 
 
 def on_disk(waiting: list[Request]) -> int:

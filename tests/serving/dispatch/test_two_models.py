@@ -12,7 +12,8 @@ import pytest
 
 from prefixd.cache import NamespaceSpec
 from prefixd.serving.dispatch.tier_share import TierShare
-from tests.serving.conftest import BLOCK, GEOMETRY, Bench
+from tests.serving.bench import Bench
+from tests.serving.fake_worker import BLOCK, GEOMETRY
 
 if TYPE_CHECKING:
     from prefixd.serving.request.request import Request
@@ -27,7 +28,7 @@ async def pair(make_bench: Make) -> AsyncIterator[Pair]:
     share = TierShare()
     first = await make_bench(12, share=share)
     spec = NamespaceSpec("other", BLOCK, first.kv.parts(GEOMETRY.block_bytes))
-    other = Bench(first.cache, first.engine, first.cache.register(spec), first.kv)
+    other = Bench(first.cache, first.cache.register(spec), first.kv, first.engine)
     other._ids = itertools.count(1000)
     other.begin(share=share)
     yield first, other
@@ -64,7 +65,7 @@ async def test_two_names_of_the_same_weights_share_what_they_compute(make_bench:
     """Of a copy of a model the namespace is the same: each dispatcher reads the other's blocks and holds its own."""
     share = TierShare()
     first = await make_bench(12, share=share)
-    copy = Bench(first.cache, first.engine, first.namespace, first.kv)
+    copy = Bench(first.cache, first.namespace, first.kv, first.engine)
     copy._ids = itertools.count(1000)
     copy.begin(share=share)
     try:
@@ -76,7 +77,7 @@ async def test_two_names_of_the_same_weights_share_what_they_compute(make_bench:
         await copy.running(again)
         await finish((first, copy))
         assert again.hit_tokens == [2 * BLOCK, 0, 0, 0]
-        assert [bench.dispatcher.finished for bench in (first, copy)] == [1, 2]
+        assert [bench.dispatcher.counters.finished for bench in (first, copy)] == [1, 2]
     finally:
         await copy.dispatcher.stop()
         copy.dispatcher.abandon()
@@ -90,7 +91,7 @@ async def test_requests_that_each_have_a_part_of_the_tier_end(pair: Pair) -> Non
     await a.running(runs[0])
     await b.running(runs[1])
     await finish(pair)
-    assert [bench.dispatcher.finished for bench in pair] == [1, 1]
+    assert [bench.dispatcher.counters.finished for bench in pair] == [1, 1]
     assert b.dispatcher.preemption.counters.preempted == 1, "who was handed over last"
     assert not a.dispatcher.preemption.counters.preempted
 
@@ -111,4 +112,4 @@ async def test_a_busy_model_does_not_starve_the_other(pair: Pair) -> None:
         await asyncio.sleep(0.003)
     assert a.dispatcher.waiting, "there was always more to do for a"
     await finish(pair)
-    assert [bench.dispatcher.finished for bench in pair] == [len(busy), 1]
+    assert [bench.dispatcher.counters.finished for bench in pair] == [len(busy), 1]

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import numpy as np
 import pytest
 
 from prefixd.base.pacer import Pacer
+from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.server.services.prefixes import Prefix, describe
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv, image_namespace
-from prefixd.serving.request.request import Ended, Request
+from prefixd.serving.request.events import Ended
+from prefixd.serving.request.request import Request
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.worker import test_images as worker_tests
@@ -93,7 +96,7 @@ async def test_an_image_is_in_the_tiers_once_for_all_prompts(vision: Any, encode
         assert len(encoded) == 2
         request = await ask(bench, vision, other)
         assert hits(request) == [0, 0, 0, 0], "its text is another one"
-        assert bench.dispatcher.found_images == 3
+        assert bench.dispatcher.counters.found_images == 3
         assert hits(await ask(bench, vision, prompt))[GPU] > 0
         assert len(encoded) == 2
         kv = request.image_kv
@@ -133,7 +136,7 @@ async def test_what_is_evicted_of_an_image_is_computed_again_and_its_text_is_not
         assert kv is not None
         (digest,) = kv.chains
         compute = bench.cache.tiers.compute
-        bench.cache.mover.placement.drop(kv.trie, kv.find(digest)[-1:], compute)
+        bench.cache.placement.drop(kv.trie, kv.find(digest)[-1:], compute)
         assert not len(kv.find(digest)), "half an image is none"
         assert hits(await ask(bench, vision, prompt))[GPU] > 0
         assert len(encoded) == 2
@@ -202,7 +205,7 @@ async def test_an_image_that_two_requests_have_filled_is_there_once(vision: Any,
         kv = request.image_kv
         assert kv is not None
         (digest,) = kv.chains
-        bench.cache.mover.placement.drop(kv.trie, kv.find(digest)[::-1], bench.cache.tiers.compute, expendable=True)
+        bench.cache.placement.drop(kv.trie, kv.find(digest)[::-1], bench.cache.tiers.compute, expendable=True)
         assert not len(kv.find(digest))
         budget = FrameBudget()
         first, second = (ImageHolds(bench.cache, budget, f"request {n}", kv, True, True) for n in range(2))
@@ -229,7 +232,8 @@ async def test_without_a_cache_every_request_fills_frames_of_its_own(
 ) -> None:
     prompt = vision.prompt(text(71, 10), picture(22), text(72, 9))
     async with bench_of() as bench:
-        bench.dispatcher._caching = bench.dispatcher._prefetcher._caching = False
+        bench.dispatcher.context.options = replace(bench.dispatcher.context.options, caching=False)
+        bench.dispatcher._prefetcher._caching = False
         bench.dispatcher._tracker._caching = False
         for _ in range(2):
             request = await ask(bench, vision, prompt)
@@ -244,7 +248,7 @@ async def test_beams_find_their_images_in_a_tier(vision: Any, encoded: list[byte
     async with bench_of() as bench:
         await ask(bench, vision, prompt)
         await bench.clear_gpu_tier()
-        request = submit(bench, prompt, beams=3, early_stopping=True)
+        request = submit(bench, prompt, beam_search=BeamSearch(width=3, early_stopping=True))
         async with asyncio.timeout(60):
             ended = await request.events.get()  # type: ignore[attr-defined]
         assert isinstance(ended, Ended)

@@ -19,8 +19,9 @@ from PIL import Image
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from prefixd.base.fairness import SharedBytes
 from prefixd.base.tenants import Tenant
+from prefixd.images.check_image import check_image
 from prefixd.images.decoding import Pixels
-from prefixd.images.image_files import ImageLimits, check_image
+from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor
 from prefixd.serving.images.image_decoder import DecodedImage
 from prefixd.serving.images.image_reader import ImageReader

@@ -116,7 +116,7 @@ def drop(bench: ModelBench, rows: Any, groups: Any) -> None:
     """Evicts these groups of some blocks from every tier."""
     for tier in bench.cache.tiers:
         if tier.level != DISK:  # nothing was written there yet
-            bench.cache.mover.placement.drop(bench.trie, rows, tier, groups & np.uint8(bench.trie.all_groups))
+            bench.cache.placement.drop(bench.trie, rows, tier, groups & np.uint8(bench.trie.all_groups))
 
 
 async def test_requests_that_are_preempted_and_resumed_give_transformers_tokens(

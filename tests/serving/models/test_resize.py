@@ -11,12 +11,14 @@ import pytest
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnavailableError
 from prefixd.base.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
-from prefixd.serving.dispatch import dispatcher
+from prefixd.serving.dispatch import worker_results
 from prefixd.serving.models import tier_resize
 from prefixd.serving.models.tier_resize import ResizeProgress, TierResize
-from prefixd.serving.request.request import Request, RequestState
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
 from prefixd_swap import NewFrames, OutOfMemoryError
-from tests.serving.conftest import GEOMETRY, Bench, Supervisor
+from tests.serving.bench import Bench, Supervisor
+from tests.serving.fake_worker import GEOMETRY
 
 FRAME = GEOMETRY.block_bytes
 
@@ -214,12 +216,15 @@ async def test_what_a_dead_worker_ran_keeps_the_tier_as_large_as_it_needs(
 ) -> None:
     """It was told that it fits, and has told its caller tokens."""
     bench, _, resize = await resizing(24)
-    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)  # one request a callback
+    monkeypatch.setattr(worker_results, "_INTERRUPTED_ROWS", 1)  # one request a callback
     small, large = bench.submit(range(8)), bench.submit(range(100, 124), max_tokens=16)
     await bench.running(large)
     bench.step()
     bench.die()
-    assert large.id in bench.dispatcher._interrupted and bench.dispatcher.begun_frames() == large.most_blocks == 10
+    assert (
+        large.id in bench.dispatcher.requests.interrupted
+        and bench.dispatcher.requests.begun_frames() == large.most_blocks == 10
+    )
     await bench.until(lambda: large.state is RequestState.WAITING)
     shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
     await bench.until(lambda: bench.cache.tiers.frames.capacity == 10)
@@ -281,7 +286,7 @@ async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> Non
         trie.pinned[trie.match(bench.namespace.root, request.chain).rows] = True
 
     async def ended(request: Request) -> str:
-        await bench.until(lambda: bench.dispatcher._lacking == (request.id, bench.now))
+        await bench.until(lambda: bench.dispatcher._supply._lacking == (request.id, bench.now))
         bench.now += 31
         await bench.until(lambda: request.state in (RequestState.CANCELLING, RequestState.ENDED))
         bench.answer_cancels()

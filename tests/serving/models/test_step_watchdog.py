@@ -24,7 +24,7 @@ LIMIT_S = 8.0
 
 def looks(watchdog: StepWatchdog, begin_s: int, end_s: int) -> list[tuple[int, str]]:
     """What it says each second, but for what says nothing."""
-    said = [(now_s, watchdog.look(float(now_s))) for now_s in range(begin_s, end_s)]
+    said = [(now_s, watchdog.check(float(now_s))) for now_s in range(begin_s, end_s)]
     return [each for each in said if each[1] != "wait"]
 
 
@@ -46,7 +46,7 @@ def test_a_daemon_that_stood_still_blames_nobody() -> None:
     watchdog = StepWatchdog(LIMIT_S)
     watchdog.heard(0.0)
     assert looks(watchdog, 1, 6) == [(4, "ask")]
-    assert watchdog.look(5000.0) == "wait"
+    assert watchdog.check(5000.0) == "wait"
     assert looks(watchdog, 5001, 5008) == [(5003, "hangs"), *[(at, "hangs") for at in range(5004, 5008)]]
 
 
@@ -59,7 +59,7 @@ def test_nobody_hangs_before_the_limit_since_the_last_word(events: list[tuple[fl
         if speaks:
             watchdog.heard(now_s)
             heard_s = now_s
-        elif watchdog.look(now_s) == "hangs":
+        elif watchdog.check(now_s) == "hangs":
             assert now_s - heard_s >= LIMIT_S
 
 

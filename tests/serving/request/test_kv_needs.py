@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefixd.cache.index.trie import GPU
-from prefixd.serving.dispatch.state_keeping import EVERY_BLOCK
+from prefixd.serving.dispatch.options import EVERY_BLOCK
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
-from prefixd.serving.request.request import RequestState
+from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import FullAttention, Need, RecurrentState, SlidingWindow
-from tests.serving.conftest import BLOCK, GEOMETRY, MODELS
+from tests.serving.fake_worker import BLOCK, GEOMETRY, MODELS
 
 if TYPE_CHECKING:
-    from tests.serving.conftest import Bench
+    from tests.serving.bench import Bench
 
     MakeBench = Callable[..., Awaitable[Bench]]
 
@@ -109,7 +109,7 @@ async def test_the_padding_of_states_is_not_needed(make_bench: MakeBench) -> Non
     states = 3  # its own, the one to keep at the prompt's end, and the tail
     assert running(bench) == states * PADDING
     await bench.finish(request)
-    kept = bench.dispatcher.states.counters.kept
+    kept = bench.dispatcher.recorder.states.counters.kept
     assert kept == 2 and cached(bench).unneeded == kept * PADDING
 
 
@@ -119,7 +119,7 @@ async def test_the_baseline_keeps_a_state_after_each_block_of_a_prompt(make_benc
     await bench.running(request)
     assert request.run.states is not None and list(request.run.states.keep) == list(range(1, 21))
     await bench.finish(request)
-    assert bench.dispatcher.states.counters.kept == 20
+    assert bench.dispatcher.recorder.states.counters.kept == 20
     again = bench.submit([*LONG[: 11 * BLOCK], 1, 2, 3], max_tokens=1)
     await bench.finish(again)
     assert again.hit_tokens == [11 * BLOCK, 0, 0, 0], "it resumes inside the other prompt"

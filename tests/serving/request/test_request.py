@@ -9,10 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from prefixd.base.sampling import Sampling
 from prefixd.cache import NONE
-from prefixd.serving.request.request import Ended, IllegalTransitionError, Request, RequestState
+from prefixd.serving.request.events import Ended
+from prefixd.serving.request.request import Request
 from prefixd.serving.request.run import Run
-from prefixd.worker_protocol.protocol import Sampling
+from prefixd.serving.request.states import IllegalTransitionError, RequestState
 from prefixd_scheduler import QueuedRequest
 
 ROWS = np.array([4, 7, 9])
@@ -65,7 +67,7 @@ class FakeFootprint:
     """Records what is done with it."""
 
     def __init__(self) -> None:
-        self.rows = ROWS
+        self.hold = SimpleNamespace(rows=ROWS, wanted=None)
         self.done: list[object] = []
 
     def yield_frames(self) -> None:

@@ -21,8 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from prefixd.base.errors import ConfigError, ExhaustedError, UnavailableError
 from prefixd.serving.text import tokenization
-from prefixd.serving.text.text_stream import TextStream
-from prefixd.serving.text.tokenization import Stopped, TextCodec, TokenIds, TooManyTokensError
+from prefixd.serving.text.tokenization import Stopped, TextCodec, TextStream, TokenIds, TooManyTokensError
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd_swap import OutOfMemoryError
 

@@ -29,6 +29,7 @@ from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slab.files.slab_files import INDEX_RESERVE_BYTES
 from prefixd_swap.slab.index import index as slab_index
 from prefixd_swap.slab.index.block_record import BlockRecord, NewBlock
+from prefixd_swap.slab.index.rows import Change
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
 
@@ -542,7 +543,7 @@ def test_data_is_synced_before_the_index_names_it(
     apply = slab_index.SlabIndex.apply
     faults.on_sync = lambda: order.append("sync")
 
-    def spy(self: slab_index.SlabIndex, changes: Sequence[slab_index.Change]) -> list[bytes | None]:
+    def spy(self: slab_index.SlabIndex, changes: Sequence[Change]) -> list[bytes | None]:
         order.append("index")
         return apply(self, changes)
 

@@ -12,13 +12,12 @@ import xxhash
 
 from prefixd.planner.simulation.link import SimulatedLink
 from prefixd.planner.simulation.store import UnbackedStoreTier
-from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copies import CopyEngine, Pair
 from prefixd_swap.errors import ChecksumError, MemoryMisuseError, StorageError
 from prefixd_swap.slab.files.file_ops import host_bytes
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.spans import Span
-from prefixd_swap.tiers import CpuTier, Identity, Int64s, Loads, Places
+from prefixd_swap.tiers import Identity, Int64s, Loads, Places
 
 T = TypeVar("T")
 Operation = Literal["read", "write", "remove", "wrong bytes"]
@@ -46,28 +45,6 @@ class SimulatedFaults:
         """
         if self.happens(operation):
             raise StorageError(f"the {operation} failed in the simulated {tier} tier, as its faults order")
-
-
-class SimulatedMemoryTier(CpuTier):
-    """A memory tier of any level and size. It has real memory, so that bytes can be compared.
-
-    Args:
-        nbytes: capacity.
-        name: see `Tier`.
-        level: see `Tier`.
-        on_device: its spans say that they are a device's; only `SimulatedCopyEngine` copies those.
-        shared: see `Tier`.
-    """
-
-    def __init__(self, nbytes: int, *, name: str, level: int, on_device: bool = False, shared: bool = False) -> None:
-        super().__init__(CpuArena(nbytes), name=name, level=level)
-        self.on_device = on_device
-        self.addressable = not on_device
-        self.shared = shared
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self.arena.close()
 
 
 class SimulatedCopyEngine(CopyEngine):

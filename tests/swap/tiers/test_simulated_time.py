@@ -18,7 +18,8 @@ from prefixd_swap import MemoryMisuseError, create_copy_engine
 from prefixd_swap.spans import Span
 from prefixd_swap.tiers import NO_SLOT, CpuTier, MemoryCopies, MemoryTier
 from prefixd_swap.transfers import DeviceLimits, Transfers, Urgency
-from tests.swap.tiers.simulated import SimulatedCopyEngine, SimulatedMemoryTier, SimulatedStoreTier
+from tests.swap.simulated_memory import SimulatedMemoryTier
+from tests.swap.tiers.simulated import SimulatedCopyEngine, SimulatedStoreTier
 from tests.swap.tiers.stores import PART_BYTES, Blocks, Landing
 
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = Urgency

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from prefixd.base.sampling import BeamSearch
 from prefixd.worker.model import CausalModel, choose_attention, load_model
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
@@ -181,7 +182,7 @@ def test_forced_tokens_are_the_output_and_the_draft_does_not_know_them(rig_of: C
     for answer in (chosen, [*chosen[:9], (chosen[9] + 1) % EOS, *chosen[10:]], [5] * NEW):
         both.steps.clear()
         forced = np.asarray(answer, "<u4").tobytes()
-        assert both.generate(prompt_of(3), max_tokens=NEW, forced=forced) == answer
+        assert both.generate(prompt_of(3), max_tokens=NEW, forced_tokens=forced) == answer
         proposed = sum(step.proposed_tokens for step in both.steps)
         accepted = sum(step.accepted_tokens for step in both.steps)
         assert proposed > 0 and (accepted == proposed) == (answer == chosen)
@@ -352,7 +353,7 @@ def test_a_fork_copies_what_both_models_have(rig_of: Callable[..., Rig]) -> None
 
 def test_beams_are_searched_by_the_model_alone_and_leave_blocks_for_both(rig_of: Callable[..., Rig]) -> None:
     alone, both = rig_of("llama"), rig_of("llama", "itself")
-    prompt, search = prompt_of(9, 40), {"beams": 3, "beam_answers": 2, "max_tokens": 12}
+    prompt, search = prompt_of(9, 40), {"beam_search": BeamSearch(width=3), "max_tokens": 12}
     found = []
     for rig in (alone, both):
         frames = rig.frames(16 * rig.block_frames)

@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from prefixd.base.sampling import MOST_LOGPROBS, Sampling
 from prefixd.worker.decoding.sampling import Choice, TokenCounts, choose_tokens, penalised, uniform, weights
-from prefixd.worker_protocol.protocol import MOST_LOGPROBS, Sampling
 
 CPU = torch.device("cpu")
 

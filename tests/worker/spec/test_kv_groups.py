@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.engines.varlen_reference import varlen_reference
+from prefixd.base.sampling import BeamSearch
 from prefixd.worker.attention.attention import GroupedAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.memory.frame_window import Pages
@@ -282,7 +283,7 @@ def test_beams_keep_their_prompt_and_let_it_go_at_their_end(name: str, rig: Rig)
         pytest.skip("a model with a state")
     prompt = prompt_of(9)
     frames = rig.frames(blocks_needed(len(prompt), NEW, 2, BLOCK) * spec.block_frames)
-    search = rig.start(prompt, frames=frames, max_tokens=NEW, beams=2, beam_answers=1)
+    search = rig.start(prompt, frames=frames, max_tokens=NEW, beam_search=BeamSearch(width=2))
     rig.run()
     assert len(rig.done[search].beams[0].tokens) == NEW
     rig.kv.forget(frames)  # as when the tier shrinks
@@ -443,7 +444,7 @@ def test_block_tables_give_the_bits_of_virtual_tensors(
 def test_beams_of_a_model_with_a_state_are_refused(name: str, rig: Rig) -> None:
     spec = rig.model.spec
     if spec.state_frames:
-        beams = Cached(rig, prompt_of(1), beams=2, logprobs=None)
+        beams = Cached(rig, prompt_of(1), beam_search=BeamSearch(width=2), logprobs=None)
         assert "are not searched with beams" in rig.done[beams.id].detail
 
 
@@ -457,7 +458,7 @@ def test_beams_on_block_tables_find_what_they_find_on_virtual_tensors(
     found = []
     for each in (rig, virtual):
         frames = each.frames(blocks_needed(PROMPT, NEW, 2, BLOCK) * each.block_frames)
-        search = each.start(prompt_of(9), frames=frames, max_tokens=NEW, beams=2, beam_answers=1)
+        search = each.start(prompt_of(9), frames=frames, max_tokens=NEW, beam_search=BeamSearch(width=2))
         each.run()
         found.append(each.done[search].beams[0].tokens)
     assert found[0] == found[1] and len(found[0]) == NEW

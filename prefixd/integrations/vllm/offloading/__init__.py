@@ -18,10 +18,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vllm
 
+    from prefixd.base.extras import require
     from prefixd.integrations.engine.contract import imports_of
     from prefixd.integrations.vllm.offloading.releases import check_release
     from prefixd.integrations.vllm.releases import WORKS_WITH
 
+    require("vllm", name)
     check_release()
     with imports_of("vLLM", vllm.__version__, WORKS_WITH):
         from prefixd.integrations.vllm.offloading.tier import PrefixdTier

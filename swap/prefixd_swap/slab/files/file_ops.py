@@ -7,11 +7,13 @@ import errno
 import mmap
 import os
 from pathlib import Path
-
-import lmdb
+from typing import TYPE_CHECKING
 
 from prefixd_swap.errors import DiskFullError, StorageError
 from prefixd_swap.spans import Span
+
+if TYPE_CHECKING:
+    import lmdb
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 

@@ -11,12 +11,16 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefixd_swap.errors import RecordDamagedError
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
 from prefixd_swap.slab.index.block_record import KEY_BYTES, NAMESPACE_BYTES, decode_record
-from prefixd_swap.slab.index.index import CHUNK_ROWS, Row, SlabIndex
 from prefixd_swap.slab.index.lmdb_file import read_trees, tree_entries
+from prefixd_swap.slab.index.rows import CHUNK_ROWS, Row
+
+if TYPE_CHECKING:
+    from prefixd_swap.slab.index.index import SlabIndex
 
 
 def bring_back(index: SlabIndex, aside: Path, ops: FileOps) -> None:

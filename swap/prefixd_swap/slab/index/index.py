@@ -22,34 +22,21 @@ from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.files.file_ops import FileOps, storage_error
 from prefixd_swap.slab.files.mapped_file import MappedFile
 from prefixd_swap.slab.index.lmdb_file import damaged_page, first_missing
+from prefixd_swap.slab.index.rows import CHUNK_ROWS, Change, Edit, IndexDamagedError, Row
 from prefixd_swap.slab.index.set_aside import note_loss, set_aside, set_copy_aside
 
 _DATABASES = 3
 MAP_BYTES = 16 << 20
 """First size of the memory map; it doubles when it is full."""
-CHUNK_ROWS = 4096
-"""Rows read at once: few enough to stay in the processor's cache, twice as fast as 65,536."""
-
 READ_BYTES = 1 << 20
 _MAPPED_BYTES = 4 << 20
 """About the most of the index that stays mapped, and counts as this process's memory, after reads and writes."""
-
-Row = tuple[bytes, bytes]
-"""A block's key and value."""
-Edit = Callable[[bytes], bytes]
-"""The new value of a key from the one that it has."""
-Change = tuple[bytes, bytes | Edit | None]
-"""A key and its new value; None removes the key. An edit does nothing where the key is not there."""
 
 _Result = TypeVar("_Result")
 
 _DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError)
 
 log = logging.getLogger(__name__)
-
-
-class IndexDamagedError(StorageError):
-    """The index's file cannot be read; `replace` it."""
 
 
 class SlabIndex:

@@ -24,7 +24,7 @@ from prefixd_swap.slab.index.block_record import (
     PART_BYTES,
     TOKEN_BYTES,
 )
-from prefixd_swap.slab.index.index import Row
+from prefixd_swap.slab.index.rows import Row
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -21,8 +21,9 @@ from prefixd_swap.slab.data_directory import VERSION
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock, encode_record
-from prefixd_swap.slab.index.index import IndexDamagedError, SlabIndex
+from prefixd_swap.slab.index.index import SlabIndex
 from prefixd_swap.slab.index.recovery import Recovery
+from prefixd_swap.slab.index.rows import IndexDamagedError
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
 

@@ -1,1 +1,0 @@
-"""Attacks of one client on the others: what `benchmarks.hostile` runs."""

@@ -1,0 +1,1 @@
+"""Attacks of one client on the others: what `benchmarks.checks.hostile` runs."""

@@ -1,0 +1,354 @@
+"""Attacks by requests to the daemon's model: prompts, sampling, searches, the queue, other people's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import aclosing, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import grpc
+
+from benchmarks.checks.attacks.attacker import Given, Mallory
+from benchmarks.checks.attacks.scenario import Scenario
+from benchmarks.checks.attacks.scene import Scene, ask
+from benchmarks.engines import hybrid_models
+from benchmarks.workloads.asking import generated_tokens
+from prefixd.client import AsyncClient, BeamSearch, ClientError, FinishReason, Sampling, Tokens
+from prefixd.serving.models.embedded_model import VOCAB_SIZE
+from prefixd.v1 import inference_pb2 as pb
+
+_FORESEEN = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "PERMISSION_DENIED"}
+_BY_GRPC = {"CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
+"""Where the caller gave up, or so much waits that gRPC refuses more."""
+
+
+class _Flood(Scenario):
+    """As many hostile requests at a time as go, for as long as the attack lasts."""
+
+    at_once: ClassVar[int]
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Sends them, and counts how each ends."""
+        client = await mallory.client()
+        ended: Counter[str] = Counter()
+
+        async def repeat(number: int) -> None:
+            rng = random.Random(number)
+            while mallory.going:
+                status = await _status(self.one(client, rng))
+                ended[status] += 1
+                if status != "OK":
+                    await asyncio.sleep(0.02)
+
+        tasks = [asyncio.create_task(repeat(number)) for number in range(self.at_once)]
+        await asyncio.sleep(0.5)
+        mallory.in_place()
+        await mallory.until_stopped()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return {"statuses": dict(ended)}
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """One of the requests."""
+        raise NotImplementedError
+
+    def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
+        """No request may be answered with what no contract names."""
+        if unforeseen := set(found.get("statuses", ())) - _FORESEEN - _BY_GRPC:
+            yield f"the daemon answers {', '.join(sorted(unforeseen))}"
+
+
+class HugeText(_Flood):
+    """15 MiB of text, which must be refused before it is tokenized."""
+
+    name = "huge text"
+    closed_by = "tests/serving/text/test_tokenization.py"
+    at_once = 4
+    text = "ab" * (15 << 19)
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """One text."""
+        await _drain(client, self.text)
+
+
+class Beams(_Flood):
+    """The widest searches, and the most sequences."""
+
+    name = "beams"
+    at_once = 3
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """16 beams, or the best of 32."""
+        prompt = [rng.randrange(256) for _ in range(64)]
+        if rng.random() < 0.5:
+            search = Sampling(beam_search=BeamSearch(width=16), max_tokens=64, ignore_eos=True)
+            await _drain(client, prompt, search, n=16)
+        else:
+            drawn = Sampling(temperature=1.0, max_tokens=64, ignore_eos=True)
+            await _drain(client, prompt, drawn, best_of=32, n=1)
+
+
+class StopStrings(_Flood):
+    """16 stop strings of 256 characters that nearly match all the time."""
+
+    name = "stop strings"
+    closed_by = "tests/server/test_stop_strings.py"
+    at_once = 3
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """Of one letter, but for the last."""
+        letter = chr(rng.randrange(0x20, 0x7F))
+        stop = [letter * (255 - index) + chr(0x21 + index) for index in range(16)]
+        prompt = (letter * 64).encode()
+        await _drain(client, list(prompt), Sampling(stop=stop, max_tokens=128, ignore_eos=True))
+
+
+class StopTokens(_Flood):
+    """Four million stop tokens in a request."""
+
+    name = "stop tokens"
+    closed_by = "tests/server/test_bad_input.py"
+    at_once = 4
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """All of the same."""
+        connection = client.connection
+        async with aclosing(connection.stream(connection.inference.Generate, _many_stops(), 30.0)) as answers:
+            async for _ in answers:
+                pass
+
+
+@cache
+def _many_stops() -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(stop_token_ids=[1] * 4_000_000, max_tokens=2)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=bytes(64)), sampling=sampling)
+
+
+class QueueFlood(_Flood):
+    """More requests than the queue takes."""
+
+    name = "queue flood"
+    at_once = 512
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """Long answers to short prompts."""
+        prompt = [rng.randrange(256) for _ in range(20)]
+        await _drain(client, prompt, Sampling(max_tokens=256, ignore_eos=True))
+
+
+class PriorityFlood(_Flood):
+    """Requests that go before everybody else's."""
+
+    name = "priority flood"
+    at_once = 64
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """The lowest number goes first."""
+        prompt = [rng.randrange(256) for _ in range(200)]
+        await _drain(client, prompt, Sampling(max_tokens=128, ignore_eos=True), priority=-(1 << 31))
+
+
+class SamplingExtremes(Scenario):
+    """Temperatures at the ends of what a float holds: one token must not come out whatever the model says."""
+
+    name = "sampling extremes"
+    closed_by = "tests/worker/decoding/test_sampling.py"
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Compares tiny temperatures with a greedy answer, and looks what comes out at huge ones."""
+        client = await mallory.client()
+        prompt = list(b"the quick brown fox")
+        greedy = await generated_tokens(client, prompt, Sampling(max_tokens=8, ignore_eos=True))
+        cold = [
+            await generated_tokens(client, prompt, Sampling(temperature=heat, seed=1, max_tokens=8, ignore_eos=True))
+            for heat in (5e-324, 1e-300, 1e-45, 1e-6)
+        ]
+        hot = [
+            await generated_tokens(client, prompt, Sampling(temperature=heat, seed=1, max_tokens=8, ignore_eos=True))
+            for heat in (1e30, 1e39, 1e308)
+        ]
+        mallory.in_place(greedy=greedy, cold=cold, hot=hot)
+        await mallory.until_stopped()
+        return {}
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether an answer is the vocabulary's end."""
+        if any(tokens != facts["greedy"] for tokens in facts.get("cold", ())):
+            yield "a temperature close to 0 does not give the likeliest tokens"
+        if any(set(tokens) == {VOCAB_SIZE - 1} for tokens in facts.get("hot", ())):
+            yield "a huge temperature always gives the vocabulary's last token"
+
+
+class HeldBackText(Scenario):
+    """Output that ends in half a character, or in the beginning of a stop string: its text comes at the end."""
+
+    name = "text held back"
+    closed_by = "tests/server/test_stop_strings.py"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Half a character, forced; and an answer with a stop string that its last character begins."""
+        client = await mallory.client()
+        half = await _text(client, list(b"prompt"), Sampling(forced_tokens=list(b"abc\xe2\x82"), ignore_eos=True))
+        whole = await _text(client, list(b"prompt"), Sampling(max_tokens=8, ignore_eos=True))
+        until = Sampling(max_tokens=8, ignore_eos=True, stop=[whole[-1:] + "\n\n"])
+        stopped = await _text(client, list(b"prompt"), until)
+        mallory.in_place(half=half, whole=whole, stopped=stopped)
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether it came."""
+        if "whole" in facts and not (facts["half"].startswith("abc") and len(facts["half"]) > 3):
+            yield f"the text of half a character is missing: {facts['half']!r}"
+        if "whole" in facts and facts["stopped"] != facts["whole"]:
+            yield f"text that might have become a stop string is missing: {facts['stopped']!r} of {facts['whole']!r}"
+
+
+class OthersRequests(Scenario):
+    """Ends another tenant's requests by their ids, and takes ids that another tenant is about to use."""
+
+    name = "others' requests"
+    ids = tuple(f"alice-{number}" for number in range(8))
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Cancels all the time, and has requests of its own with the next ids."""
+        client = await mallory.client()
+        cancelled = 0
+        owned = [
+            asyncio.create_task(
+                _status(_drain(client, [1], Sampling(max_tokens=4000, ignore_eos=True), request_id=name))
+            )
+            for name in self.ids[4:]
+        ]
+        await asyncio.sleep(0.3)
+        mallory.in_place()
+        while mallory.going:
+            for name in self.ids[:4]:
+                with suppress(ClientError):
+                    cancelled += await client.cancel(name)
+            await asyncio.sleep(0.005)
+        for task in owned:
+            task.cancel()
+        await asyncio.gather(*owned, return_exceptions=True)
+        return {"cancelled": cancelled}
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether Alice's requests run to their ends."""
+        with scene.client() as client:
+            ended: Counter[str] = Counter()
+            for name in self.ids:
+                try:
+                    _, finished = ask(client, [2, 3], request_id=name, max_tokens=24)
+                    ended[finished.reason.value] += 1
+                except ClientError as error:
+                    ended[type(error).__name__] += 1
+            del ended[FinishReason.LENGTH.value]
+            if ended:
+                yield f"requests of another tenant ended otherwise than they should: {dict(ended)}"
+
+
+class Images(_Flood):
+    """Images that are bombs, claim huge sizes, are many, or are none."""
+
+    name = "images"
+    closed_by = "tests/serving/images/test_image_reader.py"
+    at_once = 6
+
+    def daemon_settings(self, folder: Path) -> Mapping[str, object]:
+        """A small model that reads images."""
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        model = hybrid_models.save("vision", folder / "vision")
+        return {"worker.embedded": False, "worker.model": model, "worker.block_tokens": 16}
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """One of them."""
+        kind = rng.randrange(6)
+        match kind:
+            case 0:  # 4 thousand million pixels
+                images = [_png(65_000, 65_000, 1)]
+            case 1:  # data that unpacks to 512 times as much, in an image of one pixel
+                images = [_png(1, 1, 8 << 20)]
+            case 2:
+                images = [rng.randbytes(7 << 20)]
+            case 3:
+                images = [_png(16, 16, 16)] * 500
+            case 4:
+                images = [_png(64, 64, 64)[:-20]]
+            case _:  # as many of the largest as may be
+                images = [_png(4096, 4096, 4096)] * 16
+        prompt = [*range(1, 20), *[hybrid_models.IMAGE_TOKEN] * min(len(images), 16)]
+        await _drain(client, prompt, Sampling(max_tokens=2), images=images)
+
+
+class Scans(Images):
+    """JPEGs of 16 million pixels in scans that change nothing, each of which costs a pass over all pixels: thousands of
+    them, as many as a daemon takes, and callers who go away meanwhile."""
+
+    name = "JPEG scans"
+    closed_by = "tests/images/test_image_files.py"
+
+    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+        """One of them."""
+        images = [_scanned(rng.choice((50, 50, 3000)))]
+        prompt = [*range(1, 20), hybrid_models.IMAGE_TOKEN]
+        async with asyncio.timeout(rng.choice((0.5, 30.0))):
+            await _drain(client, prompt, Sampling(max_tokens=2), images=images)
+
+
+@cache
+def _scanned(scans: int) -> bytes:
+    """A grey progressive JPEG of 4096 x 4096 with so many more scans."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("L", (4096, 4096), 90).save(file, "JPEG", progressive=True)
+    plain = file.getvalue()
+    table = b"\xff\xc4" + bytes([0, 20, 0x10, 1, *[0] * 15, 0xE0])  # one code, for 16,384 blocks without a change
+    scan = b"\xff\xda" + bytes([0, 8, 1, 1, 0, 1, 63, 0]) + bytes(32)
+    return plain[:-2] + table + scan * scans + plain[-2:]
+
+
+@cache
+def _png(width: int, height: int, rows: int) -> bytes:
+    """A grey image whose header says `width` and `height` and whose data has `rows` lines."""
+    line = bytes(1 + width)
+    packer = zlib.compressobj(9)
+    data = b"".join(packer.compress(line) for _ in range(rows)) + packer.flush()
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)), (b"IDAT", data), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )
+
+
+async def _drain(client: AsyncClient, prompt: Any, sampling: Sampling = Sampling(), **how: Any) -> None:
+    async with aclosing(client.generate(prompt, sampling=sampling, timeout_s=30.0, **how)) as events:
+        async for _ in events:
+            pass
+
+
+async def _text(client: AsyncClient, prompt: list[int], sampling: Sampling) -> str:
+    text = ""
+    async with aclosing(client.generate(prompt, sampling=sampling)) as events:
+        async for event in events:
+            text += event.text if isinstance(event, Tokens) else ""
+    return text
+
+
+async def _status(call: Awaitable[None]) -> str:
+    """How a call ended, by gRPC's word."""
+    try:
+        await call
+    except ClientError as error:
+        cause = error.__cause__
+        return cause.code().name if isinstance(cause, grpc.aio.AioRpcError) else type(error).__name__
+    return "OK"

@@ -1,0 +1,113 @@
+"""Attacks on cache-aware routers, which hear from the daemon what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from benchmarks.checks.attacks.attacker import Given, Mallory
+from benchmarks.checks.attacks.scenario import Scenario
+from benchmarks.checks.attacks.scene import Scene, fresh_prompt
+from benchmarks.common.harness import free_port
+from prefixd.client import NamespaceSpec, PartSpec
+
+_LISTEN_S = 8.0
+_POLL_MS = 100
+_AGAIN_S = 2.0
+_PROMPT = 4040  # the number of the prompt that Mallory claims
+
+
+class _WithRouters(Scenario):
+    """The daemon tells routers at a TCP port of loopback what it holds."""
+
+    closed_by = "tests/server/test_kv_announcer.py"
+    endpoint: ClassVar[str] = ""
+    """Of the daemon that runs: these scenarios share it."""
+
+    def daemon_settings(self, folder: Path) -> Mapping[str, object]:
+        """An endpoint; a new subscriber makes everything be told anew every two seconds at most."""
+        _WithRouters.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        return {"events.endpoint": self.endpoint, "events.again_s": _AGAIN_S}
+
+    def heard(self) -> list[dict[str, Any]]:
+        """What an honest router is told in the next seconds."""
+        events: list[dict[str, Any]] = []
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            socket = context.socket(zmq.SUB)
+            socket.subscribe(b"")
+            socket.connect(self.endpoint)
+            end_s = time.monotonic() + _LISTEN_S
+            while time.monotonic() < end_s:
+                if socket.poll(_POLL_MS):
+                    events += msgspec.msgpack.decode(socket.recv_multipart()[2])[1]
+        finally:
+            context.destroy(linger=0)
+        return events
+
+
+class ClaimedModel(_WithRouters):
+    """Stores two bytes in a namespace named as the served model's, to be sent the requests for it."""
+
+    name = "claimed model"
+
+    def prepare(self, scene: Scene) -> Given:
+        """The served model's name."""
+        return {"served": scene.served().namespace.name}
+
+    async def attack(self, mallory: Mallory) -> None:
+        """The blocks of a prompt that others are about to send."""
+        client = await mallory.client()
+        cache = await client.register(NamespaceSpec(mallory.given["served"], 16, (PartSpec("full", 0, 2),)))
+        stored = (await cache.store(fresh_prompt(_PROMPT), np.zeros(2 * 4, np.uint8))).committed
+        mallory.in_place(stored=stored)
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether a router hears of them."""
+        if not facts.get("stored"):
+            yield "the attacker stored nothing, so the attack was not made"
+        claimed = {tuple(block.tolist()) for block in fresh_prompt(_PROMPT).reshape(-1, 16)}
+        for event in self.heard():
+            tokens = np.array(event.get("token_ids", []), np.uint32)
+            if event["type"] == "BlockStored" and claimed & {tuple(each.tolist()) for each in tokens.reshape(-1, 16)}:
+                yield "a router is told that the served model's KV is where another tenant says"
+                return
+
+
+class ManySubscriptions(_WithRouters):
+    """Subscribes again and again: each time everything is told anew, to all routers."""
+
+    name = "137 subscriptions"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Seventeen a second, until it is stopped."""
+        context = zmq.asyncio.Context()
+        mallory.in_place(subscriptions="17 a second")
+        try:
+            while mallory.going:
+                with context.socket(zmq.SUB) as socket:
+                    socket.subscribe(b"")
+                    socket.connect(mallory.given["endpoint"])
+                    await asyncio.sleep(_LISTEN_S / 137)
+        finally:
+            context.destroy(linger=0)
+
+    def prepare(self, scene: Scene) -> Given:
+        """Where the routers listen."""
+        return {"endpoint": self.endpoint}
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """How often a router has to begin anew."""
+        begun = Counter(event["type"] for event in self.heard())["AllBlocksCleared"]
+        if begun > (most := 2 + int(_LISTEN_S / _AGAIN_S)):
+            yield f"a router was told everything {begun} times in {_LISTEN_S:g} s; at most {most} times was promised"

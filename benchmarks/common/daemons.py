@@ -1,0 +1,36 @@
+"""What benchmarks ask of a daemon beside what they measure."""
+
+from __future__ import annotations
+
+from benchmarks.common import harness
+from prefixd import cache
+from prefixd.client import Client, NamespaceSpec
+from prefixd.v1 import admin_pb2
+
+START_S = 120.0
+"""For a worker to take requests."""
+
+
+def as_the_daemon_has_it(spec: NamespaceSpec) -> cache.NamespaceSpec:
+    """A namespace of the default tenant. Without rules: no namespace of a harness here has any."""
+    parts = tuple(cache.PartSpec(part.group, part.rank, part.nbytes) for part in spec.parts)
+    return cache.NamespaceSpec(spec.name, spec.block_tokens, parts, spec.salt, spec.dtype, spec.layout)
+
+
+def violations_of(client: Client) -> list[str]:
+    """What `Admin.CheckIntegrity` reports, a line each."""
+    return list(client.check_integrity().violations)
+
+
+def wait_for_worker(client: Client) -> int:
+    """Returns the worker's process id once it takes requests. Raises BenchmarkError when it does not, or fails."""
+    state = admin_pb2.WorkerStats.STATE_STARTING
+
+    def settled() -> bool:
+        nonlocal state
+        state = client.stats().worker.state
+        return state in (admin_pb2.WorkerStats.STATE_READY, admin_pb2.WorkerStats.STATE_FAILED)
+
+    if not harness.wait_until(settled, START_S) or state != admin_pb2.WorkerStats.STATE_READY:
+        raise harness.BenchmarkError(f"the worker did not start within {START_S:g} s; see the daemon's log")
+    return client.stats().worker.pid

@@ -1,1 +1,0 @@
-"""What chat and tree_search share: ways of serving, requests and their figures."""

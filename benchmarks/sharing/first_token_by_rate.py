@@ -1,0 +1,221 @@
+"""Time to first token of a prompt that another host has computed: with the store, and computed again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import harness
+from benchmarks.common.slow_link import SlowLink
+from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
+from benchmarks.sharing.valkey_server import ValkeyServer
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import Client, Finished, Sampling, Tier, Tokens
+
+WORST_RATIO = 1.1
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 256 << 10  # of the embedded model
+LOADED = ("auto", "always")
+ARMS = (*LOADED, "recompute")
+_BODY_TOKENS = 8  # less than a block: what a request computes besides never grows the prefix
+_STORED, _COMPUTED = 0, 1  # whether a prompt is one that the first host has shared
+_SHORT_TOKENS = 256
+_MORE_REPEATS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        gbit_per_s: rates of the link to the store.
+        tokens: lengths of the prompts' prefixes, multiples of `BLOCK_TOKENS`.
+        repeats: prompts of each length that are measured; twice as many where they are short.
+        warm_up: prompts of each length, before those, from which a daemon learns what loads and computing take.
+    """
+
+    gbit_per_s: Sequence[float] = (0.1, 1.0, 10.0)
+    tokens: Sequence[int] = (64, 256, 1024)
+    repeats: int = 15
+    warm_up: int = 2
+
+    def repeats_of(self, tokens: int) -> int:
+        """So many prompts of a length are measured."""
+        return self.repeats * (_MORE_REPEATS if tokens <= _SHORT_TOKENS else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Medians and quartiles, in ms, at one rate and one length; and how much of its prompts auto loaded."""
+
+    gbit_per_s: float
+    tokens: int
+    ttft_ms: dict[str, float]
+    lower_ms: dict[str, float]
+    upper_ms: dict[str, float]
+    loaded_share: float
+
+    @property
+    def ratio(self) -> float:
+        """Auto's median over that of the better of the others."""
+        return self.ttft_ms["auto"] / min(self.ttft_ms["always"], self.ttft_ms["recompute"])
+
+
+class Subject:
+    """A daemon that has seen none of the prompts."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.loaded_tokens = 0
+
+    def first_token_s(self, prompt: Sequence[int]) -> float:
+        """Seconds from sending the prompt to its first token.
+
+        Raises:
+            BenchmarkError: some of it was in the daemon's own tiers.
+        """
+        began_s, first_s = time.monotonic(), 0.0
+        for event in self._client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):
+            if isinstance(event, Tokens) and not first_s:
+                first_s = time.monotonic() - began_s
+            if isinstance(event, Finished):
+                own = sum(tokens for tier, tokens in event.hit_tokens.items() if tier is not Tier.REMOTE)
+                if own:
+                    raise harness.BenchmarkError(f"{own} of {len(prompt)} tokens were on this host, and none may be")
+                self.loaded_tokens += event.hit_tokens[Tier.REMOTE]
+        return first_s
+
+
+def prompt_of(tokens: int, kind: int, number: int) -> list[int]:
+    """A prefix of so many tokens, and a body."""
+    made: list[int] = np.random.default_rng([tokens, kind, number]).integers(0, 256, tokens + _BODY_TOKENS).tolist()
+    return made
+
+
+def measure(plan: Plan, folder: Path, step: Callable[[], None]) -> list[Point]:
+    """A point for each rate and length. `step` is called after each."""
+    points: list[Point] = []
+    secrets = Secrets(folder)
+    with ValkeyServer(folder / "valkey") as valkey:
+        _fill(plan, sharing(valkey.port, secrets))
+        for rate in plan.gbit_per_s:
+            with SlowLink("127.0.0.1", valkey.port, bytes_per_s=rate * 1e9 / 8) as link, ExitStack() as stack:
+                settings = {arm: _settings(plan) | {"scheduler.load": arm} for arm in LOADED}
+                for arm in LOADED:
+                    # Computed prompts would be written over the link that is measured.
+                    settings[arm] |= sharing(link.port, secrets) | {"remote.share": "none"}
+                settings["recompute"] = _settings(plan)
+                subjects = _start(settings, stack)
+                _warm_up(plan, subjects)
+                for tokens in plan.tokens:
+                    points.append(_measure(plan, subjects, rate, tokens))
+                    print(_line(points[-1]), flush=True)
+                    step()
+    return points
+
+
+def _settings(plan: Plan) -> dict[str, object]:
+    return {
+        "worker.embedded": True,
+        "worker.threads": 1,
+        "worker.block_tokens": BLOCK_TOKENS,
+        "gpu.device": "cpu",
+        "gpu.bytes": 2 * (max(plan.tokens) // BLOCK_TOKENS + 4) * BLOCK_BYTES,
+        "cpu.bytes": 0,
+        "disk.bytes": 0,
+    }
+
+
+def _fill(plan: Plan, settings: dict[str, object]) -> None:
+    """The first host computes and shares all prompts."""
+    with DaemonProcess(_settings(plan) | settings) as a, Client(a.address, memory="streamed") as client:
+        subject, blocks = Subject(client), 0
+        for tokens in plan.tokens:
+            for number in range(plan.warm_up + plan.repeats_of(tokens)):
+                subject.first_token_s(prompt_of(tokens, _STORED, number))
+                blocks += tokens // BLOCK_TOKENS
+                wait_until_shared(client, blocks)  # its GPU tier is small
+
+
+def _start(settings: Mapping[str, Mapping[str, object]], stack: ExitStack) -> dict[str, Subject]:
+    daemons = {arm: DaemonProcess(each) for arm, each in settings.items()}
+    for daemon in daemons.values():
+        daemon.launch()
+        stack.callback(daemon.__exit__)
+    for daemon in daemons.values():
+        daemon.wait_until_ready()
+    return {
+        arm: Subject(stack.enter_context(Client(daemon.address, memory="streamed"))) for arm, daemon in daemons.items()
+    }
+
+
+def _warm_up(plan: Plan, subjects: Mapping[str, Subject]) -> None:
+    for number in range(plan.warm_up):
+        for tokens in plan.tokens:
+            for subject in subjects.values():
+                subject.first_token_s(prompt_of(tokens, _COMPUTED, number))
+                subject.first_token_s(prompt_of(tokens, _STORED, number))
+
+
+def _measure(plan: Plan, subjects: Mapping[str, Subject], rate: float, tokens: int) -> Point:
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    repeats = plan.repeats_of(tokens)
+    loaded_before = subjects["auto"].loaded_tokens
+    for repeat in range(repeats):
+        prompt = prompt_of(tokens, _STORED, plan.warm_up + repeat)
+        for turn in range(len(ARMS)):
+            arm = ARMS[(repeat + turn) % len(ARMS)]
+            times[arm].append(1000 * subjects[arm].first_token_s(prompt))
+    loaded = subjects["auto"].loaded_tokens - loaded_before
+    quartiles = {arm: np.percentile(each, (25, 50, 75)).tolist() for arm, each in times.items()}
+    lower, median, upper = ({arm: round(q[n], 2) for arm, q in quartiles.items()} for n in range(3))
+    return Point(rate, tokens, median, lower, upper, round(loaded / (repeats * tokens), 3))
+
+
+def summary(points: Sequence[Point]) -> dict[str, Any]:
+    """The result."""
+    worst = max(points, key=lambda point: point.ratio)
+    return {
+        "worst_ratio": round(worst.ratio, 3),
+        "worst_point": f"{worst.gbit_per_s:g} Gbit/s, {worst.tokens} tokens",
+        "points": [{**asdict(point), "ratio": round(point.ratio, 3)} for point in points],
+    }
+
+
+def violations(result: Mapping[str, Any]) -> list[str]:
+    """What is not as it has to be."""
+    if result["worst_ratio"] <= WORST_RATIO:
+        return []
+    return [
+        f"with the store the first token takes {result['worst_ratio']:g} times the better of loading and computing "
+        f"({result['worst_point']}); at most {WORST_RATIO:g} is allowed"
+    ]
+
+
+def draw(axes: Any, result: Mapping[str, Any]) -> None:
+    """Of each rate, the time with the store over the better of the others, by length."""
+    for number, rate in enumerate(sorted({point["gbit_per_s"] for point in result["points"]})):
+        points = [point for point in result["points"] if point["gbit_per_s"] == rate]
+        for arm, line in (("auto", "-"), ("recompute", ":")):
+            times = [point["ttft_ms"][arm] for point in points]
+            label = f"{rate:g} Gbit/s, {'with the store' if arm == 'auto' else 'computed'}"
+            axes.plot([point["tokens"] for point in points], times, line, marker="o", color=f"C{number}", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens of the prefix")
+    axes.set_ylabel("time to first token, ms")
+    axes.legend(fontsize="x-small")
+
+
+def _line(point: Point) -> str:
+    times = "  ".join(f"{arm} {point.ttft_ms[arm]:8.1f}" for arm in ARMS)
+    return (
+        f"{point.gbit_per_s:6g} Gbit/s {point.tokens:5} tokens   {times} ms   ratio {point.ratio:.3f}   "
+        f"{point.loaded_share:4.0%} loaded"
+    )

@@ -1,0 +1,199 @@
+"""How a request's tokens are chosen: one type from the client to the worker, with its ranges.
+
+SDK and command line make it, `SamplingParams` of `proto/prefixd/v1/inference.proto` carries it to the daemon, and
+`worker_protocol` carries what the daemon made of it, with a seed and a length, to the worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefixd.base.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+MOST_LOGPROBS = 20
+"""Most alternatives to a token that a request is told the logprobs of."""
+MOST_BEAMS = 16
+MOST_STOP_TOKENS = 1024
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 256  # characters
+REPETITION_PENALTIES = (0.01, 100.0)
+OUTPUT_PENALTIES = (-2.0, 2.0)
+LENGTH_PENALTIES = (-10.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearch:
+    """Search for the likeliest sequences, with the rules of transformers' `generate`, instead of sampling."""
+
+    width: int
+    """Beams that are continued in each step, 1 to 16."""
+    length_penalty: float = 1.0
+    """A score is the sum of the logprobs divided by the length to this power, -10 to 10: above 0 favours long ones."""
+    early_stopping: bool = False
+    """End as soon as `width` sequences have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the tokens of a sequence are chosen, and when it ends. The k-th depends on (seed, k) and the logits alone.
+
+    First the penalties change the logits, then the temperature; then `top_k` filters, then `top_p` what that leaves,
+    then `min_p`.
+    """
+
+    max_tokens: int = 0
+    """Most tokens of the output; 0: 16, or all of `forced_tokens`."""
+    temperature: float = 0.0
+    """0, as anything below 1e-5: greedy."""
+    top_k: int = 0
+    """Sample among so many most likely tokens, and those exactly as likely as the last of them; 0: off."""
+    top_p: float = 1.0
+    """Sample among the fewest tokens that together have this probability; 0 or 1: off."""
+    min_p: float = 0.0
+    """Sample among tokens that are at least so likely in proportion to the most likely one; 0: off."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens of prompt and output, and multiplies the negative ones, 0.01 to 100; more
+    than 1 makes repetition less likely, 0 or 1: off."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens of the output, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens of the output, each time they are there, -2 to 2."""
+    seed: int | None = None
+    """None: chosen by the daemon."""
+    stop_token_ids: Sequence[int] = ()
+    """The output ends when one of these is sampled; it is the last of the token ids and no part of the text."""
+    stop: str | Sequence[str] = ()
+    """The output ends when its text has this string, or one of these; it is not part of the text."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence tokens."""
+    logprobs: int | None = None
+    """Tell each token's logprob, and those of so many most likely ones, at most 20, in the model's own distribution:
+    before penalties, temperature and filters. None: off."""
+    forced_tokens: Sequence[int] | bytes | None = None
+    """The output, as ids or as little-endian uint32, for scoring and replay: keys, values and logprobs are computed as
+    if the model had chosen it. It takes no stop strings, no second sequence and no beam search."""
+    beam_search: BeamSearch | None = None
+    """Search instead of sampling; it takes nothing that draws or changes tokens."""
+
+    @property
+    def beams(self) -> int:
+        """Beams of the search; 0: tokens are sampled."""
+        return 0 if self.beam_search is None else self.beam_search.width
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """`stop` as a sequence."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @property
+    def forced_ids(self) -> npt.NDArray[np.uint32]:
+        """`forced_tokens` as an array; none: empty."""
+        tokens = b"" if self.forced_tokens is None else self.forced_tokens
+        import numpy as np  # the command line's help does without
+
+        return np.frombuffer(tokens, "<u4") if isinstance(tokens, bytes) else np.asarray(tokens, "<u4")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the tokens so far through a penalty."""
+        return self.repetition_penalty not in (0, 1) or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def check(self) -> None:
+        """Refuses what is out of its range for every model, in a time that does not grow with it.
+
+        Raises InvalidArgumentError.
+        """
+        if self.temperature < 0 or not math.isfinite(self.temperature):
+            raise InvalidArgumentError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
+        if self.top_k < 0:
+            raise InvalidArgumentError(f"top_k is {self.top_k}; it must be 0 (off) or positive")
+        for name in ("top_p", "min_p"):
+            self._check_range(name, (0, 1))
+        if self.repetition_penalty != 0:
+            self._check_range(
+                "repetition_penalty", REPETITION_PENALTIES, ", where 1 is off and more makes repetition less likely"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check_range(name, OUTPUT_PENALTIES, ", where 0 is off")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise InvalidArgumentError(
+                f"logprobs is {self.logprobs}; ask for at most {MOST_LOGPROBS} tokens beside the chosen one"
+            )
+        self._check_stops()
+        if self.beam_search is not None:
+            self._check_search(self.beam_search)
+        if self.forced_tokens is not None:
+            self._check_forced(self.forced_tokens)
+
+    def _check_range(self, name: str, bounds: tuple[float, float], meaning: str = "") -> None:
+        (least, most), value = bounds, getattr(self, name)
+        if not least <= value <= most:
+            raise InvalidArgumentError(f"{name} is {value}; it must be between {least:g} and {most:g}{meaning}")
+
+    def _check_stops(self) -> None:
+        tokens, strings = self.stop_token_ids, self.stop_strings
+        if len(tokens) > MOST_STOP_TOKENS:
+            raise InvalidArgumentError(f"stop_token_ids has {len(tokens)} ids; send at most {MOST_STOP_TOKENS}")
+        if len(strings) > MOST_STOP_STRINGS:
+            raise InvalidArgumentError(f"stop has {len(strings)} strings; send at most {MOST_STOP_STRINGS}")
+        for string in strings:
+            if not string:
+                raise InvalidArgumentError("a stop string is empty; send at least one character, or leave it out")
+            if len(string) > LONGEST_STOP_STRING:
+                raise InvalidArgumentError(
+                    f"a stop string has {len(string)} characters; send at most {LONGEST_STOP_STRING}"
+                )
+
+    def _check_search(self, search: BeamSearch) -> None:
+        if not 1 <= search.width <= MOST_BEAMS:
+            raise InvalidArgumentError(f"beam_search.width is {search.width}; it must be between 1 and {MOST_BEAMS}")
+        least, most = LENGTH_PENALTIES
+        if not least <= search.length_penalty <= most:
+            raise InvalidArgumentError(
+                f"beam_search.length_penalty is {search.length_penalty}; it must be between {least:g} and {most:g}"
+            )
+        for name, off in _OFF_IN_A_SEARCH.items():
+            value = list(self.stop_strings) if name == "stop" else getattr(self, name)
+            if value not in off:
+                raise InvalidArgumentError(
+                    f"{name} is {value} in a beam search, which looks for the likeliest sequences; leave {name} out, "
+                    "or the beam search"
+                )
+
+    def _check_forced(self, forced: Sequence[int] | bytes) -> None:
+        if self.beam_search is not None:
+            raise InvalidArgumentError("forced_tokens leave a beam search nothing to find; leave one of them out")
+        if strings := self.stop_strings:
+            raise InvalidArgumentError(
+                f"stop has {len(strings)} strings with forced_tokens, which are told to their end; leave stop out"
+            )
+        if not len(forced) or (isinstance(forced, bytes) and len(forced) % 4):
+            raise InvalidArgumentError(
+                f"forced_tokens has {len(forced)} bytes; send little-endian uint32, 4 bytes each, at least one"
+            )
+        count = len(forced) // 4 if isinstance(forced, bytes) else len(forced)
+        if 0 < self.max_tokens < count:
+            raise InvalidArgumentError(
+                f"max_tokens is {self.max_tokens}, but forced_tokens has {count} ids; leave max_tokens out or send "
+                "fewer ids"
+            )
+
+
+_OFF_IN_A_SEARCH: dict[str, tuple[object, ...]] = {
+    "temperature": (0,),
+    "top_k": (0,),
+    "top_p": (0, 1),
+    "min_p": (0,),
+    "repetition_penalty": (0, 1),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logprobs": (None,),
+    "stop": ([],),
+}

@@ -1,0 +1,58 @@
+"""What the blocks of one trie have in common, and columns that are as wide as that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from prefixd.cache.index.trie_table import TrieTable
+from prefixd.cache.rules import MAX_GROUPS, FullAttention, GroupMask, GroupRule, kv_groups, needed_groups
+
+
+class BlockTable(TrieTable):
+    """Columns for blocks of one geometry: tokens a block, bytes and rules of its parts.
+
+    Args:
+        block_tokens: tokens a block.
+        part_bytes: bytes of each part of a block.
+        rules: the rule of each part; full attention by default. At most `MAX_GROUPS` different ones.
+    """
+
+    def __init__(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule] | None = None) -> None:
+        self._set_geometry(block_tokens, part_bytes, rules)
+        super().__init__(block_tokens, len(part_bytes), len(self.groups))
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self._keys)
+
+    def _set_geometry(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule] | None) -> None:
+        self.groups = kv_groups(rules or [FullAttention()] * len(part_bytes))
+        if len(self.groups) > MAX_GROUPS:
+            raise ValueError(f"{len(self.groups)} KV groups with different rules, at most {MAX_GROUPS} are possible")
+        self.block_tokens = block_tokens
+        self.part_bytes = tuple(part_bytes)
+        self.all_groups = (1 << len(self.groups)) - 1
+        self.part_mask = np.zeros(len(part_bytes), np.uint8)  # of each part, the group that it belongs to
+        for group in self.groups:
+            self.part_mask[list(group.parts)] = group.mask
+        self.group_bytes = np.array(
+            [
+                sum(nbytes for part, nbytes in enumerate(part_bytes) if mask & self.part_mask[part])
+                for mask in range(self.all_groups + 1)
+            ],
+            np.int64,
+        )
+        """[2 ** groups]: bytes of a block's parts that belong to the groups of a mask."""
+        self.partial_groups = sum(group.mask for group in self.groups if not group.rule.lasting)
+        """The groups of which a prefix does not need the bytes of all its blocks."""
+        self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
+        """Whether a prefix may be usable though bytes of its blocks are missing."""
+        self.block_bytes = sum(part_bytes)
+
+    def needed(self, blocks: int, first_block: int = 0) -> GroupMask:
+        """[blocks - first_block]: the groups that a reader of `blocks` blocks needs from `first_block` on."""
+        if self.has_rules:
+            return needed_groups(self.groups, blocks)[first_block:]
+        return np.full(blocks - first_block, self.all_groups, np.uint8)

@@ -1,0 +1,45 @@
+"""What settings say of a cache, in one type from there to the rooms that need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prefixd.cache.remote import RemoteOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How a cache works; every field has a default that works.
+
+    Attributes:
+        default_ttl_s: lifetime of a lease that asked for none.
+        max_ttl_s: longest lifetime of a lease.
+        max_sessions: sessions open at once.
+        max_grants: leases and reservations of one session at once.
+        namespace_bytes: the most memory that namespaces may take; then the least recently used are forgotten.
+        write_back: copy down ahead of need.
+        scrub_bytes_per_s: the most that the scrubber reads from disk; 0: no scrubber in the background.
+        scrub_every_s: how long after the last one a pass of the scrubber begins.
+        write_queue_bytes: blocks that may wait in memory to be written to disk before `reserve` waits; half of the CPU
+            tier by default.
+        prefetch_bytes: the most that one tenant may have on its way ahead of need; half of the shared tier by default.
+        reserved_bytes: the most that one session may have reserved at once; half of the shared tier by default.
+        admit_uses: a block is written to disk when it was asked for again so often, or is wanted durable.
+        share_after: blocks become common to all tenants when so many have computed them; 0: never, 1: at once.
+        remote: how the remote tier is used, where there is one.
+    """
+
+    default_ttl_s: float = 60.0
+    max_ttl_s: float = 3600.0
+    max_sessions: int = 256
+    max_grants: int = 4096
+    namespace_bytes: int = 64 << 20
+    write_back: bool = True
+    scrub_bytes_per_s: int = 0
+    scrub_every_s: float = 3600.0
+    write_queue_bytes: int | None = None
+    prefetch_bytes: int | None = None
+    reserved_bytes: int | None = None
+    admit_uses: int = 0
+    share_after: int = 0
+    remote: RemoteOptions = field(default_factory=RemoteOptions)

@@ -1,0 +1,60 @@
+"""The figures of `Admin.Stats` as a table, as the options of their fields say (`metric.proto`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf.message import Message
+from rich.table import Table
+from rich.text import Text
+
+from prefixd.base.sizes import as_size
+from prefixd.cli.output.grid import duration, table
+from prefixd.v1 import admin_pb2, metric_pb2
+
+METRIC: Any = metric_pb2.metric
+"""The option of a field that is a figure."""
+METRICS: Any = metric_pb2.metrics
+"""The option of a field that is a message with figures."""
+
+_SHOWN_APART = {"tiers", "tenants", "troubles"}  # lists with a table, lines or a command of their own
+
+
+def figure_table(stats: admin_pb2.StatsResponse) -> Table:
+    """A row for each figure that is not 0: its place in `--json`, its value, and what it is."""
+    made = table("figure", "value", "what it is", right=("value",), fold=("what it is",))
+    for place, value, help_text in figure_rows(stats):
+        made.add_row(Text(place), Text(value), Text(help_text, style="dim"))
+    return made
+
+
+def figure_rows(message: Message, within: str = "") -> Iterator[tuple[str, str, str]]:
+    """Place, value and help of the figures of a message and of those in it: `scrub.passes`, `2`, `times ...`."""
+    for field in message.DESCRIPTOR.fields:
+        options, place, value = field.GetOptions(), within + field.name, getattr(message, field.name)
+        if options.HasExtension(METRIC) and field.enum_type is None:
+            metric = options.Extensions[METRIC]
+            if metric.label:
+                for key, number in sorted(value.items()):
+                    yield f"{place}.{key}", figure(field.name, number), metric.help
+            elif field.is_repeated:
+                if value:
+                    yield place, f"{len(value):,}", metric.help
+            elif value:
+                yield place, figure(field.name, value), metric.help
+        elif options.HasExtension(METRICS) and field.is_repeated and field.name not in _SHOWN_APART:
+            part = options.Extensions[METRICS]
+            for one in value if len(value) > 1 or not part.several else ():
+                yield from figure_rows(one, f"{place}.{getattr(one, part.by)}.")
+        elif options.HasExtension(METRICS) and not field.is_repeated and message.HasField(field.name):
+            yield from figure_rows(value, place + ".")
+
+
+def figure(name: str, value: float) -> str:
+    """A figure in the unit that its field's name ends with: `3.0 GiB`, `0.0042 s`, `5,000`."""
+    if name.endswith("_bytes"):
+        return as_size(int(value))
+    if name.endswith("_s"):
+        return f"{value:.3g} s" if value < 60 else duration(value)
+    return f"{value:,}"

@@ -1,0 +1,87 @@
+"""Decodes an image that came with a prompt, or says what is wrong with it. Only this and `prepare` need pillow."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from prefixd.base.errors import InvalidArgumentError
+from prefixd.images.image_files import ImageLimits, check_file
+from prefixd.images.token_counts import ImageProcessor
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+_ORIENTATION = 0x0112  # in Exif: 5 to 8 lay the image on its side
+_ON_ITS_SIDE = (5, 6, 7, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedImage:
+    """An image that has been decoded.
+
+    Attributes:
+        image: upright, in RGB.
+        tokens: its placeholders in the prompt.
+    """
+
+    image: Image.Image
+    tokens: int
+
+
+def check_image(data: bytes, number: int, processor: ImageProcessor, limits: ImageLimits) -> CheckedImage:
+    """Decodes an image. Takes up to a second of an honest one: in a process that can be killed (`decode_process`).
+
+    Args:
+        data: the file. `number`: which of the prompt's, from 0.
+        processor: of the model.
+        limits: refused above them, before anything is decoded.
+
+    Raises:
+        InvalidArgumentError: it is too large, has too many scans, is no PNG, JPEG or WebP, damaged, incomplete, or
+            moves.
+    """
+    name = f"images[{number}]"
+    check_file(data, number, limits)
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            frames = getattr(image, "n_frames", 1)
+            decoded = None
+            if width * height <= limits.image_pixels and frames == 1:
+                if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+                    width, height = height, width
+                tokens = _tokens(name, processor, width, height)
+                image.load()
+                decoded = ImageOps.exif_transpose(image).convert("RGB")
+    except InvalidArgumentError:
+        raise
+    except UnidentifiedImageError as error:  # its text names an object in memory
+        raise InvalidArgumentError(
+            f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: it is none of them; send a whole file of "
+            "these formats"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise InvalidArgumentError(
+            f"{name} has too many pixels, and worker.image_pixels allows {limits.image_pixels}; make it smaller"
+        ) from error
+    except Exception as error:  # each format's decoder fails in its own ways
+        raise InvalidArgumentError(
+            f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: "
+            f"{' '.join(str(error).split())[:200] or type(error).__name__}; send a whole file of these formats"
+        ) from error
+    if width * height > limits.image_pixels:
+        raise InvalidArgumentError(
+            f"{name} has {width} x {height} pixels, and worker.image_pixels allows {limits.image_pixels}; "
+            "make it smaller"
+        )
+    if decoded is None:
+        raise InvalidArgumentError(f"{name} has {frames} frames; send one image a file")
+    return CheckedImage(decoded, tokens)
+
+
+def _tokens(name: str, processor: ImageProcessor, width: int, height: int) -> int:
+    try:
+        return processor.counts.tokens(height, width)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name} cannot be used: {error}") from error

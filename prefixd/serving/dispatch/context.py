@@ -1,0 +1,85 @@
+"""What the parts of one model's dispatcher share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prefixd.base.pacer import SLICE_ROWS, Pacer
+from prefixd.cache import TieredCache
+from prefixd.serving.dispatch.options import DispatchOptions
+from prefixd.serving.dispatch.requests import Requests
+from prefixd.serving.dispatch.tier_share import Sharer, TierShare
+from prefixd.serving.frame_budget import FrameBudget
+from prefixd.worker_protocol.protocol import ToWorker
+from prefixd_scheduler import CostModel, LookAhead
+
+
+@dataclass(slots=True)
+class DispatchCounters:
+    """What happened since the start.
+
+    Attributes:
+        finished: requests that ended by themselves.
+        resumed: runs that were ended and are repeated.
+        asked_images: images of prompts that were handed over.
+        encoded_images: embeddings that the worker has computed of them.
+        found_images: images of which the keys and values for cross-attention were found in a tier.
+        passes: forward passes of the model.
+        proposed_tokens: tokens that its draft proposed.
+        accepted_tokens: those of them that the model chose, too.
+    """
+
+    finished: int = 0
+    resumed: int = 0
+    asked_images: int = 0
+    encoded_images: int = 0
+    found_images: int = 0
+    passes: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(eq=False)
+class DispatchContext:
+    """What the parts of one model's dispatcher share.
+
+    Attributes:
+        cache: the cache; its GPU tier is set before the first request is handed over.
+        requests: the model's requests.
+        cost: learns what loading and computing cost.
+        send: gives a message to the worker.
+        clock: seconds.
+        options: the settings.
+        share: the dispatchers of all models, which take frames of one tier.
+        member: this dispatcher, as the others see it.
+        look_ahead: says when a request's turn comes.
+        budget: counts the frames that requests have and keep.
+        image_budget: counts those of images that are in no block of a prompt.
+        pacer: lets other tasks run during a dispatch.
+    """
+
+    cache: TieredCache
+    requests: Requests
+    cost: CostModel
+    send: Callable[[ToWorker], None]
+    clock: Callable[[], float]
+    options: DispatchOptions
+    share: TierShare
+    member: Sharer
+    counters: DispatchCounters = field(default_factory=DispatchCounters)
+
+    def __post_init__(self) -> None:
+        self.look_ahead = LookAhead(self.cost, self.clock, self.options.look_ahead)
+        self.budget, self.image_budget = FrameBudget(self._frames_of_parts), FrameBudget(self._frames_of_parts)
+        self.pacer = Pacer(SLICE_ROWS)
+        self.wake = self.requests.wake
+
+    @property
+    def caching(self) -> bool:
+        """Whether anything is found in the cache or kept there."""
+        return self.options.caching
+
+    def _frames_of_parts(self, sizes: Sequence[int]) -> int:
+        tier = self.cache.tiers.gpu
+        return tier.footprint(sizes) // tier.frame_bytes

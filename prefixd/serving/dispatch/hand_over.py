@@ -1,0 +1,223 @@
+"""Gives a request to the worker: its run begins with its cached prefix and with frames for what it computes first."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixd.cache import NONE, TieredCache
+from prefixd.cache.index.trie import NO_SLOT, Rows
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.dispatch.preemption import Preemption
+from prefixd.serving.dispatch.prefetcher import Prefetcher
+from prefixd.serving.dispatch.recorder import Recorder
+from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.run import Run, RunStates, Suspect
+from prefixd.serving.request.states import RequestState
+from prefixd.worker_protocol.protocol import Start
+
+
+class HandOver:
+    """Hands requests that are READY over to the worker.
+
+    Args:
+        context: the dispatcher's.
+        prefetcher: has staged the requests.
+        recorder: enters what they compute into the cache.
+        preemption: counts what preempted requests compute again.
+    """
+
+    def __init__(
+        self, context: DispatchContext, prefetcher: Prefetcher, recorder: Recorder, preemption: Preemption
+    ) -> None:
+        self._context = context
+        self._cache = context.cache
+        self._requests = context.requests
+        self._prefetcher = prefetcher
+        self._loader = prefetcher.loader
+        self._recorder = recorder
+        self._states = recorder.states
+        self._preemption = preemption
+
+    async def hand_over(self, request: Request) -> bool:
+        """Gives a request to the worker, unless more of its prefix is cached by now, or it has ended; False when there
+        are no frames for it."""
+        if self._prefetcher.grew(request):
+            self._prefetcher.unstage(request)
+            self._requests.wake()
+            return True
+        keeps = self._context.caching and request.keeps
+        if request.namespace.common is not None and keeps:
+            await request.footprint.make_own_rows(request.namespace, request.chain)
+            if not self._may_start(request):
+                self._requests.wake()
+                return True
+        keep = self._states.choose(request) if request.kv.state_frames and keeps else []
+        wanted = len(keep) + self._states.keeps_tails if request.kv.state_frames and keeps else 0
+        fresh = None
+        if wanted and request.most_frames + wanted * request.kv.state_frames <= self._cache.tiers.frames.lasting:
+            fresh = await take_first(self._cache, request, 1 + wanted)
+        if fresh is None:  # it runs all the same, and no state is kept of it
+            keep = []
+            fresh = await take_first(self._cache, request, 1)
+        if fresh is None:
+            return False
+        # It was cancelled, or the worker died, meanwhile, or the tier shrinks below what it may need.
+        if not self._may_start(request) or request.most_frames > self._cache.tiers.frames.lasting:
+            self._cache.tiers.compute.free(fresh.all)
+            self._requests.wake()
+            return True
+        run = first_run(self._cache, request, fresh, keep, caching=keeps)
+        self._start(request, run, fresh)
+        if run.states is not None:
+            self._states.counters.without_room += wanted > run.states.extra_states
+        return True
+
+    def _may_start(self, request: Request) -> bool:
+        return request.state is RequestState.READY and self._requests.taking
+
+    def _start(self, request: Request, run: Run, fresh: FirstFrames) -> None:
+        context, rows, images = self._context, request.rows, request.image_holds
+        context.share.leave(context.member)
+        self._requests.start(request)
+        request.turn = context.share.next_turn()
+        run.suspects = _suspects_of(request, rows, images)
+        run.forked = request.kv.plain and request.fork_of in self._requests.running and not request.uncached
+        context.counters.found_images += 0 if images is None else images.found
+        beside = request.beside
+        self._loader.planner.want(request)
+        self._prefetcher.hand_over(request, run, fresh.all)
+        context.look_ahead.handed_over(bool(self._requests.waiting))
+        self._preemption.resumed(request, len(rows))
+        if run.states is not None:
+            self._states.count_resumed(request)
+        self._recorder.begin(request)
+        request.handed_over_s = request.handed_over_s or context.clock()
+        if not request.resumed:
+            self._count_hits(request, len(rows))
+        context.send(
+            Start(
+                id=request.id,
+                tokens=request.token_ids,
+                generated=request.generated,
+                cached_blocks=len(rows),
+                frames=list(run.frames),
+                sampling=request.sampling,
+                state=None if run.states is None else run.states.frames_for_worker(),
+                fork_of=request.fork_of if run.forked else -1,
+                images=[] if request.images is None else request.images.for_worker(request.namespace),
+                image_frames=[] if images is None else images.claim_frames(fresh.of_images),
+            )
+        )
+        if beside is not None:
+            self._loader.load_beside(request, beside)
+            self._requests.wake()
+
+    def _count_hits(self, request: Request, blocks: int) -> None:
+        # A block that turned out damaged or did not fit is not in `rows`, and was no hit.
+        tiers, counters = request.hit_tiers[:blocks], self._cache.counters
+        found = (np.bincount(tiers, minlength=NONE)[:NONE] * request.trie.block_tokens).tolist()
+        request.hit_tokens, request.hit_tiers = found, tiers[:0]
+        counters.asked_tokens += request.prompt_tokens
+        if request.images is not None:
+            self._context.counters.asked_images += len(request.images.images)
+        for tier, hits in enumerate(found):
+            counters.hit_tokens[tier] += hits
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFrames:
+    """Frames that were taken for a run, those that lie aside together.
+
+    Attributes:
+        of_images: for the images that the worker computes.
+        of_blocks: for its first blocks behind the cached ones.
+        of_states: for its state, and for those that it keeps.
+    """
+
+    of_images: list[int]
+    of_blocks: list[int]
+    of_states: list[int]
+
+    @property
+    def all(self) -> list[int]:
+        """All of them."""
+        return [*self.of_images, *self.of_blocks, *self.of_states]
+
+
+async def take_first(cache: TieredCache, request: Request, states: int) -> FirstFrames | None:
+    """Frames for a request that is READY and for `states` states of its run; None where there are not enough."""
+    kv, images = request.kv, request.image_holds
+    tenant = cache.mover.use.tenant_of(request.namespace)
+    rows = request.rows
+    near = request.trie.slots[rows[-1:], cache.tiers.compute.level, : len(kv.block_widths)].ravel().tolist()
+    wants = [
+        (0, ()) if images is None else (images.missing_blocks, (images.kv.width,)),
+        (request.first_blocks - len(rows), kv.block_widths),
+        (states, kv.state_widths),
+    ]
+    beside = [count * sum(widths) for count, widths in wants]
+    taken: list[list[int]] = []
+    with cache.mover.working():  # no owner counts these frames until this returns
+        try:
+            for number, (count, widths) in enumerate(wants):
+                hint = near if number == 1 else ()
+                frames = await cache.mover.slots.take_frames(
+                    *(count, widths), tenant=tenant, near=hint, beside=sum(beside[number + 1 :])
+                )
+                if frames is None:
+                    break
+                taken.append(frames)
+        finally:
+            if len(taken) < len(wants):
+                cache.tiers.compute.free(itertools.chain(*taken))
+    return FirstFrames(*taken) if len(taken) == len(wants) else None
+
+
+def first_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: list[int], *, caching: bool) -> Run:
+    """The run of a request that is READY, with these frames.
+
+    Its cached blocks keep their frames where the request holds them; -1 stands for the others, which may go while it
+    runs.
+
+    keep: by blocks of the prompt, the states that it keeps.
+    """
+    trie, widths, rows, wanted = request.trie, request.kv.block_widths, request.rows, request.wanted
+    parts = len(widths)
+    slots = trie.slots[rows, cache.tiers.compute.level]
+    held = slots[:, :parts]
+    if wanted is not None:
+        held = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, held, NO_SLOT)
+    states = _share_out(request, fresh.of_states, keep)
+    if states is not None:
+        states.resume = slots[-1:, parts:].ravel().tolist()
+    frames = [*held.ravel().tolist(), *fresh.of_blocks]
+    return Run(frames, request.usable_blocks if caching else 0, caching, widths, states)
+
+
+def _share_out(request: Request, slots: list[int], keep: list[int]) -> RunStates | None:
+    """Gives a run's states their slots: its own, those to be kept, and the tail's if any are left."""
+    kv = request.kv
+    if not kv.state_frames:
+        return None
+    size = len(kv.state_widths)
+    states = [slots[start : start + size] for start in range(0, len(slots), size)]
+    own, kept, tail = states[0], states[1 : 1 + len(keep)], states[1 + len(keep) :]
+    return RunStates(own, dict(zip(keep, kept, strict=True)), tail[0] if tail else [], frames=kv.state_frames)
+
+
+def _suspects_of(request: Request, rows: Rows, images: ImageHolds | None) -> list[Suspect]:
+    """The first block of each prefix that a request holds, or will load, when it is handed over.
+
+    No token can be chosen from logits that are not finite. Of a run that used cached blocks, or another run's, those
+    may be the reason: it is run again without, and leaves nothing in the cache then. If that gives a token, they were
+    the reason: they are refused (`RefusedBlocks`). If it does not, the model is, and they stay.
+    """
+    behind = () if request.beside is None else request.beside.rows[:1].tolist()
+    found = [(request.trie, row) for row in rows[:1].tolist() or behind]
+    if images is not None:
+        found += [(images.kv.trie, row) for row in images.first_rows]
+    return [Suspect(trie, row, int(trie.generation[row])) for trie, row in found]

@@ -1,0 +1,165 @@
+"""Decides what is loaded of a request's cached prefix and what is computed again, by what either has taken.
+
+The decision is `plan_load`'s (paper `prefix_cache_long_term_memory`, X).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from prefixd.cache.index.trie import Rows
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.loading.load_choice import LoadChoice, LoadCounters
+from prefixd.serving.loading.tail_load import TailPlan
+from prefixd.serving.request.request import Request
+from prefixd_scheduler import LOADED_FROM, Distance, LoadPlan, Stretch, plan_load
+
+
+class LoadPlanner:
+    """Chooses what to load of the requests that are next, and judges its choices later.
+
+    Args:
+        context: the dispatcher's.
+        backlog_s: how long the worker computes what was handed over before.
+        queued_bytes: bytes that all loads have on their way.
+
+    Attributes:
+        counters: what was decided, and how well.
+    """
+
+    def __init__(
+        self, context: DispatchContext, backlog_s: Callable[[], float], queued_bytes: Callable[[], int]
+    ) -> None:
+        self.counters = LoadCounters()
+        self._cache = context.cache
+        self._cost = context.cost
+        self._clock = context.clock
+        self._mode = context.options.load
+        self._backlog_s = backlog_s
+        self._queued_bytes = queued_bytes
+
+    def choose(self, request: Request, *, demanded: bool, turn_s: float) -> Rows:
+        """The part of what was `found` that a request loads before it runs; sets `cut` and `beside` accordingly.
+
+        Args:
+            request: waits.
+            demanded: it could run at once.
+            turn_s: seconds until its turn comes.
+        """
+        trie, rows = request.trie, request.found
+        request.beside = request.choice = None
+        if not trie.lacking(rows, self._cache.tiers.compute.level, request.wanted).any():  # nothing to load
+            request.cut = False
+            return rows
+        request.choice = LoadChoice(tuple(self._stretches(request)), self._clock())
+        if demanded:
+            self.want(request)
+        if self._mode == "always":
+            chosen = rows
+        elif self._mode == "never":
+            chosen = request.usable(rows, trie.there[rows, self._cache.tiers.compute.level])
+        elif trie.has_rules or request.image_kv is not None:
+            chosen = self._worth_loading(request, turn_s + self._backlog_s())
+        else:
+            chosen = self._planned(request, request.choice.stretches, demanded, turn_s)
+        request.cut = len(chosen) < len(rows)
+        return chosen
+
+    def ready_s(self, request: Request) -> float:
+        """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown.
+
+        What lies in a tier from which no load was observed counts as at hand: a cache is there to be loaded from.
+        """
+        plan = self._plan(request, tuple(self._stretches(request)), at_once=False, wait_s=0.0, to_carry_out=False)
+        if plan.first_token_s is not None:
+            return plan.first_token_s
+        cached_tokens = len(request.found) * request.trie.block_tokens
+        compute_s = self._cost.compute_s(request.chain.tokens - cached_tokens, cached_tokens)
+        return math.inf if compute_s is None else compute_s
+
+    def _planned(self, request: Request, stretches: Sequence[Stretch], demanded: bool, turn_s: float) -> Rows:
+        """As `plan_load` says, which knows no windows and states."""
+        rows, block_tokens = request.found, request.trie.block_tokens
+        at_once = demanded and len(request.kv.groups) == 1 and not request.sampling.beams and request.images is None
+        wait_s = turn_s + self._backlog_s()
+        plan = self._plan(request, stretches, at_once=at_once, wait_s=wait_s, to_carry_out=True)
+        blocks = request.uncut((plan.ready_tokens + plan.front_tokens) // block_tokens)
+        if plan.computed_tokens and plan.loaded_tokens:
+            behind = rows[blocks : plan.used_tokens // block_tokens]
+            share = plan.computed_tokens / (plan.computed_tokens + plan.loaded_tokens)
+            request.beside = TailPlan(behind, request.trie.nearest[behind], share)
+        return rows[:blocks]
+
+    def want(self, request: Request) -> None:
+        """A request could run now, or runs."""
+        if request.choice is not None:
+            request.choice.want(self._clock(), self._backlog_s())
+
+    def judge(self, request: Request) -> None:
+        """A request has its first token: what was decided for it can be judged."""
+        choice, request.choice = request.choice, None
+        if choice is not None and choice.is_one:
+            tokens, block_tokens, beside = request.prompt_tokens, request.trie.block_tokens, request.beside is not None
+            self.counters.judge(
+                choice, self._cost, self._clock(), tokens, block_tokens, cut=request.cut and not beside, beside=beside
+            )
+
+    def _plan(
+        self, request: Request, stretches: Sequence[Stretch], *, at_once: bool, wait_s: float, to_carry_out: bool
+    ) -> LoadPlan:
+        return plan_load(
+            self._cost,
+            stretches,
+            request.chain.tokens,
+            request.trie.block_tokens,
+            both_at_once=at_once,
+            queued_bytes=dict.fromkeys(LOADED_FROM, self._queued_bytes() if to_carry_out else 0),
+            wait_s=wait_s,
+            to_carry_out=to_carry_out,
+        )
+
+    def _stretches(self, request: Request) -> Iterator[Stretch]:
+        """What was found, each stretch farther away than the one before; what is nearer amid it counts no bytes."""
+        trie, rows = request.trie, request.found
+        distances = np.maximum.accumulate(trie.distances(rows))
+        needed = trie.needed(len(rows)) if trie.has_rules else None
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, needed)
+        for distance in np.unique(distances).tolist():
+            here = distances == distance
+            nbytes = int(trie.group_bytes[lacking[here]].sum())
+            yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes)
+
+    def _worth_loading(self, request: Request, wait_s: float) -> Rows:
+        """The prefix up to the first tier that is slower to load from than to compute, which begins in `wait_s`."""
+        trie, rows = request.trie, request.found
+        needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
+        for distance in LOADED_FROM:
+            nearer |= trie.there[rows, distance - 1]
+            loaded = needed & ~nearer & trie.there[rows, distance]
+            if loaded.any():
+                kept = request.usable(rows, nearer)
+                nbytes, tokens = int(trie.group_bytes[loaded].sum()), (len(rows) - len(kept)) * trie.block_tokens
+                load_s = self._cost.load_s(nbytes, distance, self._queued_bytes())
+                compute_s = self._cost.compute_s(tokens, len(kept) * trie.block_tokens)
+                slower = load_s is not None and compute_s is not None and load_s > wait_s + compute_s
+                if slower and not self._cost.probes(distance):
+                    return kept
+        return rows
+
+    def load_s(self, request: Request) -> float | None:
+        """What loading takes of what a request lacks."""
+        trie, rows = request.trie, request.rows
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
+        far = int(trie.distances(rows[lacking != 0]).max(initial=0))
+        return self._cost.load_s(int(trie.group_bytes[lacking].sum()), Distance(far))
+
+    def compute_s(self, request: Request) -> float | None:
+        """What computing takes of what a request lacks, from its first missing block on."""
+        trie, rows = request.trie, request.rows
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted) != 0
+        there = int(lacking.argmax()) if lacking.any() else len(rows)
+        compute_s = self._cost.compute_s((len(rows) - there) * trie.block_tokens, there * trie.block_tokens)
+        return None if compute_s is None else compute_s + self._backlog_s()

@@ -1,0 +1,220 @@
+"""What the worker says of its requests: the results of a step, the end of a run, its own death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from prefixd.base.errors import ExhaustedError, UnavailableError
+from prefixd.serving.dispatch.concurrency import ConcurrencyLimit
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.dispatch.endings import Endings
+from prefixd.serving.dispatch.frame_supply import FrameSupply
+from prefixd.serving.dispatch.loader import Loader
+from prefixd.serving.dispatch.preemption import Preemption
+from prefixd.serving.dispatch.recorder import Recorder
+from prefixd.serving.dispatch.tracker import PrefixTracker
+from prefixd.serving.request.events import Ended, Event, NewTokens
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
+from prefixd.worker_protocol.protocol import Done, KvUsage, Step, Update
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
+
+
+class WorkerResults:
+    """Hands what the worker has computed to callers and to the cache, and puts interrupted requests back.
+
+    Args:
+        context: the dispatcher's.
+        tracker: watches the requests that wait.
+        loader: judges what it decided once a request has its first token.
+        recorder: enters what was computed into the cache.
+        preemption: frees what preempted requests had.
+        concurrency: falls when the worker has no memory for a request.
+        supply: gives running requests frames.
+        endings: ends what waits if no other worker comes.
+
+    Attributes:
+        kv: the worker's memory after the last step.
+    """
+
+    def __init__(
+        self,
+        context: DispatchContext,
+        tracker: PrefixTracker,
+        loader: Loader,
+        recorder: Recorder,
+        preemption: Preemption,
+        concurrency: ConcurrencyLimit,
+        supply: FrameSupply,
+        endings: Endings,
+    ) -> None:
+        self.kv = KvUsage()
+        self._context = context
+        self._requests = context.requests
+        self._counters = context.counters
+        self._tracker = tracker
+        self._loader = loader
+        self._recorder = recorder
+        self._preemption = preemption
+        self._concurrency = concurrency
+        self._supply = supply
+        self._endings = endings
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def on_step(self, step: Step) -> None:
+        """Results of one forward pass."""
+        self.kv = step.kv
+        self._counters.passes += step.passes
+        self._counters.proposed_tokens += step.proposed_tokens
+        self._counters.accepted_tokens += step.accepted_tokens
+        self._charge_searches(step)
+        for update in step.updates:
+            request = self._requests.running.get(update.id)
+            if request is not None:
+                self._update(request, update)
+        self._requests.wake()
+
+    def _charge_searches(self, step: Step) -> None:
+        """Charges beam searches, which tell of no token before their end, and learns what computing takes."""
+        running, queue = self._requests.running, self._requests.queue
+        searches = [request for request in running.values() if request.sampling.beams]
+        searched = sum(request.places for request in searches)
+        for search in searches:
+            queue.charge(search.queued.tenant, search.places * step.passes)
+        asked = step.computed_tokens - step.proposed_tokens
+        if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
+            self._context.cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
+
+    def _update(self, request: Request, update: Update) -> None:
+        if update.tokens:
+            self._requests.queue.charge(request.queued.tenant, len(update.tokens))
+            self._refuse_suspects(request)
+            request.append(np.array(update.tokens, "<u4").tobytes())
+            if request.first_token_s is None:
+                request.first_token_s = self._context.clock()
+                self._loader.planner.judge(request)
+            if request.on_worker:
+                request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
+        filled_tokens = update.filled_blocks * request.trie.block_tokens
+        # The last token that was sampled is in no memory yet.
+        run = request.run
+        run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
+        self._recorder.record_step(request, run, update.filled_blocks, update.kept)
+        self._supply.want(request)
+
+    # -- the end of a run ---------------------------------------------------------------------------------------
+
+    def on_done(self, done: Done) -> None:
+        """A request ended; nothing maps its frames any more."""
+        running = self._requests.running
+        request = running.pop(done.id, None)
+        if request is None:
+            return
+        request.encoded_images += done.encoded_images
+        self._counters.encoded_images += done.encoded_images
+        self._recorder.end(request, done.tail_blocks)
+        if request.state is RequestState.WITHDRAWN:
+            request.let_go()
+        elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
+            computed = self._preemption.release(request)
+            self._put_back(request)
+            if self._context.share.running():  # else no other waits for its frames any more
+                self._preemption.make_way(request, computed)
+        elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and running:
+            self._concurrency.shrink(len(running), done.detail)
+            self._put_back(request)
+        elif done.not_finite and _may_run_uncached(request):
+            log.error("request %s: logits are not finite; it is computed again without the cache", request.name)
+            request.suspects, request.uncached = request.run.suspects, True
+            self._put_back(request)
+        else:
+            self._finish(request, done)
+        self._requests.wake()
+
+    def _finish(self, request: Request, done: Done) -> None:
+        if done.beams:
+            self._refuse_suspects(request)
+            if request.first_token_s is None:
+                request.first_token_s = self._context.clock()
+        event = _last_event(request, done)
+        self._counters.finished += isinstance(event, Ended)
+        request.end(event)
+        self._context.share.run_ended()
+
+    def _refuse_suspects(self, request: Request) -> None:
+        """A request has tokens now that it runs without the blocks that it used before: those are refused."""
+        if request.suspects:
+            suspects, request.suspects = request.suspects, []
+            for suspect in suspects:
+                self._context.cache.refused.refuse(suspect.trie, suspect.row, suspect.generation)
+
+    def _put_back(self, request: Request) -> None:
+        request.put_back()
+        self._counters.resumed += 1
+        self._tracker.add(request)
+        self._requests.queue.readmit(request.queued)
+        self._requests.enter(request)
+
+    # -- the end of the worker ----------------------------------------------------------------------------------
+
+    def on_death(self, why: str, gave_up: bool) -> None:
+        """The worker is gone; its requests are run again by the next one, if there is one."""
+        self.kv = KvUsage()
+        self._requests.ready = False
+        self._requests.interrupt()
+        self._recorder.computing.clear()
+        self._context.share.leave(self._context.member)
+        self._context.share.run_ended()
+        self._after_death(why, gave_up)
+
+    def _after_death(self, why: str, gave_up: bool) -> None:
+        """Puts back or ends what a dead worker ran, and ends what waits if no other worker comes.
+
+        Handles one slice of requests per callback; dispatch pauses until the last.
+        """
+        rows, interrupted = _INTERRUPTED_ROWS, self._requests.interrupted
+        while interrupted and rows > 0:
+            request = interrupted.pop(next(iter(interrupted)))
+            rows -= len(request.rows)
+            request.attempts += 1
+            if request.state is RequestState.WITHDRAWN:
+                request.let_go()
+            elif request.state is RequestState.CANCELLING:
+                request.end(request.outcome)
+            elif gave_up or request.attempts >= _ATTEMPTS:
+                request.end(UnavailableError(f"the worker died ({why}); send the request again later"))
+            else:
+                self._put_back(request)
+        left = bool(interrupted)
+        if gave_up and not left:
+            error = UnavailableError(f"there is no worker ({why}); the daemon's log says more")
+            left = self._endings.end_some_waiting(error)
+        if left:
+            asyncio.get_running_loop().call_soon(self._after_death, why, gave_up)
+        self._requests.wake()
+
+
+def _may_run_uncached(request: Request) -> bool:
+    """Whether something else than what a run has computed itself may be the reason for its end."""
+    return request.state is not RequestState.CANCELLING and (bool(request.run.suspects) or request.run.forked)
+
+
+def _last_event(request: Request, done: Done) -> Event:
+    """What the caller is told of a run that has ended and is not repeated."""
+    if request.state is RequestState.CANCELLING and (
+        done.reason == "no_memory" or isinstance(request.outcome, Exception)
+    ):
+        return request.outcome
+    if done.reason == "no_memory":
+        return ExhaustedError(f"the worker has no memory for the request: {done.detail}")
+    if done.reason == "error":
+        return UnavailableError(f"the worker could not run the request: {done.detail}")
+    return Ended(done.reason, done.beams)

@@ -1,0 +1,167 @@
+"""Which tokens of which requests a forward pass computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from prefixd.worker.decoding.beam_run import Beam, BeamRun
+from prefixd.worker.decoding.draft import Draft, Fed
+from prefixd.worker.decoding.run import Run
+from prefixd.worker.memory.kv_memory import KvMemory
+from prefixd.worker.memory.state_memory import KeptInPass
+from prefixd.worker.model import CausalModel
+from prefixd.worker.runs import Runs, failure
+from prefixd.worker_protocol.errors import RequestError
+from prefixd.worker_protocol.protocol import Done
+from prefixd_swap.errors import SwapError
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The next `count` tokens of a member of a run, and those that the draft proposes behind them.
+
+    followed: whether a token follows the last of them. ahead: how many tokens the draft may propose.
+    kept: the states that the pass keeps of it; None without recurrent layers.
+    """
+
+    run: Run | BeamRun
+    member: Run | Beam
+    count: int
+    followed: bool
+    ahead: int = 0
+    kept: KeptInPass | None = None
+    proposed: Sequence[int] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the pass computes of it."""
+        first = self.member.computed
+        return [*self.member.tokens[first : first + self.count], *self.proposed]
+
+    @property
+    def rows(self) -> int:
+        """How many tokens these are."""
+        return self.count + len(self.proposed)
+
+    @property
+    def wanted(self) -> int:
+        """Of how many of them, the last ones, the logits are wanted."""
+        return 1 + len(self.proposed) if self.followed else 0
+
+
+class StepPlanner:
+    """Chooses the tokens of each forward pass. A run for which there is no memory, or no image, ends here.
+
+    Args:
+        model: computes them.
+        kv: memory of the runs.
+        runs: what there is to compute.
+        max_step_tokens: most tokens of a pass; decoding goes first and is not limited by it.
+        draft: proposes tokens for requests that are sampled.
+    """
+
+    def __init__(self, model: CausalModel, kv: KvMemory, runs: Runs, max_step_tokens: int, draft: Draft | None) -> None:
+        self._model = model
+        self._kv = kv
+        self._runs = runs
+        self._max_step_tokens = max_step_tokens
+        self._draft = draft
+        self._block_tokens = model.spec.block_tokens
+
+    def plan(self) -> list[StepPart]:
+        """Members that decode first, a token each; then prompts, as they came, with what is left."""
+        ready = self._ready()
+        counts = [(run, member, 1, self._ahead(run)) for run, member in ready if member.decoding]
+        # However many decode, a prompt moves on by a block, so that it cannot starve.
+        decoding = len(counts)
+        budget = max(self._max_step_tokens - sum(1 + ahead for *_, ahead in counts), self._block_tokens)
+        for run, member in ready:
+            if not member.decoding and budget > 0:
+                count = self._whole_cells(member, min(member.pending, budget))
+                if member.images is not None:
+                    count = _whole_images(member, count, first=len(counts) == decoding)
+                budget -= count
+                if count:
+                    counts.append((run, member, count, 0))
+        counts = self._with_embeddings(counts)
+        parts = []
+        for run, member, count, ahead in counts:
+            stop = member.computed + count
+            state = run.state if isinstance(run, Run) else None
+            kept = None if state is None else state.keeps(member.computed, stop, self._block_tokens)
+            parts.append(StepPart(run, member, count, stop == len(member.tokens), ahead, kept))
+        return parts
+
+    def _with_embeddings(
+        self, counts: list[tuple[Run | BeamRun, Run | Beam, int, int]]
+    ) -> list[tuple[Run | BeamRun, Run | Beam, int, int]]:
+        """What is left to compute when the images of it are embedded: a run whose image cannot be read ends."""
+        usable = []
+        for run, member, count, ahead in counts:
+            try:
+                if member.images is not None:
+                    member.images.hold(member.computed, member.computed + count)
+            except RequestError as error:
+                self._runs.close(run, Done(run.id, "error", str(error)))
+            except SwapError as error:
+                self._runs.close(run, failure(run.id, [], error))
+            except torch.OutOfMemoryError as error:
+                why = str(error).partition("\n")[0]
+                self._runs.close(run, Done(run.id, "no_memory", f"an image could not be embedded: {why}"))
+            else:
+                usable.append((run, member, count, ahead))
+        return usable
+
+    def _ahead(self, run: Run | BeamRun) -> int:
+        """How many tokens the draft may propose for a run that decodes."""
+        return 0 if self._draft is None or isinstance(run, BeamRun) else self._draft.ahead(run)
+
+    def _whole_cells(self, member: Run | Beam, count: int) -> int:
+        """Of the next `count` tokens of a prompt those that end a cell, or the prompt: see `recurrent.pieces`."""
+        stop = member.computed + count
+        if stop == len(member.tokens):
+            return count
+        return max(0, stop // self._model.cell_tokens * self._model.cell_tokens - member.computed)
+
+    def _ready(self) -> list[tuple[Run | BeamRun, Run | Beam]]:
+        """The members with tokens to compute, of runs that have memory for them; waits for a mapping if no run has.
+
+        A request that decodes goes on while memory for later tokens is being mapped.
+        """
+        pending = [run for run in self._runs if any(member.pending > 0 for member in run.members)]
+        ready = [run for run in pending if all(self._kv.ready(m.memory, m.computed + m.pending) for m in run.members)]
+        usable: list[tuple[Run | BeamRun, Run | Beam]] = []
+        for run in ready or pending:
+            try:
+                for member in run.members:
+                    self._kv.wait(member.memory, member.computed + member.pending)
+                usable += [(run, member) for member in run.members if member.pending > 0]
+            except SwapError as error:
+                self._runs.close(run, failure(run.id, [], error))
+        return usable
+
+
+def _whole_images(member: Run | Beam, count: int, *, first: bool) -> int:
+    """Of the next `count` tokens those that end in no image whose tokens attend both ways.
+
+    first: the pass computes no other prompt, so that an image goes first that fits into no pass.
+    """
+    images, start = member.images, member.computed
+    if images is None:
+        return count
+    whole = images.last_cut(start + count) - start
+    return whole if whole or not first or not count else images.first_cut(start) - start
+
+
+def with_proposals(parts: list[StepPart], draft: Draft) -> list[StepPart]:
+    """Has the draft compute what a pass is about to, and propose what follows; beams it knows nothing of."""
+    fed = [
+        Fed(part.member, part.member.computed + part.count, part.ahead)
+        for part in parts
+        if isinstance(part.member, Run)
+    ]
+    proposed = iter(draft.propose(fed) if fed else ())
+    return [replace(part, proposed=next(proposed)) if isinstance(part.member, Run) else part for part in parts]

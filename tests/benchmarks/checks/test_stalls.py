@@ -1,0 +1,129 @@
+"""The stalls benchmark at a small size, and that it sees a callback that holds the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.checks import stalls
+from benchmarks.load.loop_watch import LoopWatch, WatchedDaemon, name_of
+from tests.benchmarks.test_benchmarks_run import result_of, run
+
+BLOCKS = "4096"
+
+PLANTED = """
+import sys
+import time
+
+import benchmarks.load.loop_watch
+from prefixd.server.figures.snapshot import Snapshot
+
+
+def held(self, take=Snapshot.troubles):
+    until = time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+    return take(self)
+
+
+Snapshot.troubles = held
+benchmarks.load.loop_watch.main()
+"""
+
+
+class Planted(WatchedDaemon):
+    """A daemon whose Stats computes for a fifth of a second on the event loop."""
+
+    def __init__(self, settings: Mapping[str, object] | None = None, **how: Any) -> None:
+        super().__init__(settings, **how)
+        program = self.directory / "planted.py"
+        program.write_text(PLANTED)
+        self._program = (str(program), "--holds", str(self.holds_file))
+
+
+@pytest.mark.slow
+def test_every_call_is_measured(tmp_path: Path) -> None:
+    # Generous: what holds the loop is measured at a million blocks, on a machine that does nothing else.
+    result = result_of("checks.stalls", tmp_path, "--blocks", BLOCKS, "--limit-ms", "2000")
+    calls = {call["name"]: call for call in result["calls"]}
+    assert list(calls) == list(stalls.CALLS)
+    assert all(0 <= call["longest_hold_ms"] <= call["longest_wait_ms"] for call in calls.values())
+    assert all(call["bystander_p99_ms"] > 0 and not call["bystander_failures"] for call in calls.values())
+    assert result["worst_hold_ms"] == max(call["longest_hold_ms"] for call in calls.values()) > 0
+    assert calls[result["worst_call"]]["longest_hold_ms"] == result["worst_hold_ms"]
+
+
+@pytest.mark.slow
+def test_a_hold_above_the_limit_fails_and_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    # It works in slices of a millisecond, on a fast machine too.
+    done = run(
+        "benchmarks.checks.stalls", "--blocks", BLOCKS, "--only", "doctor", "--limit-ms", "0.001", "--json", str(file)
+    )
+    assert done.returncode == 2
+    assert "the event loop was held for more than 0.001 ms: doctor: " in done.stderr
+    assert json.loads(file.read_text())["worst_call"] == "doctor"
+
+
+@pytest.mark.slow
+def test_a_planted_stall_is_seen_and_named() -> None:
+    match, stats, scrape = stalls.run(1024, ("match", "stats", "scrape"), daemon_type=Planted)
+    assert match.longest_hold_ms < 150
+    for call in (stats, scrape):
+        assert call.longest_hold_ms >= 200
+        assert "planted.py" in call.where and "held" in call.where, call.where
+    assert stats.callback.startswith("AdminService.Stats")
+    assert stats.bystander_p99_ms >= 100
+
+
+async def test_what_the_watch_records(tmp_path: Path) -> None:
+    file = tmp_path / "holds.jsonl"
+    watch = LoopWatch(file)
+    watch.install()
+
+    async def inner() -> None:
+        await asyncio.sleep(0)
+        until = time.thread_time() + 0.3
+        while time.thread_time() < until:
+            pass
+        await asyncio.sleep(0)
+        time.sleep(0.04)
+
+    async def outer() -> None:
+        await inner()
+
+    try:
+        await asyncio.create_task(outer())
+        ended_s, written_until_s = time.monotonic(), 0.0
+        while written_until_s <= ended_s:
+            assert time.monotonic() < ended_s + 30
+            await asyncio.sleep(0.02)
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            written_until_s = max((line["until_s"] for line in lines if "until_s" in line), default=0.0)
+        # More than two, where this machine held another step.
+        records: list[dict[str, Any]] = [line for line in lines if "outer" in line.get("name", "")]
+    finally:
+        watch.remove()
+    busy = max(records, key=lambda record: record["cpu_ms"])
+    blocked = max((record for record in records if record is not busy), key=lambda record: record["wall_ms"])
+    assert 300 <= busy["cpu_ms"] < 6000 and busy["wall_ms"] >= busy["cpu_ms"] - 1
+    assert "test_stalls.py" in busy["where"] and "inner" in busy["where"]
+    assert blocked["wall_ms"] >= 40 and blocked["cpu_ms"] < 30
+    assert busy["name"].startswith("test_what_the_watch_records.<locals>.outer > ")
+
+
+async def test_names_of_callbacks() -> None:
+    class Call:
+        def method(self) -> None:
+            pass
+
+    from functools import partial
+
+    assert name_of(partial(partial(Call().method))).endswith("Call.method")
+    assert name_of(print) == "print"

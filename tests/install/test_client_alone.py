@@ -1,0 +1,85 @@
+"""`pip install prefixd`: the client and the command line, and a line with the command where more is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefixd.cli.demo.daemon_process import DaemonProcess
+from tests.install.environments import Environment
+
+pytestmark = pytest.mark.slow
+
+CLIENT = Path(__file__).parents[1] / "client" / "version_client.py"
+HELP = """if True:
+    from typer.main import get_command
+    from typer.testing import CliRunner
+    from prefixd.cli.app import app
+
+    def paths(command, *path):
+        yield path
+        for name, each in getattr(command, "commands", {}).items():
+            yield from paths(each, *path, name)
+
+    for path in paths(get_command(app)):
+        done = CliRunner().invoke(app, [*path, "--help"])
+        assert done.exit_code == 0 and "Usage" in done.output, (path, done.output, done.exception)
+        print(*path)
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": "16MiB"}) as running:
+        yield running
+
+
+def test_it_stores_finds_and_loads(client: Environment, daemon: DaemonProcess) -> None:
+    done = {}
+    for action in ("store", "load"):
+        ended = client.run("python", CLIENT, daemon.address, action, "shared")
+        assert ended.returncode == 0, ended.stderr
+        said = json.loads(ended.stdout)
+        assert Path(said["version"]).is_relative_to(client.folder)
+        done[action] = said["done"]
+    found = [12, 12]
+    assert done == {"store": found, "load": [found, 12, found, 12]}
+
+
+@pytest.mark.parametrize("command", ["stats", "doctor", "verify"])
+def test_commands_ask_a_daemon(client: Environment, daemon: DaemonProcess, command: str) -> None:
+    done = client.run("prefixd", command, "--address", daemon.address)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_every_command_explains_itself(client: Environment) -> None:
+    assert {"serve", "demo", "plan", "stats", "config show", "tier resize"} <= set(client.program(HELP).splitlines())
+
+
+def test_it_has_nothing_that_only_daemons_need(client: Environment) -> None:
+    (packages,) = client.folder.glob("lib/python*/site-packages")
+    assert (packages / "numpy").is_dir()
+    assert not {"torch", "transformers", "lmdb", "msgspec", "zmq", "aiofiles", "PIL", "cuda"} & {
+        each.name for each in packages.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("serve", "daemon"),
+        ("demo", "worker"),
+        ("plan --trace t.jsonl --model llama-3-8b --gpu 1GiB --cpu 1GiB", "daemon"),
+        ("recover", "daemon"),
+        ("doctor --calibrate machine.json", "daemon"),
+    ],
+)
+def test_what_needs_more_says_how_to_get_it(client: Environment, command: str, extra: str) -> None:
+    done = client.run("prefixd", *command.split())
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"prefixd: prefixd {command.split()[0]}: the package ")
+    assert line.endswith(f" is missing; pip install 'prefixd[{extra}]'")

@@ -177,11 +177,11 @@ class MixedTier:
 
     def _used(self) -> int:
         tiers = self._cache.tiers
-        return tiers.arena.used_bytes if self.figures.tier == "cpu" else tiers.store.used_bytes
+        return tiers.arena.pages.used_bytes if self.figures.tier == "cpu" else tiers.store.used_bytes
 
     def _page_bytes(self) -> int:
         tiers = self._cache.tiers
-        return tiers.arena.page_bytes if self.figures.tier == "cpu" else tiers.store.page_bytes
+        return tiers.arena.pages.page_bytes if self.figures.tier == "cpu" else tiers.store.page_bytes
 
 
 @asynccontextmanager
@@ -202,7 +202,7 @@ async def mixed_tier(
     try:
         yield MixedTier(cache, tier, mixture, operations, seed)
         await cache.mover.quiesce()
-        arena.check_integrity()
+        arena.pages.check_integrity()
         if store is not None:
             store.check_integrity()
     finally:

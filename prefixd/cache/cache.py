@@ -161,7 +161,7 @@ class TieredCache:
         remove_refused(store, restored)
         used = {identity for identity, namespace in known.items() if self._tries.has_blocks(namespace)}
         remove_unused(store, stored.keys() - used)
-        self.mover.disk.saved.update(used)
+        self.mover.disk.metadata.saved.update(used)
         self.mover.use.recount(self.tries)
         heap.give_back()
         return restored.blocks

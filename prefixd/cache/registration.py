@@ -96,11 +96,11 @@ class Registration:
 
     def _forgotten(self, ordinal: int, identity: bytes) -> None:
         self._tries.forget(ordinal)
-        if identity in self._mover.disk.saved:
+        if identity in self._mover.disk.metadata.saved:
             self._unsaved.append(identity)
             if len(self._unsaved) == 1:  # the others of this turn go with it
                 self._mover.spawn(self._forget_saved())
 
     async def _forget_saved(self) -> None:
         unsaved, self._unsaved = self._unsaved, []
-        await self._mover.disk.forget_namespaces(unsaved)
+        await self._mover.disk.metadata.forget_namespaces(unsaved)

@@ -16,6 +16,10 @@ from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_int
 from prefixd.planner.figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.hardware import ComputeCosts, Way, Ways
 from prefixd.planner.models import PlannedModel
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
+from prefixd.planner.simulation.link import SimulatedLink, UnbackedCopyEngine
+from prefixd.planner.simulation.memory import UnbackedMemory, UnbackedMemoryTier
+from prefixd.planner.simulation.store import UnbackedStoreTier
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
@@ -25,10 +29,7 @@ from prefixd.serving.request.request import Request
 from prefixd.settings import Settings
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool
-from prefixd_swap.simulated_time import SimulatedTimeLoop
 from prefixd_swap.tiers import GpuTier
-from prefixd_swap.tiers.simulated import SimulatedLink
-from prefixd_swap.tiers.unbacked import UnbackedCopyEngine, UnbackedMemory, UnbackedMemoryTier, UnbackedStoreTier
 from prefixd_swap.transfers import DeviceLimits, Transfers
 
 Progress = Callable[[], None]

@@ -28,7 +28,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CpuArena:
-    """`nbytes` of shared memory in slots. One thread allocates and frees; any thread may use the bytes."""
+    """`nbytes` of shared memory. One thread gives out its bytes as slots of `pages`; any thread may use them."""
 
     def __init__(self, nbytes: int, *, huge_pages: bool = False, populate: bool = False) -> None:
         """Create the memory; whole pages of 4096 bytes are used, the rest of `nbytes` is not.
@@ -94,73 +94,9 @@ class CpuArena:
                 "of systemd) or set cpu.lock = false"
             )
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the slots allocated and not freed."""
-        return self.pages.used_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in no slot; a size can have them unless they lie in another size's page, see `room`."""
-        return self.capacity_bytes - self.pages.used_bytes
-
     def untouched_bytes(self) -> int:
         """Bytes that nobody has written to yet, nor the background thread: the system does not count them as used."""
         return max(0, self.capacity_bytes - 512 * os.fstat(self.fd).st_blocks)
-
-    @property
-    def slots_used(self) -> int:
-        """Slots allocated and not freed, of all sizes."""
-        return self.pages.slots_used
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page, the unit in which memory changes hands between sizes, as it is cut now."""
-        return self.pages.page_bytes
-
-    def allocate(self, nbytes: int, near: int | None = None) -> int | None:
-        """Offset of a free slot for `nbytes` bytes, now taken; None when there is no room for this size.
-
-        Args:
-            nbytes: rounded up to 4096.
-            near: offset of another slot of the same prefix, to which it lies close if that can be.
-
-        Raises:
-            MemoryMisuseError: `nbytes` is not positive.
-        """
-        return self.pages.allocate(nbytes, near)
-
-    def allocate_many(self, nbytes: int, count: int, near: int | None = None) -> NDArray[np.int64] | None:
-        """Offsets [count] of slots as by `allocate`; None, and no change, when there is no room for all.
-
-        Raises:
-            MemoryMisuseError: `nbytes` is not positive.
-        """
-        return self.pages.allocate_many(nbytes, count, near)
-
-    def free(self, offset: int) -> None:
-        """Make the slot at `offset` free.
-
-        Raises:
-            MemoryMisuseError: no slot begins there, or it is free already.
-        """
-        self.pages.free(offset)
-
-    def free_many(self, offsets: NDArray[np.int64]) -> None:
-        """Make the slots at `offsets` [n] free, or none of them where an error is raised.
-
-        Raises:
-            MemoryMisuseError: no slot begins at one of them, or it is free already, or given twice.
-        """
-        self.pages.free_many(offsets)
-
-    def allocated(self) -> NDArray[np.int64]:
-        """Offsets of all slots that are taken, ascending."""
-        return self.pages.allocated()
-
-    def room(self, nbytes: int) -> int:
-        """How many more slots for `nbytes` bytes each can be allocated now."""
-        return self.pages.room(nbytes)
 
     def span(self, offset: int, nbytes: int) -> Span:
         """The bytes at `offset` as raw memory, good until `close`.
@@ -182,14 +118,6 @@ class CpuArena:
     def wait_populated(self, timeout_s: float | None = None) -> bool:
         """Whether every page is there, after waiting at most `timeout_s` seconds for it."""
         return self._populated.wait(timeout_s) if self._populator else False
-
-    def check_integrity(self) -> None:
-        """Pages and slots add up to the arena.
-
-        Raises:
-            IntegrityError: they do not.
-        """
-        self.pages.check_integrity()
 
     def close(self) -> None:
         """Give the memory back; it goes when the last array from `array` does. Spans are dead at once."""

@@ -110,7 +110,3 @@ class IntegrityError(SwapError):
 
 class TransferDroppedError(SwapError):
     """A transfer was cancelled before all of its pieces had started."""
-
-
-class SimulationError(SwapError):
-    """A simulation that cannot go on."""

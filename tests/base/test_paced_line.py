@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from prefixd.base.fairness import PacedLine
-from prefixd_swap.simulated_time import SimulatedTimeLoop
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 
 
 async def _turns(line: PacedLine, count: int, cost_s: float) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 from prefixd.base import pacer
 from prefixd.base.pacer import Pacer, give_way
-from prefixd_swap.simulated_time import SimulatedTimeLoop
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 
 WORK_S = 0.002
 SLICE_S = 0.003  # longer, so that there is a pause after each

@@ -312,7 +312,7 @@ class Rig:
             return 0, 0
         self.fill(reservation)
         done = await self.cache.commit(reservation, len(reservation.slots), durable=durable)
-        await self.cache.mover.wait_for_checksums()  # so that what a test finds held is held by whom it thinks of
+        await self.cache.mover.checksums.wait_for_all()  # so that what a test finds held is held by whom it thinks of
         return done
 
     async def lease(self, prompt: Sequence[int], *, namespace: Namespace | None = None, **how: Any) -> Lease | None:
@@ -338,7 +338,7 @@ class Rig:
         """Computes the prompt's blocks as the worker does; returns their rows, held in the GPU tier."""
         chain, cache = self.chain(prompt), self.cache
         self.clock.now += 1
-        frames = await cache.mover.take_frames(len(prompt))
+        frames = await cache.mover.slots.take_frames(len(prompt))
         assert frames is not None
         self.own += frames
         rows: list[int] = []

@@ -68,7 +68,7 @@ class House(Rig):
         """What was stored has been counted, and what is to become common is."""
         if self.cache.common is not None:
             await self.cache.common.work()
-        await self.cache.mover.wait_for_checksums()
+        await self.cache.mover.checksums.wait_for_all()
         self.check()
 
     async def has(self, tenant: str, prompt: Sequence[int]) -> int:

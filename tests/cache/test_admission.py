@@ -22,7 +22,7 @@ async def settled(rig: Rig) -> None:
 
 
 def written_blocks(rig: Rig) -> int:
-    blocks, rest = divmod(rig.cache.mover.disk.written_bytes, rig.part_bytes)
+    blocks, rest = divmod(rig.cache.mover.disk.writes.written_bytes, rig.part_bytes)
     assert not rest
     return blocks
 

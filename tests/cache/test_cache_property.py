@@ -232,7 +232,7 @@ class CacheMachine(RigMachine):
         there = await cache.mover.bring(rig.trie, rows, cache.tiers.compute)
         rig.unhold(rows[there:].tolist(), rig.cache.tiers.compute)
         found: list[int] = rows[:there].tolist()
-        frames = await cache.mover.take_frames(len(chain) - there)
+        frames = await cache.mover.slots.take_frames(len(chain) - there)
         for block, frame in zip(range(there, len(chain)), frames or [], strict=False):
             rig.write(rig.frame(frame), rig.content(namespace, chain, block))
             parent = found[-1] if found else namespace.root
@@ -260,7 +260,7 @@ class CacheMachine(RigMachine):
 
     @rule(count=st.integers(1, 4))
     def press(self, count: int) -> None:
-        frames = self.run(self.rig.cache.mover.take_frames(count))
+        frames = self.run(self.rig.cache.mover.slots.take_frames(count))
         if frames is not None:
             self.rig.cache.tiers.compute.free(frames)
 

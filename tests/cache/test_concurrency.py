@@ -49,7 +49,7 @@ def stopped(rig: Rig, name: str) -> Iterator[threading.Event]:
 async def on_disk(rig: Rig, prompt: Sequence[int]) -> None:
     """The prompt's blocks, on disk only."""
     await rig.put(prompt, durable=True)
-    taken = await rig.cache.mover.allocate(
+    taken = await rig.cache.mover.slots.allocate(
         rig.cache.tiers.shared, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096
     )
     for slots in taken:
@@ -147,7 +147,7 @@ async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: i
     rig.unhold(await rig.put_gpu([1, 2, 3, 4]), rig.cache.tiers.compute)
     await rig.put([7, 8])
     with rig.nothing_lost():
-        take = asyncio.create_task(rig.cache.mover.take_frames(3))
+        take = asyncio.create_task(rig.cache.mover.slots.take_frames(3))
         for _ in range(turns):
             await asyncio.sleep(0)
         take.cancel()
@@ -156,7 +156,7 @@ async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: i
             rig.cache.tiers.compute.free(result)
         await rig.check_disk()
     await rig.cache.mover.quiesce()  # what was cancelled may still let go of what it held
-    frames = await rig.cache.mover.take_frames(4)
+    frames = await rig.cache.mover.slots.take_frames(4)
     assert frames is not None
     rig.cache.tiers.compute.free(frames)
 
@@ -185,7 +185,7 @@ async def test_two_who_fill_the_same_blocks_both_succeed(make_rig: MakeRig) -> N
         rig.fill(reservation)
         results.append(await rig.cache.commit(reservation, 3))
     assert results == [(3, 0), (0, 3)]
-    assert rig.cache.tiers.arena.slots_used == 3
+    assert rig.cache.tiers.arena.pages.slots_used == 3
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -222,7 +222,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
                 data = rig.read(rig.frame(int(trie.slots[row, GPU, 0])))
                 assert data == rig.content(rig.namespace, chain, block)
             rig.unhold(rows[:there].tolist(), rig.cache.tiers.compute)
-            frames = await mover.take_frames(len(wanted))
+            frames = await mover.slots.take_frames(len(wanted))
             if frames is not None:
                 rig.cache.tiers.compute.free(frames)
                 rig.unhold(await rig.put_gpu(wanted), rig.cache.tiers.compute)
@@ -277,9 +277,9 @@ async def test_what_is_let_go_while_room_is_sought_goes_down_and_does_not_vanish
     rig = make_rig(cpu=2, disk=8)
     await rig.put([1, 2])
     mover = rig.cache.mover
-    await mover.wait_for_checksums()
+    await mover.checksums.wait_for_all()
     held = [mover.placement.holds.hold("test", rig.trie, np.array(rig.rows([1, 2])), rig.cache.tiers.shared)]
-    choose = mover._room._choose
+    choose = mover.room._choose
 
     async def choose_and_let_go(*args: Any, **how: Any) -> Any:
         found = await choose(*args, **how)
@@ -287,10 +287,10 @@ async def test_what_is_let_go_while_room_is_sought_goes_down_and_does_not_vanish
             held.pop().end()
         return found
 
-    monkeypatch.setattr(mover._room, "_choose", choose_and_let_go)
+    monkeypatch.setattr(mover.room, "_choose", choose_and_let_go)
     shared = rig.cache.tiers.shared
     for _ in range(2):  # the first is told that nothing may go, and that is so no more
-        shared.free(await mover.allocate(shared, (rig.part_bytes,), 2))
+        shared.free(await mover.slots.allocate(shared, (rig.part_bytes,), 2))
     assert rig.trie.nearest[rig.rows([1, 2])].tolist() == [DISK, DISK]
     assert not mover.lost
 
@@ -301,20 +301,20 @@ async def test_what_others_begin_and_end_to_hold_while_room_is_sought_is_looked_
     rig = make_rig(cpu=2, disk=8)
     await rig.put([1, 2])
     mover, shared = rig.cache.mover, rig.cache.tiers.shared
-    await mover.wait_for_checksums()
+    await mover.checksums.wait_for_all()
     rows = np.array(rig.rows([1, 2]))
     held = [mover.placement.holds.hold("test", rig.trie, rows, shared)]
-    choose = mover._room._choose
+    choose = mover.room._choose
 
     async def choose_meanwhile(*args: Any, **how: Any) -> Any:
-        with mover.holding(shared, Movement(Urgency.WRITE_BACK)) if held else nullcontext():
+        with mover.room.under_way(shared, Movement(Urgency.WRITE_BACK)) if held else nullcontext():
             found = await choose(*args, **how)
             while held:
                 held.pop().end()
         return found
 
-    monkeypatch.setattr(mover._room, "_choose", choose_meanwhile)
-    slots = await mover.allocate(shared, (rig.part_bytes,), 2)
+    monkeypatch.setattr(mover.room, "_choose", choose_meanwhile)
+    slots = await mover.slots.allocate(shared, (rig.part_bytes,), 2)
     assert len(slots) == 2
     shared.free(slots)
     assert rig.trie.nearest[rows].tolist() == [DISK, DISK]
@@ -329,21 +329,21 @@ async def test_callers_who_all_find_no_room_do_not_send_each_other_round(
     for prompt in ([2], [3], [4]):
         await rig.put(prompt)
     mover, shared = rig.cache.mover, rig.cache.tiers.shared
-    await mover.wait_for_checksums()
+    await mover.checksums.wait_for_all()
     rig.trie.pinned[[rig.rows([key])[0] for key in (1, 2, 3, 4)]] = True
     copies = 0
 
-    async def copy(*args: object) -> int:
+    async def copy(*args: object, ahead: bool) -> int:
         nonlocal copies
         copies += 1
         assert copies <= 4 * callers
         await asyncio.sleep(0.04)
         return 0
 
-    monkeypatch.setattr(mover._room, "_copy", copy)
+    monkeypatch.setattr(mover.room, "copy", copy)
 
     async def ask(caller: int) -> int:
         await asyncio.sleep(0.01 * caller)
-        return len(await mover.allocate(shared, (rig.part_bytes,), 1))
+        return len(await mover.slots.allocate(shared, (rig.part_bytes,), 1))
 
     assert await asyncio.wait_for(asyncio.gather(*map(ask, range(callers))), 60) == [0] * callers

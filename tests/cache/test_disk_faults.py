@@ -93,13 +93,13 @@ async def test_a_damaged_block_that_goes_while_room_is_made_for_it_is_not_served
     row = rig.rows([1, 2, 3])[damaged]
     rig.damage(row)
     mover, trie = rig.cache.mover, rig.trie
-    original = mover.allocate
+    original = mover.slots.allocate
 
     async def allocate(*arguments: Any, **how: Any) -> Any:
-        await mover.disk.recheck(trie, row, int(trie.generation[row]))
+        await mover.disk.reads.recheck(trie, row, int(trie.generation[row]))
         return await original(*arguments, **how)
 
-    monkeypatch.setattr(mover, "allocate", allocate)
+    monkeypatch.setattr(mover.slots, "allocate", allocate)
     assert await rig.get([1, 2, 3]) == damaged
     monkeypatch.undo()
     assert rig.cache.mover.lost == {"checksum mismatch on disk": 1}

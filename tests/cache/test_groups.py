@@ -213,7 +213,7 @@ async def test_a_record_without_bytes_does_not_stand_for_a_pinned_block(make_rig
         trie, rows[3:], rig.cache.tiers.shared
     )  # the disk is full of the last two, and knows of the others
     assert (trie.any_part[rows] & (1 << DISK)).all() and not trie.there[rows[:3], DISK].any()
-    rig.cache.tiers.shared.free(await rig.cache.mover.allocate(rig.cache.tiers.shared, (PART_BYTES,), 12))
+    rig.cache.tiers.shared.free(await rig.cache.mover.slots.allocate(rig.cache.tiers.shared, (PART_BYTES,), 12))
     assert len(trie.match(home.root, rig.chain([1, 2, 3, 4, 5], home))) == 5
     check_integrity(rig.cache)
 

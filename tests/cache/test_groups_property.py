@@ -207,7 +207,7 @@ class GroupsMachine(RigMachine):
         self.wanted -= {(home, stored[:shorter]) for shorter in range(len(stored))}
         committed, duplicates = await self.rig.cache.commit(given, blocks, durable=durable)
         assert committed + duplicates == blocks
-        await self.rig.cache.mover.wait_for_checksums()
+        await self.rig.cache.mover.checksums.wait_for_all()
         if stored and self.longest(home, stored) == len(stored):
             self.wanted.add((home, stored))
         if durable:
@@ -361,7 +361,7 @@ class GroupsMachine(RigMachine):
         there = await cache.mover.bring(rig.trie, rows, cache.tiers.compute)
         rig.unhold(rows[there:].tolist(), rig.cache.tiers.compute)
         found: list[int] = rows[:there].tolist()
-        frames = await cache.mover.take_frames(len(prompt) - there) or []
+        frames = await cache.mover.slots.take_frames(len(prompt) - there) or []
         for block, frame in zip(range(there, len(prompt)), frames, strict=False):
             rig.write(rig.frame(frame), rig.content(namespace, chain, block))
         entered, taken = cache.record(namespace, found[-1] if found else namespace.root, chain, there, frames)
@@ -386,10 +386,10 @@ class GroupsMachine(RigMachine):
     async def make_room(self, slots: int) -> None:
         """Presses blocks out of the GPU and the CPU tier."""
         mover, tiers = self.rig.cache.mover, self.rig.cache.tiers
-        frames = await mover.take_frames(min(slots, 3))
+        frames = await mover.slots.take_frames(min(slots, 3))
         if frames is not None:
             tiers.compute.free(frames)
-        tiers.shared.free(await mover.allocate(tiers.shared, (PART_BYTES,), slots))
+        tiers.shared.free(await mover.slots.allocate(tiers.shared, (PART_BYTES,), slots))
 
     @rule(slots=st.integers(1, 18))
     def press(self, slots: int) -> None:

@@ -37,7 +37,7 @@ async def test_eviction_takes_one_image_before_it_begins_another(make_rig: MakeR
         await rig.put(image(number), namespace=home)
     await rig.get(image(0), namespace=home)  # image 1 is the oldest now
     for slots in range(1, 3 * BLOCKS):
-        rig.cache.tiers.shared.free(await rig.cache.mover.allocate(rig.cache.tiers.shared, (PART_BYTES,), slots))
+        rig.cache.tiers.shared.free(await rig.cache.mover.slots.allocate(rig.cache.tiers.shared, (PART_BYTES,), slots))
         there = [await found(rig, home, number) for number in range(5)]
         in_part = [blocks for blocks in there if 0 < blocks < BLOCKS]
         assert len(in_part) <= 1 and there[0] == BLOCKS and there[1] <= there[2] <= there[3], there

@@ -101,7 +101,7 @@ async def test_a_reservation_that_expired_cannot_be_committed(make_rig: Callable
     with pytest.raises(NotFoundError, match="its time was up"):
         await rig.cache.commit(reservation, 2)
     assert rig.rows([1, 2]) == []
-    assert rig.cache.tiers.arena.used_bytes == 0
+    assert rig.cache.tiers.arena.pages.used_bytes == 0
 
 
 async def test_a_reservation_is_committed_once(make_rig: Callable[..., Rig]) -> None:
@@ -124,11 +124,11 @@ async def test_a_partial_commit_gives_the_rest_back(make_rig: Callable[..., Rig]
     rig.fill(reservation, 1)
     assert await rig.cache.commit(reservation, 1) == (1, 0)
     assert await rig.get([1, 2, 3, 4]) == 1
-    assert rig.cache.tiers.arena.slots_used == 1
+    assert rig.cache.tiers.arena.pages.slots_used == 1
     empty = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]))
     assert isinstance(empty, Reservation) and empty.first_block == 1
     assert await rig.cache.commit(empty, 0) == (0, 0)
-    assert rig.cache.tiers.arena.slots_used == 1
+    assert rig.cache.tiers.arena.pages.slots_used == 1
 
 
 async def test_a_session_takes_all_it_was_granted_with_it(make_rig: Callable[..., Rig]) -> None:
@@ -142,7 +142,7 @@ async def test_a_session_takes_all_it_was_granted_with_it(make_rig: Callable[...
     leases.close(rig.session)
     leases.close(rig.session)
     assert (leases.count(Lease), leases.count(Reservation)) == (0, 0)
-    assert rig.cache.tiers.arena.slots_used == 2
+    assert rig.cache.tiers.arena.pages.slots_used == 2
     assert not rig.trie.keep[: rig.trie.rows].any()
     with pytest.raises(SessionEndedError, match="its session ended"):  # so that the SDK asks again in a new one
         await rig.cache.commit(reservation, 1)
@@ -250,7 +250,7 @@ async def test_what_was_granted_to_others_meanwhile_counts(make_rig: Callable[..
         *(rig.cache.reserve(rig.session, rig.namespace, chain) for chain in chains), return_exceptions=True
     )
     assert sorted(type(each).__name__ for each in both) == ["ExhaustedError", "Reservation"]
-    assert rig.cache.tiers.arena.slots_used == 1
+    assert rig.cache.tiers.arena.pages.slots_used == 1
     rig.check()
 
 
@@ -425,10 +425,10 @@ async def test_a_long_reservation_is_given_back_in_many_turns(
     reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(list(range(15))))
     assert isinstance(reservation, Reservation)
     rig.cache.release(rig.session, reservation.id)
-    assert rig.cache.tiers.arena.slots_used == 11, "others have a turn now"
+    assert rig.cache.tiers.arena.pages.slots_used == 11, "others have a turn now"
     again = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(list(range(100, 116))))
     assert isinstance(again, Reservation) and len(again.slots) == 16, "what is being given back counts as free"
     rig.cache.release(rig.session, again.id)
     await rig.cache.mover.quiesce()
-    assert rig.cache.tiers.arena.slots_used == 0
+    assert rig.cache.tiers.arena.pages.slots_used == 0
     rig.check()

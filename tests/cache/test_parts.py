@@ -57,7 +57,7 @@ async def test_ranks_that_fill_at_once_do_not_see_each_other(make_rig: MakeRig) 
         rig.fill(reservation)
         assert await rig.cache.commit(reservation, 2) == (2, 0)
     assert await rig.get([1, 2], namespace=home) == 2
-    assert rig.cache.tiers.arena.slots_used == 4
+    assert rig.cache.tiers.arena.pages.slots_used == 4
 
 
 async def test_who_brings_all_parts_completes_a_torn_block(make_rig: MakeRig) -> None:
@@ -66,7 +66,7 @@ async def test_who_brings_all_parts_completes_a_torn_block(make_rig: MakeRig) ->
     await rig.put([1], namespace=home, parts=[0])
     assert await rig.put([1], namespace=home) == (1, 0)
     assert await rig.get([1], namespace=home) == 1
-    assert rig.cache.tiers.arena.slots_used == 2, "the part that was there already is not kept twice"
+    assert rig.cache.tiers.arena.pages.slots_used == 2, "the part that was there already is not kept twice"
 
 
 async def test_a_late_part_does_not_hide_the_copy_on_disk(make_rig: MakeRig) -> None:
@@ -79,7 +79,7 @@ async def test_a_late_part_does_not_hide_the_copy_on_disk(make_rig: MakeRig) -> 
     trie = rig.cache.tries[late.trie.ordinal]
     row = rig.rows([1], home)[0]
     assert (
-        len(await rig.cache.mover.allocate(rig.cache.tiers.shared, (4096, 4096), 1)) == 1
+        len(await rig.cache.mover.slots.allocate(rig.cache.tiers.shared, (4096, 4096), 1)) == 1
     )  # presses the block out of the CPU tier
     rig.cache.tiers.shared.free(list(rig.cache.tiers.shared.in_flight.keys() - {late.slots[0][0]}))
     assert trie.slots[row, CPU].tolist() == [-1, -1]

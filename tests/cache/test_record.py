@@ -23,7 +23,7 @@ def last_token_digest(data: bytes, seed: int) -> bytes:
 
 
 async def frames_of(rig: Rig, count: int) -> list[int]:
-    frames = await rig.cache.mover.take_frames(count)
+    frames = await rig.cache.mover.slots.take_frames(count)
     assert frames is not None
     rig.own += frames
     return frames

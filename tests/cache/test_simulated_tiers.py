@@ -16,16 +16,16 @@ from prefixd.base.tenants import Quota, Tenants
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Session, TieredCache, Tiers, check_integrity
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.options import CacheOptions
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
+from prefixd.planner.simulation.link import SimulatedLink
 from prefixd_swap import create_eviction_policy
-from prefixd_swap.simulated_time import SimulatedTimeLoop
-from prefixd_swap.tiers.simulated import (
-    SimulatedCopyEngine,
-    SimulatedFaults,
-    SimulatedLink,
-    SimulatedStoreTier,
-)
 from prefixd_swap.transfers import DeviceLimits, Transfers
 from tests.swap.simulated_memory import SimulatedMemoryTier
+from tests.swap.tiers.simulated import (
+    SimulatedCopyEngine,
+    SimulatedFaults,
+    SimulatedStoreTier,
+)
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class House:
         for block, (slot,) in enumerate(reservation.slots.tolist()):
             self.middle.arena.array(slot, BLOCK)[:] = np.frombuffer(self.content(prompt, block), np.uint8)
         await self.cache.commit(reservation, blocks)
-        while self.cache.mover._checksums.tasks:  # simulated time does not wait for threads
+        while self.cache.mover.checksums.tasks:  # simulated time does not wait for threads
             time.sleep(0.001)
             await asyncio.sleep(0)
 

@@ -165,11 +165,11 @@ async def test_the_gpu_tier_has_a_most_too(make_rig: MakeRig) -> None:
     compute, mover = rig.cache.tiers.compute, rig.cache.mover
     await gpu_blocks(rig, b, [1, 2])
     await gpu_blocks(rig, a, [1, 2])
-    frames = await mover.take_frames(2, tenant=a.tenant)
+    frames = await mover.slots.take_frames(2, tenant=a.tenant)
     assert frames is not None and a.used(compute) == 3 and a.held(compute) == 2
     assert (a.has([1, 2], GPU), b.has([1, 2], GPU)) == (1, 2)
     rig.own = frames
-    assert await mover.take_frames(2, tenant=a.tenant) is None
+    assert await mover.slots.take_frames(2, tenant=a.tenant) is None
     assert a.has([1, 2], GPU) == 1, "when not all can be had, nothing goes"
     compute.free(frames)
     rig.own = []
@@ -331,9 +331,9 @@ async def test_in_the_gpu_tier_cached_blocks_within_a_guarantee_stay(make_rig: M
     rig = make_rig(gpu=6, cpu=8)
     a, b = Home(rig, "a", {GPU: (3, None)}), Home(rig, "b")
     await gpu_blocks(rig, a, [1, 2, 3, 4])
-    assert await rig.cache.mover.take_frames(4, tenant=b.tenant) is None
+    assert await rig.cache.mover.slots.take_frames(4, tenant=b.tenant) is None
     assert a.has([1, 2, 3, 4], GPU) == 4, "an estimate that fails costs nobody a block"
-    frames = await rig.cache.mover.take_frames(3, tenant=b.tenant)
+    frames = await rig.cache.mover.slots.take_frames(3, tenant=b.tenant)
     assert frames is not None and a.has([1, 2, 3, 4], GPU) == 3
     rig.cache.tiers.compute.free(frames)
 
@@ -504,7 +504,7 @@ async def gpu_blocks(rig: Rig, home: Home, prompt: Sequence[int]) -> None:
     """Has the worker compute a prompt's blocks, of which nobody keeps anything."""
     chain, cache = rig.chain(prompt, home.namespace), rig.cache
     rig.clock.now += 1
-    frames = await cache.mover.take_frames(len(prompt), tenant=home.tenant)
+    frames = await cache.mover.slots.take_frames(len(prompt), tenant=home.tenant)
     assert frames is not None
     for block, frame in enumerate(frames):
         await rig.upload(rig.frame(frame), rig.content(home.namespace, chain, block))

@@ -123,7 +123,7 @@ class TenantMachine(RigMachine):
             if home.namespace.spec.parts[0].nbytes > rig.part_bytes:
                 return  # frames have room for a small block
             chain = rig.chain(prompt, home.namespace)
-            frames = await rig.cache.mover.take_frames(len(prompt), tenant=home.tenant)
+            frames = await rig.cache.mover.slots.take_frames(len(prompt), tenant=home.tenant)
             if frames is None:
                 return
             for block, frame in enumerate(frames):

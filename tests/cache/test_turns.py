@@ -42,7 +42,7 @@ async def test_blocks_of_many_parts_are_entered_fewer_at_a_time(
 async def test_slots_of_many_parts_are_allocated_fewer_at_a_time(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.moving.mover._ALLOCATED_AT_ONCE", 8)
+    monkeypatch.setattr("prefixd.cache.moving.allocation._ALLOCATED_AT_ONCE", 8)
     rig = make_rig(cpu=40)
     wide = rig.register("wide", parts=4, nbytes=8)
     allocate, asked = rig.cache.tiers.shared.allocate, []

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixd.base.sampling import Sampling
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import (
@@ -23,7 +24,6 @@ from prefixd.worker_protocol.protocol import (
     Step,
     ToWorker,
 )
-from prefixd_swap.simulated_time import SimulatedTimeLoop
 
 KV = KvShape((GroupShape("full", FullAttention(), 1, 1),), 4)
 

@@ -27,7 +27,7 @@ def arena() -> Iterator[CpuArena]:
 
 def fill(arena: CpuArena, nbytes: int) -> list[int]:
     offsets = []
-    while (offset := arena.allocate(nbytes)) is not None:
+    while (offset := arena.pages.allocate(nbytes)) is not None:
         offsets.append(offset)
     return offsets
 
@@ -37,12 +37,12 @@ def fill(arena: CpuArena, nbytes: int) -> list[int]:
 )
 def test_one_size_fills_the_capacity_exactly(slot: int, count: int) -> None:
     arena = CpuArena(slot * count)
-    assert arena.room(slot) == count
+    assert arena.pages.room(slot) == count
     offsets = fill(arena, slot)
     assert sorted(offsets) == [i * slot for i in range(count)]
-    assert arena.used_bytes == arena.capacity_bytes == slot * count
-    assert arena.room(slot) == 0
-    arena.check_integrity()
+    assert arena.pages.used_bytes == arena.capacity_bytes == slot * count
+    assert arena.pages.room(slot) == 0
+    arena.pages.check_integrity()
     arena.close()
 
 
@@ -55,57 +55,57 @@ def test_churn_of_one_size_never_loses_a_slot(seed: int, count: int) -> None:
     for _ in range(3):
         chance.shuffle(taken)
         for offset in taken[: chance.randrange(count + 1)]:
-            arena.free(offset)
+            arena.pages.free(offset)
             taken = [kept for kept in taken if kept != offset]
-        assert arena.room(5000) == count - len(taken)
+        assert arena.pages.room(5000) == count - len(taken)
         taken += fill(arena, 5000)
         assert len(set(taken)) == count
-    arena.check_integrity()
+    arena.pages.check_integrity()
     arena.close()
 
 
 def test_emptied_memory_serves_another_size(arena: CpuArena) -> None:
     small = fill(arena, 4096)
-    assert arena.allocate(256 * KIB) is None
+    assert arena.pages.allocate(256 * KIB) is None
     for offset in small:
-        arena.free(offset)
+        arena.pages.free(offset)
     assert len(fill(arena, 256 * KIB)) == 4
-    assert arena.free_bytes == 0
+    assert arena.pages.used_bytes == arena.capacity_bytes
 
 
 def test_many_slots_are_taken_and_freed_at_once(arena: CpuArena) -> None:
-    offsets = arena.allocate_many(4000, 200)
+    offsets = arena.pages.allocate_many(4000, 200)
     assert offsets is not None and len(set(offsets.tolist())) == 200
-    assert arena.allocated().tolist() == sorted(offsets.tolist())
-    assert arena.allocate_many(4096, 57) is None and arena.slots_used == 200
-    arena.free_many(offsets[::2])
-    assert arena.slots_used == 100 and arena.room(4096) == 156
-    arena.check_integrity()
+    assert arena.pages.allocated().tolist() == sorted(offsets.tolist())
+    assert arena.pages.allocate_many(4096, 57) is None and arena.pages.slots_used == 200
+    arena.pages.free_many(offsets[::2])
+    assert arena.pages.slots_used == 100 and arena.pages.room(4096) == 156
+    arena.pages.check_integrity()
 
 
 def test_free_refuses_what_was_not_allocated(arena: CpuArena) -> None:
-    assert arena.room(8192) == 128  # so that a page has two slots of 4096 bytes
-    offset = arena.allocate(4096)
-    other = arena.allocate(4096, near=offset)
+    assert arena.pages.room(8192) == 128  # so that a page has two slots of 4096 bytes
+    offset = arena.pages.allocate(4096)
+    other = arena.pages.allocate(4096, near=offset)
     assert offset is not None and other is not None
     with pytest.raises(MemoryMisuseError, match="no slot begins at offset 2048"):
-        arena.free(offset + 2048)
+        arena.pages.free(offset + 2048)
     with pytest.raises(MemoryMisuseError, match="no slot begins at offset -1"):
-        arena.free(-1)
-    arena.free(offset)
+        arena.pages.free(-1)
+    arena.pages.free(offset)
     with pytest.raises(MemoryMisuseError, match="not taken"):
-        arena.free(offset)
-    arena.free(other)
+        arena.pages.free(offset)
+    arena.pages.free(other)
     with pytest.raises(MemoryMisuseError):
-        arena.free(other)
+        arena.pages.free(other)
     with pytest.raises(MemoryMisuseError, match="0 bytes"):
-        arena.allocate(0)
-    assert arena.used_bytes == 0
-    arena.check_integrity()
+        arena.pages.allocate(0)
+    assert arena.pages.used_bytes == 0
+    arena.pages.check_integrity()
 
 
 def test_span_array_and_descriptor_are_the_same_memory(arena: CpuArena) -> None:
-    offset = arena.allocate(5000)
+    offset = arena.pages.allocate(5000)
     assert offset is not None
     arena.array(offset, 5000)[:] = 7
     span = arena.span(offset, 5000)
@@ -189,12 +189,12 @@ class ArenaModel(RuleBasedStateMachine):
         mark=st.integers(1, 255),
     )
     def allocate(self, nbytes: int, mark: int) -> int:
-        room = self.arena.room(nbytes)
-        offset = self.arena.allocate(nbytes)
+        room = self.arena.pages.room(nbytes)
+        offset = self.arena.pages.allocate(nbytes)
         assert (offset is None) == (room == 0)
         if offset is None:
             return -1
-        assert self.arena.room(nbytes) == room - 1
+        assert self.arena.pages.room(nbytes) == room - 1
         assert offset % PAGE_BYTES == 0
         self.arena.array(offset, nbytes)[:] = mark
         self.held[offset] = (nbytes, mark)
@@ -203,21 +203,20 @@ class ArenaModel(RuleBasedStateMachine):
     @rule(offset=consumes(offsets))
     def free(self, offset: int) -> None:
         if self.held.pop(offset, None):
-            self.arena.free(offset)
+            self.arena.pages.free(offset)
 
     @rule()
     def empty(self) -> None:
         for offset in self.held:
-            self.arena.free(offset)
+            self.arena.pages.free(offset)
         self.held.clear()
-        assert self.arena.room(8192) == 48
+        assert self.arena.pages.room(8192) == 48
 
     @invariant()
     def bytes_and_counters_hold(self) -> None:
-        self.arena.check_integrity()
-        assert self.arena.used_bytes == sum(round_to_slot(nbytes) for nbytes, _ in self.held.values())
-        assert self.arena.slots_used == len(self.held)
-        assert self.arena.used_bytes + self.arena.free_bytes == self.arena.capacity_bytes
+        self.arena.pages.check_integrity()
+        assert self.arena.pages.used_bytes == sum(round_to_slot(nbytes) for nbytes, _ in self.held.values())
+        assert self.arena.pages.slots_used == len(self.held)
         for offset, (nbytes, mark) in self.held.items():
             assert (self.arena.array(offset, nbytes) == mark).all()
 

@@ -15,7 +15,7 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.sessions.sessions import Lease, Reservation
 from prefixd_swap import IntegrityError
-from prefixd_swap.tiers import CpuTier, Int64s, MemoryTier, Tier
+from prefixd_swap.tiers import Int64s, MemoryTier, PagedTier, Tier
 
 _GRANTS = 256  # looked at between two pauses
 
@@ -101,7 +101,7 @@ def _audit_owners(found: Findings, cache: TieredCache, tier: MemoryTier) -> Step
     resident = [copies.copy(trie.slots[: trie.rows, level]) for trie in cache.tries]  # rows without a block have none
     flying, claims = tier.in_flight.copy(), _claimed_slots(cache, tier)
     # Millions of slots are compared in a thread, on a copy.
-    book: _Memory = tier.arena.pages.copy() if isinstance(tier, CpuTier) else _AsOfNow(tier)
+    book: _Memory = tier.pages.copy() if isinstance(tier, PagedTier) else _AsOfNow(tier)
 
     def compare() -> None:
         try:

@@ -44,6 +44,7 @@ from prefixd.base.pacer import Pacer
 from prefixd.cache.index.key_index import KEY_BYTES
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.placement.movement import Movement
@@ -355,7 +356,7 @@ class CommonBlocks:
             there = await self._mover.bring(trie, rows, shared, wanted, urgency=Urgency.WRITE_BACK)
             sizes = [trie.part_bytes[part] for part in parts]
             tenant = self._mover.use.owner(trie, int(target[0]))
-            taken = await self._mover.allocate(shared, sizes, there, movement, tenant=tenant, ahead=True)
+            taken = await self._mover.slots.allocate(shared, sizes, there, Claim(movement, tenant, ahead=True))
             rows, target = rows[: len(taken)], target[: len(taken)]
             slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
             slots[:, parts] = taken
@@ -366,7 +367,7 @@ class CommonBlocks:
                 raise
             shared.free(slots[~copied])
             self._mover.placement.put_lacking(trie, target[copied], shared, slots[copied])
-            self._mover.start_checksums(trie, target[copied])
+            self._mover.checksums.begin(trie, target[copied])
         return int(copied.sum())
 
     async def _copied(

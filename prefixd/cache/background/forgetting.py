@@ -102,7 +102,7 @@ async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> 
     """
     trie = blocks.trie
     for start in range(0, len(blocks), _DURABLE_AT_ONCE):
-        await mover.wait_for_checksums()
+        await mover.checksums.wait_for_all()
         went = there = 0
         on_disk: list[Identity] = []
         end = min(start + _DURABLE_AT_ONCE, len(blocks))

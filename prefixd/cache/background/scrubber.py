@@ -257,7 +257,7 @@ class Scrubber:
         elif len(progress.unreadable) >= _DEVICE_FAILURES:
             raise next(iter(suspects.values()))
         for block in doubtful:
-            damage = await disk.recheck(block.trie, block.row, block.generation)
+            damage = await disk.reads.recheck(block.trie, block.row, block.generation)
             if damage is not None:
                 self.counters.damaged_blocks += 1
                 progress.damaged_blocks += 1

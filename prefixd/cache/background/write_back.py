@@ -17,7 +17,7 @@ from prefixd.base.tenants import Tenant
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
-from prefixd.cache.moving.victims import find_victims
+from prefixd.cache.moving.victims import Search, find_victims
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten
 from prefixd_swap import SwapError
@@ -95,7 +95,8 @@ class WriteBack:
     def _must_wait(self, tenant: Tenant) -> bool:
         if self.limit_bytes is None or self._task is None or self._task.done() or not self._tiers.writes:
             return False
-        return (self._working or self._mover.changed.is_set()) and self._fills_queue(tenant, self.limit_bytes)
+        works = self._working or self._mover.demanded_writes or self._mover.changed.is_set()
+        return bool(works) and self._fills_queue(tenant, self.limit_bytes)
 
     def _fills_queue(self, tenant: Tenant, limit_bytes: int) -> bool:
         """Whether the queue is full, and by this tenant's blocks.
@@ -227,7 +228,7 @@ class WriteBack:
         below = self._tiers.below(compute)
         if below is not None:
             await self._down(await self._next_victims(compute, below), compute, below)
-        if durable is None or not self._tiers.exists(shared) or not durable.takes:
+        if durable is None or not durable.takes or not self._mover.placement.queued_blocks:
             return False
         more = False
         for trie in self._mover.tries:
@@ -260,12 +261,12 @@ class WriteBack:
         copied = 0
         self._movement = movement = Movement(self._urgency)
         with ExitStack() as held:
-            held.enter_context(self._mover.holding(source, movement))
+            held.enter_context(self._mover.room.under_way(source, movement))
             for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
                 held.enter_context(self._holds.hold("write-back", trie, rows, source))
             for trie, rows in chosen:
                 if len(rows):
-                    copied += await self._mover.copy(trie, rows, source, target, movement, ahead=True)
+                    copied += await self._mover.copying.copy(trie, rows, source, target, movement, ahead=True)
         return copied
 
     def _queue(self, trie: Trie) -> UnwrittenBlocks:
@@ -284,12 +285,13 @@ class WriteBack:
     async def _next_victims(self, tier: MemoryTier, below: Tier) -> list[tuple[Trie, Rows]]:
         """The blocks that would be evicted next and are not in the tier below."""
         mover = self._mover
-        lacking_bytes = tier.capacity_bytes // _CLEAN_SHARE - (tier.capacity_bytes - tier.used_bytes)
+        capacity_bytes = tier.capacity_bytes
+        lacking_bytes = capacity_bytes // _CLEAN_SHARE - (capacity_bytes - tier.used_bytes)
         if lacking_bytes <= 0 or not mover.tries:
             return []
         want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
-        now_s = mover.placement.clock()
-        victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True, now_s=now_s)
+        search = Search(tier.level, mover.policy, demotable=True, now_s=mover.placement.clock())
+        victims = await find_victims(mover.tries, search, want)
         lacking = [
             (trie, rows[(trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0])
             for trie, rows in victims

@@ -93,13 +93,10 @@ class Checksums:
         pending = self._of(trie)
         return {pending[row] for row in rows.tolist() if row in pending}
 
-    async def wait_for_some(self) -> bool:
-        """Waits until a part of what is under way is done, and its holds are over; False when nothing is."""
-        tasks = self.tasks
-        if not tasks:
-            return False
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return True
+    async def wait_for_all(self) -> None:
+        """Waits until no block is held for its checksum's sake."""
+        while self.tasks:
+            await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def _hash(
         self, hold: Hold, todo: npt.NDArray[np.bool_], slots: Slots, before: set[asyncio.Task[None]]

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.pacer import give_way
-from prefixd.cache.disk.records import DiskRecords, DiskRemovals, Identity
+from prefixd.cache.disk.records import DiskRecords, Identity
+from prefixd.cache.disk.removals import DiskRemovals
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.placement.placement import Placement

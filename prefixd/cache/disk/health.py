@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
+from typing import cast
 
 import numpy as np
 
@@ -54,7 +55,8 @@ class DiskHealth:
         revived: Callable[[], None],
     ) -> None:
         self._placement = placement
-        self._tiers = placement.tiers
+        self._troubles = placement.tiers.troubles
+        self._store = cast("StoreTier", placement.tiers.durable)  # without one, nothing here is called
         self._tries = tries
         self._still = still
         self._drop = drop
@@ -62,16 +64,6 @@ class DiskHealth:
         self._revived = revived
         self._suspects: dict[tuple[int, int], int] = {}  # (trie, row) -> generation: what could not be read
         self._failed = asyncio.Event()
-
-    @property
-    def _store(self) -> StoreTier:
-        """The durable tier, where the caller knows that there is one."""
-        return self._tiers.require_durable()
-
-    @property
-    def part(self) -> str:
-        """What the tier's troubles are entered under."""
-        return tier_part(self._store)
 
     def write_failed(self, error: StorageError) -> None:
         """Stops writing until a probe succeeds."""
@@ -119,8 +111,7 @@ class DiskHealth:
 
     async def revive_locked(self) -> bool:
         """As `revive`, for who has the lock."""
-        tiers = self._tiers
-        if self.part not in tiers.troubles:
+        if not self._failed.is_set():
             return True
         try:
             if not self._store.gives:
@@ -137,7 +128,7 @@ class DiskHealth:
         if not (self._store.gives and self._store.takes):  # it failed anew meanwhile
             return False
         self._failed.clear()
-        tiers.troubles.end(self.part)
+        self._troubles.end(tier_part(self._store))
         self._placement.changed.set()
         return True
 
@@ -146,7 +137,7 @@ class DiskHealth:
         known = np.concatenate([np.zeros(0, np.int64), *slots])
         gone = await self._store.revive(known[known != NO_SLOT])
         self._store.takes = True
-        self._tiers.troubles.begin(self.part, _SHRUNK)  # unless the caller finds that it can grow
+        self._troubles.begin(tier_part(self._store), _SHRUNK)  # unless the caller finds that it can grow
         self._revived()
         self._placement.changed.set()
         if len(gone):
@@ -189,5 +180,5 @@ class DiskHealth:
             self._placement.epoch += 1
 
     def _begin(self, error: StorageError) -> None:
-        self._tiers.troubles.begin(self.part, str(error))
+        self._troubles.begin(tier_part(self._store), str(error))
         self._failed.set()

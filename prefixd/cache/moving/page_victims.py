@@ -24,9 +24,9 @@ from prefixd.base.pacer import Pacer
 from prefixd.base.steps import in_thread
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.moving.victims import Limits, no_limits
+from prefixd.cache.moving.victims import Limits, Search, no_limits
 from prefixd.cache.placement.tenant_use import Losses
-from prefixd_swap import EvictionPolicy, Victims, round_to_slot
+from prefixd_swap import Victims, round_to_slot
 from prefixd_swap.pages.page_eviction import Allow
 
 _ATTEMPTS = 3
@@ -55,19 +55,14 @@ def has_other_sizes(tries: Sequence[Trie], tier: int, sizes: Sequence[int]) -> b
 
 async def find_page_victims(
     tries: Sequence[Trie],
-    tier: int,
+    search: Search,
     sizes: Sequence[int],
     want: int,
-    policy: EvictionPolicy,
     choose: Choose,
-    *,
-    demotable: bool,
-    spare_copies: bool = False,
     for_thread: Callable[[], Choose] | None = None,
     limits: Limits = no_limits,
-    now_s: float = 0.0,
 ) -> list[tuple[Trie, Rows]]:
-    """The blocks that have to leave `tier` so that `want` blocks with parts of `sizes` bytes have room, by trie, each
+    """The blocks that have to leave a tier so that `want` blocks with parts of `sizes` bytes have room, by trie, each
     trie's children before their parents.
 
     Before them go the blocks that have nothing in the tier but a record there, which nothing continues any more: they
@@ -79,49 +74,51 @@ async def find_page_victims(
 
     Args:
         tries: all tries, by ordinal.
-        tier: the tier that needs room.
+        search: what is looked for.
         sizes: bytes of each part of a wanted block.
         want: how many blocks.
-        policy: gives every block a score, lowest goes first.
         choose: the tier's own choice among slots.
-        demotable: a block's last copy may go, because it will be written a tier down before.
-        spare_copies: spare blocks that are in a tier above as well.
         for_thread: gives a choice among the slots as they are now that can be made in a thread; `choose` itself is
             one, where this is absent.
         limits: what each tenant may lose.
-        now_s: the time, for priorities: those of a lower one go first.
 
     Raises:
         ExhaustedError: no thread can be started.
     """
 
-    def may_go(trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-        return _may_go(trie, rows, tier, demotable=demotable, spare_copies=spare_copies)
-
     def pick(slots: _Slots, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
         return slots.pick(Counter(map(round_to_slot, sizes)), want, choose)
 
     for attempts_left in reversed(range(_ATTEMPTS)):
-        slots = await _read_slots(tries, tier, policy, may_go, limits(), now_s)
+        slots = await _read_slots(tries, search, limits())
         if not len(slots.slots):
             chosen = []
         elif slots.interrupted:
             chosen = await in_thread(partial(pick, slots, choose if for_thread is None else for_thread()))
         else:
             chosen = pick(slots, choose)
-        found, all_may_go, losses = [], True, limits()
-        for trie, rows, parts, places in chosen:
-            fine = may_go(trie, rows) & (trie.slots[rows, tier, parts] == places)
-            going = np.unique(rows[fine])
-            if losses is not None and not losses.take(trie, going):  # others have taken of it meanwhile
-                going = np.array([row for row in going.tolist() if losses.take(trie, np.array([row]))], np.int64)
-                fine &= np.isin(rows, going)
-            all_may_go &= bool(fine.all())
-            found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
+        found, all_may_go = _still_going(chosen, search, limits())
         if all_may_go or not attempts_left:
             break
-    bare = [(trie, rows[_is_bare(trie, rows, tier) & may_go(trie, rows)]) for trie, rows in slots.bare]
+    bare = [(trie, rows[_is_bare(trie, rows, search.tier) & _may_go(search, trie, rows)]) for trie, rows in slots.bare]
     return [(trie, rows) for trie, rows in (*bare, *found) if len(rows)]
+
+
+def _still_going(
+    chosen: Sequence[tuple[Trie, Rows, Rows, Rows]], search: Search, losses: Losses | None
+) -> tuple[list[tuple[Trie, Rows]], bool]:
+    """Of rows that were chosen, with their parts and slots, those that may go now, children before parents; and whether
+    these are all."""
+    found, all_may_go = [], True
+    for trie, rows, parts, slots in chosen:
+        fine = _may_go(search, trie, rows) & (trie.slots[rows, search.tier, parts] == slots)
+        going = np.unique(rows[fine])
+        if losses is not None and not losses.take(trie, going):  # others have taken of it meanwhile
+            going = np.array([row for row in going.tolist() if losses.take(trie, np.array([row]))], np.int64)
+            fine &= np.isin(rows, going)
+        all_may_go &= bool(fine.all())
+        found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
+    return found, all_may_go
 
 
 def _is_bare(trie: Trie, rows: Rows, tier: int) -> npt.NDArray[np.bool_]:
@@ -131,17 +128,16 @@ def _is_bare(trie: Trie, rows: Rows, tier: int) -> npt.NDArray[np.bool_]:
     return is_bare
 
 
-def _may_go(trie: Trie, rows: Rows, tier: int, *, demotable: bool, spare_copies: bool) -> npt.NDArray[np.bool_]:
-    """[len(rows)]: which blocks' copies in `tier` may go, if they have one."""
-    bit = np.uint8(1 << tier)
+def _may_go(search: Search, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+    """[len(rows)]: which blocks' copies in the tier may go, if they have one."""
+    tier = search.tier
     last = trie.last_copies(rows, tier)
     goes: npt.NDArray[np.bool_] = ~trie.held(rows, tier)
     stays = (trie.keep[rows] > 0) | trie.pinned[rows]
-    if demotable:
+    if search.demotable:
         stays &= trie.wanted(rows, tier) == 0
     goes &= ~(last & stays)
-    if spare_copies:
-        goes &= (trie.any_part[rows] & (bit - np.uint8(1))) == 0
+    goes &= (trie.any_part[rows] & np.uint8(search.spared)) == 0
     return goes
 
 
@@ -195,7 +191,7 @@ class _Slots:
         """The positions of slots that have to go, beside those `evicted`, for `count` slots of one size."""
         chosen = np.empty(0, np.int64)
         levels = np.unique(self.priorities[self.may_go]).tolist()
-        for level in levels:  # of a higher priority something goes only where the lower ones do not do
+        for level in levels:  # evict from a higher priority only if the lower ones do not free enough
             may_go = self.may_go & (self.priorities <= level) if len(levels) > 1 else self.may_go
             allow = None
             if self.left is not None:
@@ -252,15 +248,9 @@ class _Allowance:
         return True
 
 
-async def _read_slots(
-    tries: Sequence[Trie],
-    tier: int,
-    policy: EvictionPolicy,
-    may_go: Callable[[Trie, Rows], npt.NDArray[np.bool_]],
-    losses: Losses | None,
-    now_s: float,
-) -> _Slots:
+async def _read_slots(tries: Sequence[Trie], search: Search, losses: Losses | None) -> _Slots:
     """The slots that are taken in a tier, read in slices."""
+    tier = search.tier
     bit, pacer, scanned = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE), 0
     nothing = np.empty(0, np.int64)
     pieces: list[tuple[npt.NDArray[Any], ...]] = [
@@ -273,14 +263,14 @@ async def _read_slots(
     for place, trie in enumerate(tries):
         for scan in slices(trie.rows):
             rows = scan.start + np.flatnonzero(trie.any_part[scan] & bit)
-            goes, depths = may_go(trie, rows), trie.depth[rows]
+            goes, depths = _may_go(search, trie, rows), trie.depth[rows]
             owners = row_bytes = np.zeros(len(rows), np.int64)
             if losses is not None:
                 owners, row_bytes = losses.owners(trie, rows), losses.bytes_of(trie, rows)
                 goes &= row_bytes <= losses.left[owners]
             bare.append((trie, rows[_is_bare(trie, rows, tier)][:_BARE_AT_ONCE]))
-            scores = policy.scores(trie, rows, tier)
-            priorities = trie.priorities(rows, now_s) if trie.has_priorities else np.zeros(len(rows), np.int8)
+            scores = search.policy.scores(trie, rows, tier)
+            priorities = trie.priorities(rows, search.now_s) if trie.has_priorities else np.zeros(len(rows), np.int8)
             for part in range(len(trie.part_bytes)):
                 slots = trie.slots[rows, tier, part]
                 at = np.flatnonzero(slots != NO_SLOT)

@@ -35,7 +35,7 @@ from prefixd.base.tenants import Tenant
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.page_victims import find_page_victims, has_other_sizes
-from prefixd.cache.moving.victims import Limits, find_expired, find_victims
+from prefixd.cache.moving.victims import Limits, Search, find_expired, find_victims
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.rules import GroupMask
@@ -44,8 +44,8 @@ from prefixd_swap.tiers import Tier
 
 _OWN_AT_ONCE = 384
 
-Copy = Callable[[Trie, Rows, Tier, Tier, Movement, bool], Awaitable[int]]
-"""(trie, rows, source, target, movement, ahead): how many of `rows`, which somebody holds, were copied."""
+Copy = Callable[..., Awaitable[int]]
+"""As `Copying.copy`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,19 +84,18 @@ class Room:
         tries: all tries, by ordinal.
         policy: who goes first.
         disk: tells the durable tier what has left it.
-        copy: copies blocks a tier down.
     """
 
-    def __init__(
-        self, placement: Placement, tries: list[Trie], policy: EvictionPolicy, disk: DiskCopies, copy: Copy
-    ) -> None:
+    copy: Copy
+    """Copies blocks a tier down; set once there is something that does."""
+
+    def __init__(self, placement: Placement, tries: list[Trie], policy: EvictionPolicy, disk: DiskCopies) -> None:
         self._placement = placement
         self._tiers = placement.tiers
         self._use = placement.use
         self._tries = tries
         self._policy = policy
         self._disk = disk
-        self._copy = copy
         self._making: dict[Tier, set[_UnderWay]] = {}
         self._chances: Counter[Tier] = Counter()  # how often something went, or blocks that may go were let go
 
@@ -194,7 +193,7 @@ class Room:
             if not expired:
                 expired = await find_expired(self._tries, tier.level, wish.want, likely=likely, limits=limits)
         if tier is self._tiers.durable:
-            return await self._disk.drop_groups(expired, movement)
+            return await self._disk.removals.drop_groups(expired, movement)
         return sum(self._placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
 
     async def _demote(self, wish: _Wish, below: Tier, movement: Movement) -> int | None:
@@ -264,7 +263,7 @@ class Room:
                 if below is self._tiers.durable and not all_admitted:
                     sinks &= self._placement.admits(trie, rows)
                 if sinks.any():
-                    copied += await self._copy(trie, rows[sinks], tier, below, movement, ahead)
+                    copied += await self.copy(trie, rows[sinks], tier, below, movement, ahead=ahead)
         self._tiers.counters(tier).demoted += copied
         return copied
 
@@ -279,32 +278,21 @@ class Room:
     async def _choose_within(
         self, limits: Limits, wish: _Wish, *, demotable: bool
     ) -> tuple[list[tuple[Trie, Rows]], bool]:
-        tier, want, now_s = wish.tier, wish.want, self._placement.clock()
+        tier, want = wish.tier, wish.want
         choose, level = tier.choose_victims, tier.level
+        search = Search(level, self._policy, demotable, wish.ahead, self._placement.clock())
         if choose is None or wish.own or not has_other_sizes(self._tries, level, wish.sizes):
             if choose is None and not wish.own:
                 want = _blocks_with_as_many_slots(self._tries, level, want * len(wish.sizes))
-            found = await find_victims(
-                *(self._tries, level, want, self._policy),
-                demotable=demotable,
-                spare_copies=wish.ahead,
-                limits=limits,
-                now_s=now_s,
-            )
-            return found, False
+            return await find_victims(self._tries, search, want, limits=limits), False
         found = await find_page_victims(
-            *(self._tries, level, wish.sizes, want, self._policy, choose),
-            demotable=demotable,
-            spare_copies=wish.ahead,
-            for_thread=tier.choose_victims_later,
-            limits=limits,
-            now_s=now_s,
+            self._tries, search, wish.sizes, want, choose, for_thread=tier.choose_victims_later, limits=limits
         )
         return found, True
 
     async def _drop(self, tier: Tier, victims: Sequence[tuple[Trie, Rows]], with_page: bool, movement: Movement) -> int:
         if tier is self._tiers.durable:
-            return await self._disk.evict(victims, with_page, movement)
+            return await self._disk.removals.evict(victims, with_page, movement)
         return sum(self._placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
 
     async def _others_give_a_chance(self, tier: Tier, before: int, movement: Movement) -> bool:

@@ -8,6 +8,7 @@ when it is returned. A caller that awaits nothing before it acts can rely on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -132,51 +133,61 @@ async def can_free(
     return slots <= 0
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is looked for.
+
+    Attributes:
+        tier: the level of the tier that needs room.
+        policy: gives every block a score, lowest goes first.
+        demotable: a block's last copy may go too, because it will be written a tier down before.
+        spare_copies: spare blocks that are in a tier above as well.
+        now_s: the time, for priorities: those of a lower one go first.
+    """
+
+    tier: int
+    policy: EvictionPolicy
+    demotable: bool
+    spare_copies: bool = False
+    now_s: float = 0.0
+
+    @property
+    def spared(self) -> int:
+        """Bits of the tiers with a copy of blocks that are spared."""
+        return (1 << self.tier) - 1 if self.spare_copies else 0
+
+    def find(self, trie: Trie, among: Rows | slice, losses: Losses | None) -> tuple[Rows, Scores]:
+        """Those of `among` that may go, with their scores."""
+        rows = trie.evictable(self.tier, demotable=self.demotable, among=among)
+        rows = rows[(trie.any_part[rows] & np.uint8(self.spared)) == 0]
+        if losses is not None:
+            rows = rows[losses.may_go(trie, rows)]
+        return rows, self.policy.scores(trie, rows, self.tier)
+
+
 async def find_victims(
-    tries: Sequence[Trie],
-    tier: int,
-    want: int,
-    policy: EvictionPolicy,
-    *,
-    demotable: bool,
-    spare_copies: bool = False,
-    limits: Limits = no_limits,
-    now_s: float = 0.0,
+    tries: Sequence[Trie], search: Search, want: int, limits: Limits = no_limits
 ) -> list[tuple[Trie, Rows]]:
-    """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
+    """The `want` blocks that the policy sends out of a tier first, by trie, each trie's leaves before their parents.
 
     Blocks of a lower priority go before all others.
 
     Args:
         tries: all tries, by ordinal.
-        tier: the tier that needs room.
+        search: what is looked for.
         want: how many, at most some thousand; fewer are returned when no more may go, or when tenants have lost what
             they may while others have more, or have to, which others may do meanwhile.
-        policy: gives every block a score, lowest goes first.
-        demotable: a block's last copy may go too, because it will be written a tier down before.
-        spare_copies: spare blocks that are in a tier above as well.
         limits: what each tenant may lose.
-        now_s: the time, for priorities.
     """
     if want <= 0:
         return []
-    bit = 1 << tier
-    above = bit - 1 if spare_copies else 0
-
-    def may_go(trie: Trie, among: Rows | slice, losses: Losses | None) -> tuple[Rows, Scores]:
-        rows = trie.evictable(tier, demotable=demotable, among=among)
-        rows = rows[(trie.any_part[rows] & np.uint8(above)) == 0]
-        if losses is not None:
-            rows = rows[losses.may_go(trie, rows)]
-        return rows, policy.scores(trie, rows, tier)
-
     pacer = Pacer(SCANNED_AT_ONCE)
     while True:
-        lowest = _LowestByPriority(2 * want + _SPARE, now_s)
+        lowest = _LowestByPriority(2 * want + _SPARE, search.now_s)
         losses = limits()
         for trie in list(tries):
             for part in slices(trie.rows):
-                rows, scores = may_go(trie, part, losses)
+                rows, scores = search.find(trie, part, losses)
                 lowest.offer(trie, rows, scores)
                 await pacer.worked(part.stop - part.start)
         candidates = lowest.ascending()
@@ -184,13 +195,7 @@ async def find_victims(
         losses = limits()
         if losses is not None and losses.wanted is not None and losses.wanted <= 0:  # enough has gone meanwhile
             return []
-        chosen = _choose(
-            *(tries, tier, want, candidates, may_go, policy),
-            above=above,
-            demotable=demotable,
-            losses=losses,
-            now_s=now_s if lowest.has_priorities else None,
-        )
+        chosen = _Choice(search, tries, losses, lowest.has_priorities).choose(want, candidates)
         if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile; there may be others
             return [
                 (trie, chosen[mine] & _ROW_MASK)
@@ -231,94 +236,99 @@ class _LowestByPriority:
         return np.concatenate(ordered)[: self._keep]
 
 
-def _choose(
-    tries: Sequence[Trie],
-    tier: int,
-    want: int,
-    candidates: Rows,
-    may_go: Callable[[Trie, Rows | slice, Losses | None], tuple[Rows, Scores]],
-    policy: EvictionPolicy,
-    *,
-    above: int,
-    demotable: bool,
-    losses: Losses | None,
-    now_s: float | None,
-) -> Rows:
-    """Chooses among `candidates`, and the parents that become leaves with them, in one turn. `now_s`: None where all
-    have one priority."""
-    bit = 1 << tier
-    ids: list[Rows] = [np.empty(0, np.int64)]
-    scores: list[Scores] = [np.empty(0, np.float64)]
-    priorities: dict[int, int] = {}
-    costs: dict[int, tuple[int, int]] = {}
-    for trie in tries:
-        mine = np.sort(candidates[candidates >> _ROW_BITS == trie.ordinal] & _ROW_MASK)
-        rows, its_scores = may_go(trie, mine, losses)
-        ids.append(rows | (trie.ordinal << _ROW_BITS))
-        scores.append(its_scores)
-        if now_s is not None:
-            priorities.update(zip(ids[-1].tolist(), trie.priorities(rows, now_s).tolist(), strict=True))
-        if losses is not None:
-            costs.update(_costs(trie, rows, losses))
-    views = [_Columns(trie, tier) for trie in tries]
-    gone: dict[int, int] = {}  # children that leave this tier as victims, by parent
-    vanished: dict[int, int] = {}  # those of them that had no other copy and go nowhere
+class _Choice:
+    """A choice in one turn of the event loop among candidates, and the parents that become leaves with them.
 
-    def reveal(identity: int) -> tuple[int, float] | None:
-        ordinal, row = identity >> _ROW_BITS, identity & _ROW_MASK
-        trie, columns = tries[ordinal], views[ordinal]
-        leaves = 1
-        vanishes = columns.any_part[row] == bit and not (demotable and columns.wanted(row))
+    A block is one number here, its trie's ordinal above its row.
+
+    Args:
+        search: what is looked for.
+        tries: all tries, by ordinal.
+        losses: what each tenant may lose.
+        has_priorities: whether some blocks are of another priority than others.
+    """
+
+    def __init__(self, search: Search, tries: Sequence[Trie], losses: Losses | None, has_priorities: bool) -> None:
+        self._search = search
+        self._tries = tries
+        self._losses = losses
+        self._views = [_Columns(trie, search.tier) for trie in tries]
+        self._gone: dict[int, int] = {}  # children that leave this tier as victims, by parent
+        self._vanished: dict[int, int] = {}  # those of them that had no other copy and go nowhere
+        self._priorities: dict[int, int] | None = {} if has_priorities else None
+        self._costs: dict[int, tuple[int, int]] = {}  # the owner's ordinal, and bytes
+        self._left = [] if losses is None else losses.left.tolist()
+        self._wanted = None if losses is None else losses.wanted
+
+    def choose(self, want: int, candidates: Rows) -> Rows:
+        """Up to `want` of them, children before parents."""
+        ids: list[Rows] = [np.empty(0, np.int64)]
+        scores: list[Scores] = [np.empty(0, np.float64)]
+        for trie in self._tries:
+            mine = np.sort(candidates[candidates >> _ROW_BITS == trie.ordinal] & _ROW_MASK)
+            rows, its_scores = self._search.find(trie, mine, self._losses)
+            ids.append(rows | (trie.ordinal << _ROW_BITS))
+            scores.append(its_scores)
+            if self._priorities is not None:
+                priorities = trie.priorities(rows, self._search.now_s).tolist()
+                self._priorities.update(zip(ids[-1].tolist(), priorities, strict=True))
+            if self._losses is not None:
+                self._costs.update(_costs(trie, rows, self._losses))
+        chosen = choose_victims(
+            *(want, np.concatenate(ids), np.concatenate(scores), self._reveal),
+            rank=None if self._priorities is None else self._rank,
+            allow=None if self._losses is None else self._allow,
+        )
+        return np.array(chosen, np.int64)
+
+    def _reveal(self, identity: int) -> tuple[int, float] | None:
+        """The parent that may go once this block is gone, with its score."""
+        search, ordinal, row = self._search, identity >> _ROW_BITS, identity & _ROW_MASK
+        trie, columns = self._tries[ordinal], self._views[ordinal]
+        bit, leaves = 1 << search.tier, 1
+        vanishes = columns.any_part[row] == bit and not (search.demotable and columns.wanted(row))
         while True:
             parent = columns.parent[row]
             if parent < 0:
                 return None
             up = parent | (ordinal << _ROW_BITS)
-            gone[up] = gone.get(up, 0) + leaves
-            vanished[up] = vanished.get(up, 0) + vanishes
-            protected = columns.keep[parent] or columns.pinned[parent] or columns.children[parent] > vanished[up]
+            self._gone[up] = self._gone.get(up, 0) + leaves
+            self._vanished[up] = self._vanished.get(up, 0) + vanishes
+            protected = columns.keep[parent] or columns.pinned[parent] or columns.children[parent] > self._vanished[up]
             some = columns.any_part[parent]
             if some or protected:
                 break
             row, leaves = parent, 0  # it has no copy, and goes with the last of its children
-        if gone[up] < columns.tier_children[parent] or not some & bit or columns.is_held(parent):
+        if self._gone[up] < columns.tier_children[parent] or not some & bit or columns.is_held(parent):
             return None
-        if some & above:
+        if some & search.spared:
             return None
-        may_stay = not columns.is_last(parent) or (demotable and columns.wanted(parent))
+        may_stay = not columns.is_last(parent) or (search.demotable and columns.wanted(parent))
         if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier
             return None
-        return up, policy.score(trie, parent, tier)
+        return up, search.policy.score(trie, parent, search.tier)
 
-    def rank(identity: int) -> int:
+    def _rank(self, identity: int) -> int:
+        """The block's priority."""
+        priorities = {} if self._priorities is None else self._priorities
         if identity not in priorities:
-            trie, row = tries[identity >> _ROW_BITS], np.array([identity & _ROW_MASK])
-            priorities[identity] = int(trie.priorities(row, now_s or 0.0)[0])
+            trie, row = self._tries[identity >> _ROW_BITS], np.array([identity & _ROW_MASK])
+            priorities[identity] = int(trie.priorities(row, self._search.now_s)[0])
         return priorities[identity]
 
-    left = [] if losses is None else losses.left.tolist()
-    wanted = None if losses is None else losses.wanted
-
-    def allow(identity: int) -> bool:
-        nonlocal wanted
-        if wanted is not None and wanted <= 0:
+    def _allow(self, identity: int) -> bool:
+        """Whether its owner may lose the block; it is lost then."""
+        if self._wanted is not None and self._wanted <= 0:
             return False
-        if identity not in costs and losses is not None:
-            costs[identity] = losses.cost(tries[identity >> _ROW_BITS], identity & _ROW_MASK)
-        owner, nbytes = costs[identity]
-        if nbytes > left[owner]:
+        if identity not in self._costs and self._losses is not None:
+            self._costs[identity] = self._losses.cost(self._tries[identity >> _ROW_BITS], identity & _ROW_MASK)
+        owner, nbytes = self._costs[identity]
+        if nbytes > self._left[owner]:
             return False
-        left[owner] -= nbytes
-        if wanted is not None:
-            wanted -= nbytes
+        self._left[owner] -= nbytes
+        if self._wanted is not None:
+            self._wanted -= nbytes
         return True
-
-    chosen = choose_victims(
-        *(want, np.concatenate(ids), np.concatenate(scores), reveal),
-        rank=None if now_s is None else rank,
-        allow=None if losses is None else allow,
-    )
-    return np.array(chosen, np.int64)
 
 
 def _costs(trie: Trie, rows: Rows, losses: Losses) -> Iterator[tuple[int, tuple[int, int]]]:

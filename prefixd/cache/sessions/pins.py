@@ -58,7 +58,7 @@ class Pins:
                     await self._durability.persist(trie, path)
                 except (ExhaustedError, PreconditionError) as error:
                     return str(error)
-                return "" if await self._mover.disk.pin(trie, path, True) else self._why_not()
+                return "" if await self._mover.disk.metadata.pin(trie, path, True) else self._why_not()
 
     async def unpin(self, trie: Trie, path: Rows) -> tuple[int, str]:
         """Lets blocks go again: how many were pinned, and why they are pinned again after a restart, or "".
@@ -70,7 +70,9 @@ class Pins:
                 pinned = path[trie.pinned[path]]
                 trie.pinned[pinned] = False
                 await do_in_slices(self._mover.use.count_pinned(self._mover.tries))
-                durable = self._mover.tiers.durable is None or await self._mover.disk.pin(trie, pinned[::-1], False)
+                durable = self._mover.tiers.durable is None or await self._mover.disk.metadata.pin(
+                    trie, pinned[::-1], False
+                )
         self._placement.sweep(trie, path)
         self._mover.changed.set()  # they may give room on disk for what waits to be written
         return len(pinned), "" if durable else self._why_not()

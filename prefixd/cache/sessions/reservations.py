@@ -13,6 +13,7 @@ from prefixd.base.pacer import give_way
 from prefixd.base.tenants import Tenant
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
@@ -137,8 +138,8 @@ class Reservations:
 
         try:
             near = trie.slots[prefix[-1], shared.level][list(parts)].tolist() if len(prefix) else []
-            slots = await self._mover.allocate(
-                shared, sizes, blocks, tenant=tenant, account=session.reserved, limit=limit, near=near
+            slots = await self._mover.slots.allocate(
+                shared, sizes, blocks, Claim(tenant=tenant, account=session.reserved, limit=limit), near
             )
             if not len(slots):
                 self._refuse(session, sizes)
@@ -234,7 +235,7 @@ class Reservations:
                 if self._stored is not None:
                     self._stored(trie, new)
                 held.append(self._holds.hold(owner, trie, entered))
-                self._mover.start_checksums(trie, entered)
+                self._mover.checksums.begin(trie, entered)
                 rows.append(entered)
                 if len(entered) < min(step, end - start):  # the next key is another block's
                     placement.lost["key collision"] += min(end - start - len(entered), blocks)
@@ -245,9 +246,10 @@ class Reservations:
             if wish is not None:
                 await wish.apply_all(path)
             self.end(reservation, True)
-            self._mover.changed.set()
             if durable:
                 await self._durability.write(trie, path)
+            else:
+                self._mover.changed.set()
         finally:
             if len(reservation.slots):
                 self.end(reservation, True)

@@ -160,7 +160,7 @@ class Snapshot:
             queued_bytes=nbytes,
             limit_bytes=write_back.limit_bytes or 0,
             written_blocks=write_back.written,
-            written_bytes=self.cache.mover.disk.written_bytes,
+            written_bytes=self.cache.mover.disk.writes.written_bytes,
             pushed_back_calls=write_back.pushed_back,
         )
 

@@ -101,7 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         cache = self._cache
         if request.shared and cache.mover.remote is None:
             raise PreconditionError("there is no shared store to delete from; leave shared out, or set remote.url")
-        await cache.mover.wait_for_checksums()  # what was just committed is held for a moment
+        await cache.mover.checksums.wait_for_all()  # what was just committed is held for a moment
         found = await self._to_evict(request)
         answer = pb.EvictResponse(total_blocks=sum(map(len, found)))
         told_s = cache.clock()

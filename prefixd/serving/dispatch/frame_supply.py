@@ -55,7 +55,7 @@ class FrameSupply:
             run, mover = request.run, self._cache.mover
             tenant, near = mover.use.tenant_of(request.namespace), run.frames[-run.slots :]
             blocks = request.wanted_blocks - run.blocks
-            frames = await mover.take_frames(blocks, request.kv.block_widths, tenant=tenant, near=near)
+            frames = await mover.slots.take_frames(blocks, request.kv.block_widths, tenant=tenant, near=near)
             if not self._starves(request):
                 if frames:
                     self._cache.tiers.compute.free(frames)

@@ -165,7 +165,7 @@ async def take_first(cache: TieredCache, request: Request, states: int) -> First
         try:
             for number, (count, widths) in enumerate(wants):
                 hint = near if number == 1 else ()
-                frames = await cache.mover.take_frames(
+                frames = await cache.mover.slots.take_frames(
                     *(count, widths), tenant=tenant, near=hint, beside=sum(beside[number + 1 :])
                 )
                 if frames is None:

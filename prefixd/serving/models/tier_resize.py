@@ -35,6 +35,7 @@ from prefixd.base.errors import (
 from prefixd.base.steps import in_thread
 from prefixd.base.tenants import check_guarantees
 from prefixd.cache import TieredCache
+from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.placement.movement import Movement
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.frame_budget import name_holders
@@ -265,7 +266,7 @@ class TierResize:
 
         async def take() -> list[FrameId]:
             try:
-                slots = await self._cache.mover.allocate(tier, (tier.frame_bytes,), count, room)
+                slots = await self._cache.mover.slots.allocate(tier, (tier.frame_bytes,), count, Claim(room))
             except SwapError as error:
                 if not room.dropped:
                     raise

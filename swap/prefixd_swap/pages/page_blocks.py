@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from prefixd_swap.pages.page_table import Int64s
+from prefixd_swap.pages.pages import PageAllocator
 
 
-class Slots(Protocol):
-    """What gives out slots: a `PageAllocator`, or an arena on top of one."""
-
-    def room(self, nbytes: int) -> int:
-        """See `PageAllocator.room`."""
-
-    def allocate_many(self, nbytes: int, count: int, near: int | None = None) -> Int64s | None:
-        """See `PageAllocator.allocate_many`."""
-
-    def free_many(self, offsets: Int64s) -> None:
-        """See `PageAllocator.free_many`."""
-
-
-def allocate_blocks(slots: Slots, sizes: Sequence[int], count: int, near: Sequence[int | None]) -> Int64s:
+def allocate_blocks(slots: PageAllocator, sizes: Sequence[int], count: int, near: Sequence[int | None]) -> Int64s:
     """Slots for up to `count` blocks; fewer blocks when there is no room for more.
 
     Args:

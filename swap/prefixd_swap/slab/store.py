@@ -7,10 +7,8 @@ record points at bytes that were complete, and slots that no record names are fr
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -18,19 +16,16 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from prefixd_swap.errors import (
-    IndexUnavailableError,
-    IntegrityError,
     RecordDamagedError,
     StorageError,
-    SwapError,
 )
 from prefixd_swap.pages.page_eviction import Allow, Victims, Worths
+from prefixd_swap.slab.changes import StoreChanges
 from prefixd_swap.slab.data_directory import DataDirectory
-from prefixd_swap.slab.files.file_ops import FileOps, storage_error
+from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.files.io import DiskIo
-from prefixd_swap.slab.files.slab_file import MAX_NUMBER, SlabFile
 from prefixd_swap.slab.files.slab_files import SlabFiles
-from prefixd_swap.slab.group_commit import Commit, GroupCommit
+from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.slab.index.block_record import (
     NAMESPACE_BYTES,
     BlockRecord,
@@ -38,26 +33,23 @@ from prefixd_swap.slab.index.block_record import (
     NewBlock,
     decode_record,
     index_key,
-    record_slots,
     without_parts,
 )
-from prefixd_swap.slab.index.bring_back import bring_back
 from prefixd_swap.slab.index.record_columns import Bools, IndexTable, Int64s, Records
-from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile, recover, slabs_named
+from prefixd_swap.slab.index.recovery import Recovery, prefix_closed, reconcile
 from prefixd_swap.slab.index.rows import Change, IndexDamagedError
-from prefixd_swap.slab.index.set_aside import SetAside, list_set_aside, note_rest, set_copy_aside
-from prefixd_swap.slab.reader import SlabReader, verify
+from prefixd_swap.slab.index.set_aside import SetAside, list_set_aside
+from prefixd_swap.slab.reader import SlabReader
+from prefixd_swap.slab.verification import Verification
 from prefixd_swap.slab.writer import SlabWriter
-from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 
 if TYPE_CHECKING:
     from prefixd_swap.slab.index.index import SlabIndex
 
-log = logging.getLogger(__name__)
 _ADOPTED_AT_ONCE = 4096
 _REMOVED_AT_ONCE = 4096
-_CHECKS = 8  # a block that was found bad so often while others were freed is bad
 
 
 class SlabStore:
@@ -74,18 +66,17 @@ class SlabStore:
     ) -> None:
         """For `open`."""
         self.recovery = recovery
-        self._recovered: Records | None = recovered  # until `load` or the first change
+        self._recovered: Records | None = recovered  # until `load`
         self._directory = directory
         self._index = index
         self._slabs = slabs
         self._reader = SlabReader(slabs)
-        self._commits = GroupCommit(self._flush)
-        self._changed = threading.Condition()  # guards the slabs and what follows
+        self._changed = threading.Condition()  # guards the slabs
         self._writer = SlabWriter(slabs, self._changed, io_threads)
-        self._active = 0  # writes and removals under way
-        self._orphaned = False  # slots are taken that no record names any more, because theirs was damaged
-        self._reviving = False
-        self._closed = False
+        self._changes = StoreChanges(directory.path, index, slabs, self._changed, self._writer.sync)
+        verification = Verification(index, slabs, self._changes)
+        self.check = verification.check_block
+        self.audit = verification.audit_index
 
     @classmethod
     def open(
@@ -120,33 +111,10 @@ class SlabStore:
             FormatError: it holds other files than this version's.
             StorageError: it cannot be made, read or written.
         """
-        from prefixd_swap.slab.index.index import SlabIndex  # LMDB: engines, which import this package, have none
+        from prefixd_swap.slab.opening import open_parts  # LMDB: engines, which import this package, have none
 
-        ops = ops or FileOps()
-        with ExitStack() as undo:
-            directory = DataDirectory(path, ops)
-            undo.callback(directory.close)
-            _note_absent(directory, ops)
-            index = SlabIndex(directory.index, ops)
-            undo.callback(index.close)
-            io = directory.usable_io(io)
-            table = _read_index(index, ops)
-            # What an index that was set aside names may be brought back, and any slab may hold it.
-            holding = range(MAX_NUMBER + 1) if list_set_aside(directory.index) else slabs_named(table)
-            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=holding, shrink=shrink)
-            recovery, recovered, dropped = recover(table, slabs, index.damage)
-            if dropped and None in index.apply([(key, None) for key in dropped]):
-                index.replace("it does not find what it has")
-                table = _bring_back(index, ops)
-                slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
-                recovery, recovered, dropped = recover(table, slabs, index.damage)
-                index.apply([(key, None) for key in dropped])
-            if dropped:
-                log.warning("%s: blocks are dropped: %s", path, recovery.losses())
-            if index.aside is not None:
-                note_rest(index.aside, ops, index.damage, recovery.kept)
-            undo.pop_all()
-        return cls(directory, index, slabs, recovery, recovered, io_threads)
+        opened = open_parts(path, capacity_bytes, slab_bytes, io, ops or FileOps(), shrink)
+        return cls(*opened, io_threads)
 
     @property
     def capacity_bytes(self) -> int:
@@ -171,12 +139,12 @@ class SlabStore:
     @property
     def commits(self) -> int:
         """Durable transactions so far, each for one or more calls."""
-        return self._commits.batches
+        return self._changes.commits.batches
 
     @property
     def waiting(self) -> int:
         """Calls that wait for the durable transaction under way, to share the next."""
-        return self._commits.waiting
+        return self._changes.commits.waiting
 
     def room(self, nbytes: int) -> int:
         """How many more parts of `nbytes` bytes each could be written now."""
@@ -202,13 +170,13 @@ class SlabStore:
             raise StorageError("a block is given twice in one write; give each key once")
         for block in blocks:
             block.check()
-        with self._operation():
+        with self._changes.operation():
             self._check_kept(blocks)
             slots = self._writer.take(blocks)
             try:
                 records, commit = self._writer.write(blocks, slots)
                 if commit.changes:
-                    self._commits.run(commit)
+                    self._changes.commits.run(commit)
                 return records
             except Exception:
                 self._writer.free([slot for taken in slots if taken for slot in taken if slot is not None])
@@ -227,8 +195,8 @@ class SlabStore:
         Raises:
             StorageError: I/O failed; the blocks are still there.
         """
-        with self._operation():
-            self._commits.run(Commit([(index_key(*block_id), None) for block_id in ids], damaged=damaged))
+        with self._changes.operation():
+            self._changes.commits.run(Commit([(index_key(*block_id), None) for block_id in ids], damaged=damaged))
 
     def drop_parts(self, items: Sequence[tuple[bytes, bytes, Collection[int]]]) -> None:
         """Forget parts, by their ordinals, of blocks by (namespace, key); the records stay, see `NewBlock.parts`.
@@ -238,11 +206,11 @@ class SlabStore:
         Raises:
             StorageError: I/O failed; the parts are still there.
         """
-        with self._operation():
+        with self._changes.operation():
             changes: list[Change] = [
                 (index_key(namespace, key), partial(_drop, parts=parts)) for namespace, key, parts in items
             ]
-            self._commits.run(Commit(changes))
+            self._changes.commits.run(Commit(changes))
 
     def choose_victims(
         self,
@@ -291,70 +259,6 @@ class SlabStore:
         """
         return self._reader.read_all(slots, checksums, addresses, nbytes)
 
-    def check(self, namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
-        """Verify a stored block where it is; False when there is no such block, or no longer.
-
-        A slot that is freed and used again meanwhile is not taken for damage.
-
-        Args:
-            namespace: its namespace.
-            key: its key.
-            expected: what its record has to say, where the caller knows that.
-
-        Raises:
-            ChecksumError: a part's bytes are not those that were written.
-            RecordDamagedError: the block's record contradicts itself, or `expected`.
-            IndexUnavailableError: the index cannot be read, which says nothing about the block.
-            StorageError: they cannot be read.
-        """
-        name = index_key(namespace, key)
-        for attempt in range(1, _CHECKS + 1):
-            freed, value = self._slabs.freed, self._look_up(name)
-            if value is None:
-                return False
-            try:
-                record = decode_record(name, value)
-                if expected is not None and record != expected:
-                    raise RecordDamagedError(
-                        f"the index record of block {key.hex()} is damaged: it is {record}, but {expected} was "
-                        "written; remove the block, it will be computed again"
-                    )
-                for part in record.parts:
-                    if part is not None:
-                        slab, index = self._slabs.find(part.slot)
-                        if index * PAGE_BYTES + part.nbytes > slab.nbytes:
-                            raise RecordDamagedError(
-                                f"an index record names {part.nbytes} bytes in unit {index} of {slab.path}, which ends "
-                                "before; remove the block, it will be computed again"
-                            )
-                        verify(part, slab, index, slab.checksum(index, part.nbytes))
-                return True
-            except StorageError:
-                if self._look_up(name) == value and (self._slabs.freed == freed or attempt == _CHECKS):
-                    raise
-        return False
-
-    def _check_kept(self, blocks: Sequence[NewBlock]) -> None:
-        """Refuse to keep parts that the blocks do not have: their slots may be others' by now."""
-        for block in blocks:
-            kept = [(at, part) for at, part in enumerate(block.parts) if isinstance(part, DiskPart)]
-            if not kept:
-                continue
-            value = self._index.get(name := index_key(block.namespace, block.key))
-            found = () if value is None else decode_record(name, value).parts
-            for at, part in kept:
-                if at >= len(found) or found[at] != part:
-                    raise StorageError(
-                        f"part {at} of block {block.key.hex()} is to be kept as {part}, but the block does not have "
-                        "it; write the part again"
-                    )
-
-    def _look_up(self, name: bytes) -> bytes | None:
-        try:
-            return self._index.get(name)
-        except StorageError as error:
-            raise IndexUnavailableError(f"no block can be checked while the index cannot be read: {error}") from error
-
     @property
     def shrunk(self) -> bool:
         """Whether the file system has refused a slab and not gained room for one since."""
@@ -367,7 +271,7 @@ class SlabStore:
         Raises:
             StorageError: it does not.
         """
-        with self._operation():
+        with self._changes.operation():
             self._index.probe()
 
     def lost_slots(self) -> Int64s:
@@ -403,14 +307,9 @@ class SlabStore:
         Raises:
             StorageError: the disk refuses still; try again later.
         """
-        with self._changed:
-            self._refuse_closed()
-            self._changed.wait_for(lambda: not self._active)
-            self._active = 1
-            self._reviving = True
-        try:
+        with self._changes.alone():
             self._directory.try_write()
-            if self._unsure:
+            if self._changes.unsure:
                 self._index.reopen()
             self._index.probe()
             try:
@@ -418,11 +317,6 @@ class SlabStore:
             except IndexDamagedError as error:
                 self._index.replace(str(error))
                 return self._reconcile(known)
-        finally:
-            with self._changed:
-                self._active = 0
-                self._reviving = False
-                self._changed.notify_all()
 
     def _reconcile(self, known: Int64s) -> Int64s:
         stored, sizes, unknown = reconcile(IndexTable(self._index.chunks()), self._slabs, known)
@@ -430,9 +324,8 @@ class SlabStore:
             self._index.apply([(key, None) for key in unknown])
         with self._changed:
             self._slabs.reclaim(stored, sizes)
-            self._orphaned = False
-            self._recovered = None
-        self._commits.resume()
+            self._changes.orphaned = False
+        self._changes.commits.resume()
         return np.setdiff1d(known, stored)
 
     def adopt(
@@ -448,7 +341,7 @@ class SlabStore:
         Raises:
             StorageError: I/O failed; some may have been named.
         """
-        with self._operation():
+        with self._changes.operation():
             known = self._index.namespaces()
             self._index.put_namespaces({each: spec for each, spec in namespaces.items() if each not in known})
             for start in range(0, len(rows), _ADOPTED_AT_ONCE):
@@ -491,7 +384,7 @@ class SlabStore:
         """
         with self._changed:
             recovered, self._recovered = self._recovered, None
-        if recovered is not None:
+        if recovered is not None and not self._changes.begun:
             return recovered
         table = IndexTable(self._index.chunks())
         parent = table.link()
@@ -513,7 +406,7 @@ class SlabStore:
         Raises:
             StorageError: I/O failed.
         """
-        with self._operation():
+        with self._changes.operation():
             self._index.put_namespaces({namespace: spec})
 
     def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
@@ -522,7 +415,7 @@ class SlabStore:
         Raises:
             StorageError: I/O failed.
         """
-        with self._operation():
+        with self._changes.operation():
             self._index.remove_namespaces(namespaces)
 
     def namespaces(self) -> dict[bytes, bytes]:
@@ -540,7 +433,7 @@ class SlabStore:
         Raises:
             StorageError: I/O failed; nothing was changed.
         """
-        with self._operation():
+        with self._changes.operation():
             return self._index.pin([index_key(*block_id) for block_id in ids], pinned)
 
     def pins(self) -> list[tuple[bytes, bytes]]:
@@ -556,113 +449,30 @@ class SlabStore:
         """
         self.audit()
 
-    def audit(self) -> Records | None:
-        """Every record of the index as of now, those without a parent included; the slots are checked as by
-        `check_integrity`. None while it is not known what is named, until `revive`.
-
-        Raises:
-            IntegrityError: the slots do not add up, or an entry of the index is no record.
-            StorageError: the index cannot be read.
-        """
-        with self._changed:
-            self._slabs.check_integrity()
-            if self._unsure:
-                return None
-            table = IndexTable(self._index.chunks())
-            lost = [name for name in self._index.pins() if self._index.get(name) is None]
-            named = np.sort(table.slots())
-            taken = self._slabs.taken()
-            different = len(named) - int(np.count_nonzero(named[1:] == named[:-1]))
-            if (
-                different != len(named)
-                or different > taken
-                or (different < taken and not (self._active or self._orphaned))
-            ):
-                raise IntegrityError(f"{len(named)} slots are named, {different} different; {taken} are taken")
-        if lost:
-            raise IntegrityError(f"{len(lost)} pins are of blocks that are not stored, {lost[0].hex()} among them")
-        if table.unreadable:
-            raise IntegrityError(f"{len(table.unreadable)} entries of the index are no records")
-        return table.records(table.readable, table.link())
-
     def close(self) -> None:
         """Wait for writes and removals under way, then let go of the directory. No read may follow."""
         with self._changed:
-            if self._closed:
+            if not self._changes.close():
                 return
-            self._closed = True
-            self._changed.wait_for(lambda: not self._active)
             self._writer.close()
             self._index.close()
             self._slabs.close()
             self._directory.close()
 
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """Counts a write or removal, so that `close` waits for it."""
-        with self._changed:
-            self._refuse_closed()
-            if self._unsure:
-                raise StorageError(
-                    f"a commit in {self._directory.path} failed half-way; revive it or open the store again"
-                )
-            if self._reviving:
-                raise StorageError(f"the store in {self._directory.path} is being revived; try again")
-            self._active += 1
-            self._recovered = None
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._active -= 1
-                self._changed.notify_all()
-
-    @property
-    def _unsure(self) -> bool:
-        """Whether nobody knows what is durable."""
-        return self._commits.interrupted or self._index.broken
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise StorageError(f"the store in {self._directory.path} is closed; open it again")
-
-    def _flush(self, batch: Sequence[Commit]) -> None:
-        """Data first, then the index, then the slots of what was replaced or removed are free."""
-        self._writer.sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
-        changes: list[Change] = [change for commit in batch for change in commit.changes]
-        gone = iter(self._index.apply(changes))
-        for commit in batch:
-            replaced = [(change, old) for change, old in zip(commit.changes, gone, strict=False) if old]
-            self._free_slots_of(replaced, commit.damaged)
-
-    def _free_slots_of(self, replaced: Sequence[tuple[Change, bytes]], damaged: bool) -> None:
-        """Free the slots that records named before changes and do not name any more.
-
-        The commit is durable by now and must not fail: what a damaged record does not say, or says wrongly, stays
-        taken until the store is revived or opened again.
-        """
-        of_records: list[list[int]] = []
-        for change, old in () if damaged else replaced:
-            try:
-                of_records.append(list(_freed(change, old)))
-            except RecordDamagedError as error:
-                self._orphan(error)
-        slots = [slot for of_record in of_records for slot in of_record]
-        with self._changed:
-            self._orphaned |= damaged and bool(replaced)
-            try:
-                self._slabs.free(np.array(slots, np.int64))
-            except SwapError:  # none is free then: a record among them names a slot that is not its own
-                for of_record in of_records:
-                    try:
-                        self._slabs.free(np.array(of_record, np.int64))
-                    except SwapError as error:
-                        self._orphan(error)
-
-    def _orphan(self, error: SwapError) -> None:
-        with self._changed:
-            self._orphaned = True
-        log.error("a damaged record has left the index, and its slots are free only after a restart: %s", error)
+    def _check_kept(self, blocks: Sequence[NewBlock]) -> None:
+        """Refuse to keep parts that the blocks do not have: their slots may be others' by now."""
+        for block in blocks:
+            kept = [(at, part) for at, part in enumerate(block.parts) if isinstance(part, DiskPart)]
+            if not kept:
+                continue
+            value = self._index.get(name := index_key(block.namespace, block.key))
+            found = () if value is None else decode_record(name, value).parts
+            for at, part in kept:
+                if at >= len(found) or found[at] != part:
+                    raise StorageError(
+                        f"part {at} of block {block.key.hex()} is to be kept as {part}, but the block does not have "
+                        "it; write the part again"
+                    )
 
 
 def _drop(value: bytes, parts: Collection[int]) -> bytes:
@@ -671,49 +481,3 @@ def _drop(value: bytes, parts: Collection[int]) -> bytes:
         return without_parts(value, parts)
     except RecordDamagedError:
         return value
-
-
-def _freed(change: Change, old: bytes) -> set[int]:
-    """Slots that a record named before a change and does not name after it.
-
-    Raises:
-        RecordDamagedError: it does not say.
-    """
-    new = change[1] if change[1] is None or isinstance(change[1], bytes) else change[1](old)
-    named = {slot for slot, _ in record_slots(old)}
-    return named if new is None else named.difference(slot for slot, _ in record_slots(new))
-
-
-def _note_absent(directory: DataDirectory, ops: FileOps) -> None:
-    """Reports blocks as lost where the index is gone and the slabs are not; what they hold, nobody can say."""
-    try:
-        if (directory.index / "data.mdb").exists():
-            return
-        slabs = [path for path in directory.slabs.glob("*.slab") if path.stat().st_size]
-        if slabs and not list_set_aside(directory.index):  # else it was being replaced
-            reason = f"the index is gone, and {len(slabs)} slab files are there"
-            set_copy_aside(directory.index, ops, reason, None)
-    except OSError as error:
-        raise storage_error(f"looking for the index in {directory.index}", error) from error
-
-
-def _read_index(index: SlabIndex, ops: FileOps) -> IndexTable:
-    try:
-        if index.aside is None:
-            table = IndexTable(index.chunks())
-            if table.in_order:
-                return table
-            raise IndexDamagedError("its keys are out of order")
-    except IndexDamagedError as error:
-        index.replace(str(error))
-    return _bring_back(index, ops)
-
-
-def _bring_back(index: SlabIndex, ops: FileOps) -> IndexTable:
-    """What can be read of the index that was set aside just now, in the new one."""
-    assert index.aside is not None, "it was replaced"
-    try:
-        bring_back(index, index.aside, ops)
-    except StorageError as error:
-        log.error("what can be read of %s is not back, try `prefixd recover`: %s", index.aside, error)
-    return IndexTable(index.chunks())

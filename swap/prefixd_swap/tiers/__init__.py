@@ -1,9 +1,8 @@
 """Tiers as objects: memory with slots, and stores that are read and written.
 
 `base`, `memory` and `store` are the contract; `gpu` (or `paged_gpu`, for block tables), `cpu` and `disk` wrap this
-machine's, and `remote` a store that other hosts share; `simulated` are tiers of any speed for tests, and `unbacked`
-those of any size for plans. `memory_copies` moves blocks between two memory tiers; `block_transfer` is a movement as
-its caller sees it.
+machine's, and `remote` a store that other hosts share. `memory_copies` moves blocks between two memory tiers;
+`block_transfer` is a movement as its caller sees it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from prefixd_swap.tiers.absent import AbsentTier
 from prefixd_swap.tiers.base import NO_SLOT, Int64s, Tier
 from prefixd_swap.tiers.block_transfer import BlockTransfer
-from prefixd_swap.tiers.cpu import CpuTier
+from prefixd_swap.tiers.cpu import CpuTier, PagedTier
 from prefixd_swap.tiers.disk import DiskTier
 from prefixd_swap.tiers.gpu import GpuTier
 from prefixd_swap.tiers.memory import Account, MemoryTier
@@ -34,6 +33,7 @@ __all__ = [
     "MemoryCopies",
     "MemoryTier",
     "PagedGpuTier",
+    "PagedTier",
     "Places",
     "RemoteLoad",
     "RemoteSave",

@@ -79,8 +79,8 @@ def leaked_slot(rig: Rig, rows: list[int]) -> Callable[[], None]:
 
 def freed_slot(rig: Rig, rows: list[int]) -> Callable[[], None]:
     slot = int(rig.trie.slots[rows[1], CPU, 0])
-    rig.cache.tiers.arena.free(slot)
-    return lambda: None if rig.cache.tiers.arena.allocate(rig.part_bytes) == slot else pytest.fail("another slot")
+    rig.cache.tiers.arena.pages.free(slot)
+    return lambda: None if rig.cache.tiers.arena.pages.allocate(rig.part_bytes) == slot else pytest.fail("another slot")
 
 
 def held_by_nobody(rig: Rig, rows: list[int]) -> Callable[[], None]:

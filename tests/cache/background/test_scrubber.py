@@ -219,7 +219,7 @@ async def test_an_index_that_cannot_be_read_costs_no_block(make_rig: MakeRig) ->
             await verified(rig)
         row = rig.rows([1])[0]
         with pytest.raises(IndexUnavailableError):
-            await rig.cache.mover.disk.recheck(rig.trie, row, int(rig.trie.generation[row]))
+            await rig.cache.mover.disk.reads.recheck(rig.trie, row, int(rig.trie.generation[row]))
         sleep = Sleeper(rig, 1)
         scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
         scrubber.start()

@@ -94,7 +94,7 @@ async def test_an_eighth_of_the_gpu_tier_is_kept_clean(make_rig: MakeRig) -> Non
     await rest(rig)
     assert [rig.tiers([prompt, 50], CPU) for prompt in range(8)] == [[True, True]] + [[False, False]] * 7
     moved = rig.cache.tiers.counters(rig.cache.tiers.compute).demoted
-    frames = await rig.cache.mover.take_frames(2)
+    frames = await rig.cache.mover.slots.take_frames(2)
     assert frames is not None
     assert rig.cache.tiers.counters(rig.cache.tiers.compute).demoted == moved, "their eviction needs no copy"
     rig.cache.tiers.compute.free(frames)

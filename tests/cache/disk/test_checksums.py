@@ -83,8 +83,8 @@ async def test_little_is_hashed_when_its_commit_returns(make_rig: MakeRig, monke
         monkeypatch.setattr(checksums, "_INLINE_PARTS", parts)
         at_once = number == 0
         assert (await commit([number, 1])).all() == at_once
-        assert bool(rig.cache.mover._checksums.tasks) != at_once
-        await rig.cache.mover.wait_for_checksums()
+        assert bool(rig.cache.mover.checksums.tasks) != at_once
+        await rig.cache.mover.checksums.wait_for_all()
 
 
 async def test_a_block_from_disk_keeps_its_checksum(make_rig: MakeRig) -> None:
@@ -96,7 +96,7 @@ async def test_a_block_from_disk_keeps_its_checksum(make_rig: MakeRig) -> None:
     rows = rig.rows([1, 2])
     assert rig.trie.checksummed[rows].all() and (rig.trie.checksums[rows] == before).all()
     rig.damage(rows[1])
-    await rig.cache.mover.disk.recheck(rig.trie, rows[1], int(rig.trie.generation[rows[1]]))
+    await rig.cache.mover.disk.reads.recheck(rig.trie, rows[1], int(rig.trie.generation[rows[1]]))
     alter(rig, rows[1])
     assert await rig.cache.write_back.flush() == 1, "written again, with the checksum that it came with"
     await rig.restart()
@@ -109,7 +109,7 @@ async def test_gpu_blocks_are_sealed_when_they_come_to_the_cpu_tier(make_rig: Ma
     assert not rig.trie.checksummed[rows].any()
     rig.unhold(rows, rig.cache.tiers.compute)
     assert await rig.get([1, 2]) == 2
-    await rig.cache.mover.wait_for_checksums()
+    await rig.cache.mover.checksums.wait_for_all()
     assert rig.trie.checksummed[rows].all()
     assert await rig.cache.write_back.flush() == 2
     assert rig.tiers([1, 2], DISK) == [True, True]
@@ -127,7 +127,7 @@ async def test_a_second_version_in_memory_is_not_mistaken_for_the_one_on_disk(ma
     assert isinstance(reservation, Reservation)
     rig.write(tiers.arena.span(reservation.slots[0][0], rig.part_bytes), bytes(rig.part_bytes))  # other rounding
     await rig.cache.commit(reservation, 1)
-    await rig.cache.mover.wait_for_checksums()
+    await rig.cache.mover.checksums.wait_for_all()
     care._give(True)
     (row,) = rig.rows([1])
     assert not rig.trie.checksummed[row].any()
@@ -142,13 +142,13 @@ async def test_no_object_a_block_waits_for_its_checksum(make_rig: MakeRig) -> No
     prompt = list(range(200))
     await rig.put(prompt)
     mover, rows = rig.cache.mover, np.array(rig.rows(prompt))
-    await mover.wait_for_checksums()
+    await mover.checksums.wait_for_all()
     rig.trie.checksummed[rows] = False
     gc.collect()
     before = len(gc.get_objects())
-    mover.start_checksums(rig.trie, rows)
+    mover.checksums.begin(rig.trie, rows)
     assert len(gc.get_objects()) - before < len(rows) / 2
-    await mover.wait_for_checksums()
+    await mover.checksums.wait_for_all()
     assert rig.trie.checksummed[rows].all()
     rig.check()
 
@@ -160,8 +160,8 @@ async def test_a_block_has_its_checksum_when_all_that_was_begun_for_it_is_done(
     rig = make_rig(cpu=8, disk=8)
     await rig.put([1, 2, 3])
     mover, rows = rig.cache.mover, np.array(rig.rows([1, 2, 3]))
-    await mover.wait_for_checksums()
-    gate, hashed = threading.Event(), mover._checksums._hash_parts
+    await mover.checksums.wait_for_all()
+    gate, hashed = threading.Event(), mover.checksums._hash_parts
 
     def slowly(*args: Any) -> list[int]:
         gate.wait(60)
@@ -169,14 +169,14 @@ async def test_a_block_has_its_checksum_when_all_that_was_begun_for_it_is_done(
 
     rig.trie.checksummed[rows] = False
     with monkeypatch.context() as patch:
-        patch.setattr(mover._checksums, "_hash_parts", slowly)
-        mover.start_checksums(rig.trie, rows)
+        patch.setattr(mover.checksums, "_hash_parts", slowly)
+        mover.checksums.begin(rig.trie, rows)
         await asyncio.sleep(0)
-    mover.start_checksums(rig.trie, rows[1:2])
-    waiting = asyncio.create_task(mover._checksums.wait(rig.trie, rows[1:2]))
+    mover.checksums.begin(rig.trie, rows[1:2])
+    waiting = asyncio.create_task(mover.checksums.wait(rig.trie, rows[1:2]))
     await asyncio.sleep(0.05)
     assert not waiting.done(), "the first one has not ended"
     gate.set()
     await waiting
-    assert not mover._checksums.tasks
+    assert not mover.checksums.tasks
     rig.check()

@@ -147,15 +147,15 @@ async def test_frames_are_given_all_or_none(make_rig: MakeRig) -> None:
     held = await rig.put_gpu([1, 2])
     mover = rig.cache.mover
     with rig.nothing_lost():
-        assert await mover.take_frames(3) is None
-    frames = await mover.take_frames(2)
+        assert await mover.slots.take_frames(3) is None
+    frames = await mover.slots.take_frames(2)
     assert frames is not None
     rig.own = frames
     rig.check()
     rig.cache.tiers.compute.free(frames)
     rig.own = []
     rig.unhold(held, rig.cache.tiers.compute)
-    rig.own = await mover.take_frames(4) or []
+    rig.own = await mover.slots.take_frames(4) or []
     assert len(rig.own) == 4
     assert len(rig.rows([1, 2])) == 1, "the CPU tier had room for one of them"
 
@@ -164,7 +164,7 @@ async def test_frames_that_cannot_all_be_had_cost_nobody_a_copy(make_rig: MakeRi
     rig = make_rig(gpu=4, cpu=4)
     rig.unhold(await rig.put_gpu([5, 6]), rig.cache.tiers.compute)
     held = await rig.put_gpu([1, 2])
-    assert await rig.cache.mover.take_frames(3) is None  # two can be had, at the cost of the first prompt
+    assert await rig.cache.mover.slots.take_frames(3) is None  # two can be had, at the cost of the first prompt
     assert rig.tiers([5, 6], GPU) == [True, True]
     rig.unhold(held, rig.cache.tiers.compute)
 

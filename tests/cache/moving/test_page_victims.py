@@ -14,7 +14,7 @@ from prefixd.base.tenants import Tenants
 from prefixd.cache import Tiers, Trie
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.moving.page_victims import _worth, find_page_victims
-from prefixd.cache.moving.victims import Limits, no_limits
+from prefixd.cache.moving.victims import Limits, Search, no_limits
 from prefixd.cache.placement.tenant_use import Losses, TenantUse
 from prefixd_swap import PageAllocator, Victims, choose_page_victims, create_eviction_policy
 from prefixd_swap.transfers import Transfers
@@ -55,15 +55,12 @@ class Tier:
 
         found = await find_page_victims(
             self.tries,
-            CPU,
+            Search(CPU, create_eviction_policy("lru", 0), demotable=False, now_s=now_s),
             sizes,
             want,
-            create_eviction_policy("lru", 0),
             partial(choose_page_victims, self.pages),
-            demotable=False,
             for_thread=copied,
             limits=limits,
-            now_s=now_s,
         )
         return [(trie.ordinal, rows.tolist()) for trie, rows in found]
 
@@ -132,7 +129,7 @@ async def leaving(trie: Trie, slots: set[int]) -> list[int]:
         return Victims(np.flatnonzero(np.isin(taken, sorted(slots))), len(slots))
 
     policy = create_eviction_policy("lru", 0)
-    found = await find_page_victims([trie], DISK, (65536,), 1, policy, choose, demotable=False)
+    found = await find_page_victims([trie], Search(DISK, policy, demotable=False), (65536,), 1, choose)
     return [row for _, rows in found for row in rows.tolist()]
 
 
@@ -225,9 +222,11 @@ async def test_a_block_goes_with_all_its_parts_and_an_owner_loses_them_all() -> 
         for blocks in (0, 1, 3):
             left = np.array([(blocks + 1) * (SMALL + LARGE) - 1, 0, -1])
             found = await find_page_victims(
-                *([trie, other], CPU, sizes, 5, create_eviction_policy("lru", 0)),
+                [trie, other],
+                Search(CPU, create_eviction_policy("lru", 0), demotable=False),
+                sizes,
+                5,
                 partial(choose_page_victims, pages),
-                demotable=False,
                 limits=lambda left=left: Losses(use, store, left.copy()),  # type: ignore[misc]
             )
             gone = sum(len(rows) for _, rows in found)

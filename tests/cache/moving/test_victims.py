@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prefixd.base.tenants import Tenants
 from prefixd.cache import Tiers, Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows
-from prefixd.cache.moving.victims import Limits, can_free, find_expired, find_victims, no_limits
+from prefixd.cache.moving.victims import Limits, Search, can_free, find_expired, find_victims, no_limits
 from prefixd.cache.placement.tenant_use import Losses, TenantUse
 from prefixd.cache.rules import FullAttention, SlidingWindow
 from prefixd_swap import create_eviction_policy
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("turns_by_hand")
 T = TypeVar("T")
 
 POLICIES = POLICY_NAMES
+LRU = Search(CPU, create_eviction_policy("lru", 0), demotable=False)
 
 
 def in_turns(search: Coroutine[Any, Any, T], between: Callable[[int], None] = lambda turn: None) -> T:
@@ -75,14 +76,8 @@ class Forest:
     ) -> list[int]:
         """Numbers of the victims; within a trie in order."""
         number_of = {(trie.ordinal, row): number for number, (trie, row) in enumerate(self.rows)}
-        search = find_victims(
-            *(self.tries, tier, want, create_eviction_policy(policy, 0)),
-            demotable=demotable,
-            spare_copies=spare,
-            limits=limits,
-            now_s=now_s,
-        )
-        found = in_turns(search)
+        search = Search(tier, create_eviction_policy(policy, 0), demotable, spare, now_s)
+        found = in_turns(find_victims(self.tries, search, want, limits))
         return [number_of[trie.ordinal, row] for trie, rows in found for row in rows.tolist()]
 
 
@@ -164,7 +159,7 @@ def test_what_is_held_or_goes_during_a_scan_is_not_chosen() -> None:
         scanned.append(turn)
 
     with scanned_at_once(4):
-        search = find_victims(forest.tries, CPU, 4, create_eviction_policy("lru", 0), demotable=False)
+        search = find_victims(forest.tries, LRU, 4)
         found = in_turns(search, others)
     assert scanned, "others had a turn"
     numbers = {(trie.ordinal, row): number for number, (trie, row) in enumerate(forest.rows)}
@@ -185,7 +180,7 @@ def test_a_scan_begins_again_when_all_that_it_found_is_held_at_its_end(monkeypat
             trie.hold(np.array([first, also]), CPU)
 
     with scanned_at_once(4):
-        search = find_victims([trie], CPU, 1, create_eviction_policy("lru", 0), demotable=False)
+        search = find_victims([trie], LRU, 1)
         ((_, rows),) = in_turns(search, others)
     assert rows.tolist() == [forest.rows[4][1]]
 
@@ -203,7 +198,7 @@ def test_no_turn_looks_at_more_rows_than_a_slice_has(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Trie, "evictable", counting)
     with scanned_at_once(8):
-        search = find_victims(forest.tries, CPU, 4, create_eviction_policy("lru", 0), demotable=False)
+        search = find_victims(forest.tries, LRU, 4)
         in_turns(search, lambda turn: looked_at.append(0))
     assert sum(looked_at) == 100
     assert max(looked_at) <= 2 * 8
@@ -246,13 +241,13 @@ async def test_a_torn_block_cannot_go_down() -> None:
     rows = np.array([enter_block(trie, bytes(16), bytes(4))])
     trie.put_copies(rows, CPU, np.array([[0, -1]]), 0.0)
     lru = create_eviction_policy("lru", 0)
-    assert await find_victims([trie], CPU, 1, lru, demotable=True) != []
+    assert await find_victims([trie], Search(CPU, lru, demotable=True), 1) != []
     trie.pinned[rows] = True
-    assert await find_victims([trie], CPU, 1, lru, demotable=True) == [], (
+    assert await find_victims([trie], Search(CPU, lru, demotable=True), 1) == [], (
         "pinned, and no tier below can take half a block"
     )
     trie.put_copies(rows, CPU, np.array([[-1, 1]]), 0.0)
-    assert await find_victims([trie], CPU, 1, lru, demotable=True) != []
+    assert await find_victims([trie], Search(CPU, lru, demotable=True), 1) != []
 
 
 def test_a_block_above_others_without_copies_goes_after_what_continues_them() -> None:

@@ -50,20 +50,20 @@ class Chain:
 def test_a_whole_prompt_goes_in_one_call(arena: CpuArena) -> None:
     chain = Chain(arena, 6, set(range(6)))
     assert chain.drop(5, 4, 3, 2) == 4
-    assert len(chain.trie) == 2 and arena.used_bytes == 2 * PART_BYTES
+    assert len(chain.trie) == 2 and arena.pages.used_bytes == 2 * PART_BYTES
     assert chain.drop(1, 0) == 2
-    assert not len(chain.trie) and not arena.used_bytes
+    assert not len(chain.trie) and not arena.pages.used_bytes
 
 
 def test_a_block_goes_with_what_continued_it_over_blocks_without_a_copy(arena: CpuArena) -> None:
     chain = Chain(arena, 4, {1, 3})
     assert chain.drop(3, 1) == 2, "block 2 has no copy and goes with block 3, so that block 1 is the last one"
-    assert not len(chain.trie) and not arena.used_bytes
+    assert not len(chain.trie) and not arena.pages.used_bytes
 
 
 def test_only_with_its_page_does_a_block_leave_its_continuation_behind(arena: CpuArena) -> None:
     chain = Chain(arena, 3, {0, 1, 2})
-    assert chain.drop(1, 0) == 0 and arena.used_bytes == 3 * PART_BYTES
+    assert chain.drop(1, 0) == 0 and arena.pages.used_bytes == 3 * PART_BYTES
     chain.trie.retain(np.array([chain.rows[0]]))
     assert chain.drop(1, 0, with_page=True) == 1, "block 0 is kept by somebody"
-    assert len(chain.trie) == 3 and arena.used_bytes == 2 * PART_BYTES
+    assert len(chain.trie) == 3 and arena.pages.used_bytes == 2 * PART_BYTES

@@ -222,7 +222,7 @@ async def test_a_commit_beyond_the_quota_stores_its_blocks_without_priorities(ma
     assert priorities(rig, [1, 2, 3, 4]) == [50, 50, 50, 0]
     with pytest.raises(NotFoundError):
         await rig.cache.commit(reservation, 2)
-    await rig.cache.mover.wait_for_checksums()
+    await rig.cache.mover.checksums.wait_for_all()
 
 
 async def test_wishes_at_the_same_time_do_not_pass_the_quota_together(make_rig: Callable[..., Rig]) -> None:
@@ -245,7 +245,7 @@ async def test_wishes_at_the_same_time_do_not_pass_the_quota_together(make_rig: 
         assert await refused(1, 2) == [True, True], "two of three are claimed"
     assert await refused(3, 4) == [False, True]
     assert (retained_blocks(rig), rig.cache.retained.claimed.total()) == (2, 0)
-    await rig.cache.mover.wait_for_checksums()
+    await rig.cache.mover.checksums.wait_for_all()
 
 
 async def test_a_block_counts_once_in_whatever_tiers_it_is_and_no_more_when_it_has_gone(
@@ -282,7 +282,7 @@ async def test_of_a_block_in_parts_the_bytes_that_are_there_count(make_rig: Call
     rig.fill(reservation)
     await rig.cache.commit(reservation, 1, retention=[KEEP])
     assert rig.cache.retained.of_tenant[tenant] == 2 * PART_BYTES
-    await rig.cache.mover.wait_for_checksums()
+    await rig.cache.mover.checksums.wait_for_all()
 
 
 async def test_wrong_counts_are_found(make_rig: Callable[..., Rig]) -> None:

@@ -221,7 +221,7 @@ async def test_bytes_that_change_in_memory_while_the_store_is_away_are_served_by
         store.away = True
         assert await a.get(PROMPT) == 0 and not remote_of(a).tier.takes
         await a.put(PROMPT)
-        await a.cache.mover.wait_for_checksums()
+        await a.cache.mover.checksums.wait_for_all()
         shared = a.cache.tiers.shared
         address = int(shared.addresses(a.trie.slots[a.rows(PROMPT)[2:3], shared.level])[0, 0])
         ctypes.c_uint8.from_address(address).value ^= 1

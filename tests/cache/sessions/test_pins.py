@@ -15,7 +15,7 @@ import pytest
 
 from prefixd.cache import BlockChain, Trie
 from prefixd.cache.index.trie import CPU, DISK
-from prefixd.cache.moving.victims import find_victims
+from prefixd.cache.moving.victims import Search, find_victims
 from prefixd.cache.rules import FullAttention, SlidingWindow
 from prefixd.cache.sessions.pins import restore_pins
 from tests.cache.conftest import Disk, Rig
@@ -168,7 +168,7 @@ async def test_a_pinned_parent_does_not_leave_the_disk_with_its_child(make_rig: 
     rig = make_rig(cpu=8, disk=20)
     await rig.put([1, 2], durable=True)
     await pin(rig, [1])
-    ((trie, rows),) = await find_victims(rig.cache.tries, DISK, 2, rig.cache.policy, demotable=False)
+    ((trie, rows),) = await find_victims(rig.cache.tries, Search(DISK, rig.cache.policy, demotable=False), 2)
     assert (trie, rows.tolist()) == (rig.trie, rig.rows([1, 2])[1:])
 
 

@@ -34,7 +34,7 @@ async def silent(rig: Rig, *processes: Process, prompt: list[int] | None = None)
 
 def used(rig: Rig) -> int:
     rig.check()
-    return rig.cache.tiers.arena.slots_used
+    return rig.cache.tiers.arena.pages.slots_used
 
 
 @pytest.mark.parametrize("how", ["expired", "session ended"])
@@ -126,14 +126,14 @@ async def test_where_nobody_can_write_nothing_is_kept(make_rig: MakeRig) -> None
 async def test_a_session_that_ends_while_its_reservation_is_made_leaves_nothing(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.session.processes.add(Process(1))
-    take = rig.cache.mover.allocate
+    take = rig.cache.mover.slots.allocate
 
     async def take_and_lose(*arguments: object, **options: object) -> list[list[int]]:
         slots = await take(*arguments, **options)  # type: ignore[arg-type]
         rig.cache.leases.close(rig.session)
         return slots
 
-    rig.cache.mover.allocate = take_and_lose  # type: ignore[method-assign, assignment]
+    rig.cache.mover.slots.allocate = take_and_lose  # type: ignore[method-assign, assignment]
     with pytest.raises(NotFoundError, match="is not open"):
         await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]))
     assert used(rig) == 0, "its client was never told where the slots are"

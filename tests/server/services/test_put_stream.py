@@ -25,13 +25,13 @@ from prefixd.cache import (
 )
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.sessions.reservations import ToFill
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.server.rpc.status import abort
 from prefixd.server.services import cache_service, put_stream
 from prefixd.server.services.put_stream import Put
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
-from prefixd_swap.simulated_time import SimulatedTimeLoop
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -69,7 +69,7 @@ class House:
     @property
     def reserved(self) -> int:
         """Blocks."""
-        return self.cache.leases.count(Reservation) and self.arena.slots_used - self.cached
+        return self.cache.leases.count(Reservation) and self.arena.pages.slots_used - self.cached
 
     @property
     def cached(self) -> int:
@@ -79,7 +79,7 @@ class House:
     async def close(self) -> None:
         check_integrity(self.cache)
         assert not self.cache.leases.count(Reservation)
-        assert self.arena.slots_used == self.cached
+        assert self.arena.pages.slots_used == self.cached
         await self.cache.close()
         self.engine.close()
         self.arena.close()
@@ -241,7 +241,7 @@ def test_a_stream_ends_with_its_session_and_with_its_caller() -> None:
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
-        assert house.arena.slots_used == 0
+        assert house.arena.pages.slots_used == 0
         filling.clear()
         ended = asyncio.create_task(house.put(stream()))
         await filling.wait()

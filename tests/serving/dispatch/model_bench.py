@@ -183,13 +183,13 @@ class ModelBench:
 
     async def clear_gpu_tier(self) -> None:
         """Has every block leave the GPU tier for the CPU tier."""
-        frames = await self.cache.mover.take_frames(self.pool.capacity)
+        frames = await self.cache.mover.slots.take_frames(self.pool.capacity)
         assert frames
         self.cache.tiers.compute.free(frames)
 
     async def take_block(self) -> list[int]:
         """The slots of a block, evicting what may go; none if there is no room."""
-        return await self.cache.mover.take_frames(1, self.kv.block_widths) or []
+        return await self.cache.mover.slots.take_frames(1, self.kv.block_widths) or []
 
     def path(self, prompt: Sequence[int]) -> Rows:
         """The rows of a prompt's full blocks but those of its last token."""

@@ -271,7 +271,7 @@ async def test_a_prefix_that_is_slower_to_load_is_computed(
     if tier == DISK:
         trie = bench.cache.trie(bench.namespace)
         await bench.cache.write_back.flush()
-        slots = await bench.cache.mover.allocate(bench.cache.tiers.shared, trie.part_bytes, 64)  # all of the tier
+        slots = await bench.cache.mover.slots.allocate(bench.cache.tiers.shared, trie.part_bytes, 64)  # all of the tier
         for taken in slots:
             bench.cache.tiers.shared.free(taken)
     bench.cost.observe_compute(10_000, 0.001)

@@ -245,7 +245,7 @@ async def test_blocks_that_go_while_another_is_handed_over_are_not_used(
     await bench.running(warm)
     await bench.finish(warm)
     trie = bench.cache.trie(bench.namespace)
-    take_frames = bench.cache.mover.take_frames
+    take_frames = bench.cache.mover.slots.take_frames
 
     async def take_and_replace(count: int, *args: Any, **kwargs: Any) -> list[int] | None:
         monkeypatch.undo()
@@ -256,7 +256,7 @@ async def test_blocks_that_go_while_another_is_handed_over_are_not_used(
         assert sorted(trie.match(bench.namespace.root, bench.request(range(900, 917)).chain).rows) == sorted(rows)
         return frames
 
-    monkeypatch.setattr(bench.cache.mover, "take_frames", take_and_replace)
+    monkeypatch.setattr(bench.cache.mover.slots, "take_frames", take_and_replace)
     first, second = bench.submit(ONE), bench.submit(WARM)
     assert len(second.found) == 4
     assert (await bench.running(second)).start.cached_blocks == 0

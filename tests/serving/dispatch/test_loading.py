@@ -347,7 +347,7 @@ async def test_a_load_that_somebody_waits_for_stays_urgent_to_its_end(
 ) -> None:
     """One piece of 16 blocks, which move two at a time."""
     monkeypatch.setattr(piece_load, "_PIECES", 1)
-    monkeypatch.setattr(mover, "_MOVED_AT_ONCE", 2)
+    monkeypatch.setattr(mover, "COPIED_AT_ONCE", 2)
     bench = await make_bench(64, max_running=1, load="always")
     await bench.cached(PROMPT)
     busy = bench.submit(range(5), max_tokens=3)

@@ -17,6 +17,7 @@ import pytest
 from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
 from prefixd.planner.hardware import MeasuredCosts, Way, Ways
 from prefixd.planner.models import LayerGroup, PlannedModel
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
 from prefixd.planner.workload import PlannedRequest, Workload
 from prefixd.serving.request.events import Event
@@ -25,7 +26,6 @@ from prefixd.serving.request.states import RequestState
 from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
 from prefixd_scheduler import Distance
-from prefixd_swap.simulated_time import SimulatedTimeLoop
 
 BLOCK = 16
 MODEL = PlannedModel("small", (LayerGroup(1, 8, 64),), 1e6, 1e6, 8, 1 << 20, "a test")

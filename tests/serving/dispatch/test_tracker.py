@@ -83,7 +83,7 @@ async def change(
         await cache.write_back.flush()
     elif what.startswith("crowd"):
         tier = cache.tiers.compute if what == "crowd gpu" else cache.tiers.shared
-        tier.free(await cache.mover.allocate(tier, trie.part_bytes, argument))
+        tier.free(await cache.mover.slots.allocate(tier, trie.part_bytes, argument))
 
 
 @settings(max_examples=150)

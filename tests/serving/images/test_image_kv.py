@@ -213,7 +213,7 @@ async def test_an_image_that_two_requests_have_filled_is_there_once(vision: Any,
         for holds in (first, second):
             assert (holds.missing_blocks, len(holds.held)) == (kv.size, 0)
             holds.yield_frames()
-            frames = await bench.cache.mover.take_frames(kv.size)
+            frames = await bench.cache.mover.slots.take_frames(kv.size)
             assert [(each.frames, each.filled) for each in holds.claim_frames(frames)] == [(frames, False)]
             assert list(holds.filling) == [digest]
             given.append((frames, holds))

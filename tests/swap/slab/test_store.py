@@ -570,7 +570,7 @@ def test_waiting_writers_share_one_commit(store: SlabStore, faults: Faults) -> N
         assert arrived.wait(30)
         faults.on_sync = lambda: None
         followers = [pool.submit(put, store, i, bytes([i])) for i in range(2, 8)]
-        while len(store._commits._waiting) < 6:
+        while store.waiting < 6:
             assert not any(follower.done() for follower in followers)
         release.set()
         records = [future.result(30) for future in [leader, *followers]]

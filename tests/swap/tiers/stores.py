@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from prefixd.planner.simulation.link import SimulatedLink
 from prefixd_swap import BlockRecord, FileOps, NewBlock, SlabStore, Span, SwapError
 from prefixd_swap.tiers import NO_SLOT, DiskTier, Loads, Places
-from prefixd_swap.tiers.simulated import SimulatedFaults, SimulatedLink, SimulatedStoreTier
-from prefixd_swap.tiers.unbacked import UnbackedStoreTier
 from prefixd_swap.transfers import Transfers
+from tests.swap.tiers.simulated import FaultyStoreTier, SimulatedFaults, SimulatedStoreTier
 
 PART_BYTES = (5000, 4096)
 NAMESPACE = b"space-01"
@@ -96,11 +96,11 @@ def simulated(
     capacity_bytes: int,
     faults: SimulatedFaults | None = None,
     name: str = "far",
-    kind: type[SimulatedStoreTier] = SimulatedStoreTier,
-) -> SimulatedStoreTier:
+    kind: type[FaultyStoreTier] = SimulatedStoreTier,
+) -> FaultyStoreTier:
     link = SimulatedLink(1e9, 1e-3, lambda: 0.0, at_once)
     return kind(transfers, name=name, level=3, capacity_bytes=capacity_bytes, link=link, faults=faults)
 
 
-def unbacked(transfers: Transfers, capacity_bytes: int, faults: SimulatedFaults) -> SimulatedStoreTier:
-    return simulated(transfers, capacity_bytes, faults, kind=UnbackedStoreTier)
+def unbacked(transfers: Transfers, capacity_bytes: int, faults: SimulatedFaults) -> FaultyStoreTier:
+    return simulated(transfers, capacity_bytes, faults, kind=FaultyStoreTier)

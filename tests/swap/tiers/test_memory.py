@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixd.planner.simulation.memory import UnbackedMemory, UnbackedMemoryTier
 from prefixd_swap import CpuArena, FramePool, KvGeometry, MemoryMisuseError, create_memory
 from prefixd_swap.tiers import NO_SLOT, CpuTier, GpuTier, MemoryTier, can_move
-from prefixd_swap.tiers.unbacked import UnbackedMemory, UnbackedMemoryTier
 from prefixd_swap.transfers import Transfers
 from tests.swap.simulated_memory import SimulatedMemoryTier
 from tests.swap.tiers.stores import simulated

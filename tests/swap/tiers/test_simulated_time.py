@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from prefixd.planner.simulation.event_loop import SimulatedTimeLoop, SimulationError
+from prefixd.planner.simulation.link import SimulatedLink, UnbackedCopyEngine
+from prefixd.planner.simulation.memory import UnbackedMemoryTier
 from prefixd_swap import MemoryMisuseError, create_copy_engine
-from prefixd_swap.errors import SimulationError
-from prefixd_swap.simulated_time import SimulatedTimeLoop
 from prefixd_swap.spans import Span
 from prefixd_swap.tiers import NO_SLOT, CpuTier, MemoryCopies, MemoryTier
-from prefixd_swap.tiers.simulated import SimulatedCopyEngine, SimulatedLink, SimulatedStoreTier
-from prefixd_swap.tiers.unbacked import UnbackedCopyEngine, UnbackedMemoryTier
 from prefixd_swap.transfers import DeviceLimits, Transfers, Urgency
 from tests.swap.simulated_memory import SimulatedMemoryTier
+from tests.swap.tiers.simulated import SimulatedCopyEngine, SimulatedStoreTier
 from tests.swap.tiers.stores import PART_BYTES, Blocks, Landing
 
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = Urgency

@@ -28,8 +28,8 @@ from prefixd_swap import (
 from prefixd_swap.errors import TransferDroppedError
 from prefixd_swap.tiers import DiskTier, Loads, StoreTier
 from prefixd_swap.tiers.disk import REMOVED_AT_ONCE
-from prefixd_swap.tiers.simulated import SimulatedFaults, SimulatedStoreTier
 from prefixd_swap.transfers import Transfers, Urgency
+from tests.swap.tiers.simulated import FaultyStoreTier, SimulatedFaults
 from tests.swap.tiers.stores import NAMESPACE, PART_BYTES, Blocks, Landing, disk, simulated, unbacked
 
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = Urgency
@@ -233,7 +233,7 @@ async def test_reviving_forgets_what_the_caller_does_not_know(bench: Bench) -> N
     assert lost.tolist() == [1 << 40]
     assert len(bench.tier.load()) == 3
     bench.refuse("write")
-    if isinstance(bench.tier, SimulatedStoreTier):
+    if isinstance(bench.tier, FaultyStoreTier):
         with pytest.raises(StorageError):
             await bench.tier.revive(known)
     bench.refuse()
@@ -248,7 +248,7 @@ async def test_namespaces_are_kept(bench: Bench) -> None:
 async def test_nothing_is_lost_or_shrunk_without_cause(bench: Bench) -> None:
     places = await bench.tier.write(Blocks(3).new, DEMAND)
     assert len(await bench.tier.lost_slots()) == 0 and not await bench.tier.has_shrunk()
-    if isinstance(bench.tier, SimulatedStoreTier):
+    if isinstance(bench.tier, FaultyStoreTier):
         bench.tier.lose([_slot(places[1])])
         assert (await bench.tier.lost_slots()).tolist() == [_slot(places[1])]
         landing = Landing(places)

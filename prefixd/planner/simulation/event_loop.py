@@ -8,12 +8,16 @@ import selectors
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from prefixd_swap.errors import SimulationError
+from prefixd_swap import SwapError
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
 _RESOLUTION_S = 1e-9
+
+
+class SimulationError(SwapError):
+    """A simulation that cannot go on."""
 
 
 class _TimeSelector(selectors.BaseSelector):

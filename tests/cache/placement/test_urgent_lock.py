@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from prefixd.cache.disk.urgent_lock import UrgentLock
-from prefixd.cache.placement.movement import Movement
+from prefixd.cache.placement.movement import Movement, UrgentLock
 from prefixd_swap.transfers import Urgency
 
 DEMAND, PREFETCH, WRITE_BACK, SCRUB = Urgency

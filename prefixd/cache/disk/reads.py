@@ -1,0 +1,128 @@
+"""Blocks read from the durable tier, and verified where they lie; those that are bad are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.disk.damaged_blocks import Damage
+from prefixd.cache.disk.health import Drop
+from prefixd.cache.disk.records import DiskRecords
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
+from prefixd.cache.placement.placement import Placement
+from prefixd.cache.tiers import Slots
+from prefixd_swap import ChecksumError, IndexUnavailableError, LostBytesError, StorageError, SwapError
+from prefixd_swap.tiers import Loads, MemoryTier, StoreTier
+from prefixd_swap.transfers import Urgency
+
+
+class DiskReads:
+    """Reads blocks.
+
+    Args:
+        placement: what is where.
+        records: the blocks' names on disk.
+        drop: called with blocks whose bytes are bad.
+        failed: told of a block that could not be read, and of the error.
+        lock: orders whatever changes the store.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        records: DiskRecords,
+        drop: Drop,
+        failed: Callable[[Trie, int, StorageError], None],
+        lock: UrgentLock,
+    ) -> None:
+        self._placement = placement
+        self._store = cast("StoreTier", placement.tiers.durable)  # without one, nothing is read
+        self._records = records
+        self._drop = drop
+        self._failed = failed
+        self._lock = lock
+
+    async def read(
+        self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: MemoryTier, movement: Movement
+    ) -> npt.NDArray[np.bool_]:
+        """Reads `parts` of rows, held on disk, into slots of `target`, which a CPU can address; which are good.
+
+        A block whose bytes are bad is dropped, with those of its descendants that nobody holds.
+        """
+        store, chosen = self._store, list(parts)
+        if not store.gives or not len(rows):
+            return np.zeros(len(rows), np.bool_)
+        slots = trie.slots[rows, store.level][:, chosen]
+        # A damaged block leaves the disk whoever holds it, also while room was made for it: of that nothing is read.
+        there: npt.NDArray[np.bool_] = (slots != NO_SLOT).all(axis=1)
+        loads = Loads(
+            slots,
+            trie.checksums[rows][:, chosen],
+            target.addresses(taken),
+            tuple(trie.part_bytes[part] for part in chosen),
+        )
+        read = store.submit_read(loads, movement.urgency, deadline_s=movement.due_s)
+        errors = await movement.run(read)
+        good: npt.NDArray[np.bool_] = self._judge(trie, rows, errors) & there
+        return good
+
+    async def reread(self, trie: Trie, row: int) -> StorageError | None:
+        """Reads a block to nowhere; why that failed, if it did."""
+        store, here = self._store, np.array([row])
+        scratch = [np.empty(nbytes, np.uint8) for nbytes in trie.part_bytes]
+        addresses = np.array([[buffer.ctypes.data for buffer in scratch]], np.int64)
+        loads = Loads(trie.slots[here, store.level], trie.checksums[here], addresses, tuple(trie.part_bytes))
+        with self._placement.holds.hold("disk probe", trie, here, store):
+            (error,) = await store.read(loads, Urgency.DEMAND)
+        if error is not None and not isinstance(error, StorageError):
+            raise error
+        return error
+
+    def _judge(self, trie: Trie, rows: Rows, errors: Sequence[SwapError | None]) -> npt.NDArray[np.bool_]:
+        """Which reads were good; drops what is bad, all blocks of one kind of damage at once."""
+        damaged: dict[type[StorageError], list[int]] = {}
+        first: dict[type[StorageError], StorageError] = {}
+        for row, error in zip(rows.tolist(), errors, strict=True):
+            if isinstance(error, ChecksumError | LostBytesError):
+                damaged.setdefault(type(error), []).append(row)
+                first.setdefault(type(error), error)
+            elif isinstance(error, StorageError):
+                self._placement.lost["not served: disk read error"] += 1
+                self._failed(trie, row, error)
+        for kind, lost in damaged.items():
+            self._drop(trie, np.array(lost), first[kind])
+        return np.array([error is None for error in errors], np.bool_)
+
+    async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
+        """Verifies a block on disk while nothing else changes the store, and drops it if it is bad.
+
+        None when it is good, or when `row` is no longer the block that it was at `generation`.
+
+        Raises:
+            IndexUnavailableError: whether it is bad cannot be told.
+        """
+        return await to_the_end(self._recheck(trie, row, generation))
+
+    async def _recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
+        def there() -> bool:
+            return trie.generation[row] == generation and len(self._records.stored(trie, np.array([row]))) > 0
+
+        movement = Movement(Urgency.SCRUB)
+        async with self._lock.hold(movement):
+            if not there():
+                return None
+            identity = self._records.identity(trie, row)
+            expected = self._records.expected(trie, np.array([row]))
+            verify = self._store.submit_verify(expected, sum(trie.part_bytes), movement.urgency)
+            (error,) = await movement.run(verify)
+            if error is None:
+                return None
+            if isinstance(error, IndexUnavailableError) or not isinstance(error, StorageError):
+                raise error
+            if not there():
+                return None
+            return Damage(identity, error, self._drop(trie, np.array([row]), error))

@@ -1,0 +1,236 @@
+"""Copies of blocks from one tier to another: between memories, from a store, or through the shared tier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.disk.checksums import Checksums
+from prefixd.cache.disk.copies import DiskCopies
+from prefixd.cache.disk.writes import Write
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.moving.allocation import Allocation, Claim
+from prefixd.cache.placement.movement import Movement
+from prefixd.cache.placement.placement import Placement
+from prefixd.cache.rules import GroupMask
+from prefixd.cache.tiers import Slots
+from prefixd_swap import CopyEngine, TransferDroppedError
+from prefixd_swap.tiers import MemoryCopies, MemoryTier, StoreTier, Tier, can_move
+from prefixd_swap.transfers import piece_items
+
+Bools = npt.NDArray[np.bool_]
+
+Read = Callable[[Trie, Rows, Sequence[int], Slots, MemoryTier, Movement], Awaitable[Bools]]
+"""(trie, rows, parts, slots, target, movement): see `DiskReads.read`."""
+
+COPIED_AT_ONCE = 512
+_STAGES = 3  # of a read to memory that a file cannot be read into: some are read while others are copied on
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From where to where blocks of one trie go, and for what."""
+
+    trie: Trie
+    source: Tier
+    target: MemoryTier
+    claim: Claim
+
+
+class Copying:
+    """Copies blocks that somebody holds in their source.
+
+    Args:
+        placement: where copies are entered.
+        allocation: has slots for them.
+        engine: copies between memory spans.
+        disk: reads and writes the durable tier.
+        checksums: of what comes to the shared tier from memory.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        allocation: Allocation,
+        engine: CopyEngine,
+        disk: DiskCopies,
+        checksums: Checksums,
+    ) -> None:
+        self._placement = placement
+        self._tiers = placement.tiers
+        self._allocation = allocation
+        self._memory = MemoryCopies(engine, placement.tiers.transfers)
+        self._disk = disk
+        self._checksums = checksums
+        self.read_remote: Read | None = None
+        """Reads from the remote tier, where there is one."""
+
+    async def copy(
+        self,
+        trie: Trie,
+        rows: Rows,
+        source: Tier,
+        target: Tier,
+        movement: Movement,
+        groups: GroupMask | None = None,
+        *,
+        ahead: bool = False,
+    ) -> int:
+        """Copies rows, held in `source`, to `target`; returns how many arrived, of each tenant the first ones when room
+        is short.
+
+        Args:
+            trie: the blocks' trie.
+            rows: [m] different blocks.
+            source: a tier that has the `groups` of each.
+            target: where to.
+            movement: what it belongs to.
+            groups: [m] KV groups to copy; by default those that `source` has, `target` lacks and a prefix needs.
+            ahead: see `Claim` and `Write`.
+        """
+        if isinstance(target, StoreTier):
+            return await self._disk.writes.write(Write(trie, _memory(source), movement, ahead), rows)
+        if not self._tiers.gives(source):
+            return 0
+        if groups is None:
+            groups = trie.wanted(rows, source.level) & ~trie.there[rows, target.level]
+            rows, groups = rows[groups != 0], groups[groups != 0]
+        way = _Way(trie, source, _memory(target), Claim(movement, ahead=ahead))
+        arrived = 0
+        for tenant, mine in self._placement.use.places_by_owner(trie, rows):
+            of_tenant = replace(way, claim=replace(way.claim, tenant=tenant))
+            arrived += await self._copy_of_tenant(of_tenant, rows[mine], groups[mine])
+        return arrived
+
+    async def _copy_of_tenant(self, way: _Way, rows: Rows, groups: GroupMask) -> int:
+        arrived = 0
+        borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks of which different groups are copied
+        for start, end in pairwise([0, *borders.tolist(), len(rows)]):
+            for first in range(start, end, COPIED_AT_ONCE):
+                some = rows[first : min(first + COPIED_AT_ONCE, end)]
+                came = await self._copy_alike(way, some, int(groups[start]))
+                arrived += came
+                if way.claim.movement.dropped or (came < len(some) and isinstance(way.source, MemoryTier)):
+                    return arrived  # nobody wants more, or there is no room for more
+        return arrived
+
+    async def _copy_alike(self, way: _Way, rows: Rows, groups: int) -> int:
+        """As `copy`, the same groups of all blocks of one tenant."""
+        trie, source, target = way.trie, way.source, way.target
+        parts = np.flatnonzero(trie.part_mask & np.uint8(groups)).tolist()
+        near = self._slots_before(way, rows, parts)
+        taken = await self._allocation.allocate(target, _sizes(trie, parts), len(rows), way.claim, near)
+        rows = rows[: len(taken)]
+        arrived = np.zeros(len(rows), np.bool_)
+        try:
+            if isinstance(source, MemoryTier):
+                old = trie.slots[rows, source.level][:, parts]
+                arrived = await self._copy_memory(source, old, target, taken, _sizes(trie, parts), way.claim.movement)
+            elif can_move(source, target):
+                arrived = await self._read_from(source)(trie, rows, parts, taken, target, way.claim.movement)
+            else:
+                await self._read_staged(way, rows, parts, taken, arrived)
+        finally:
+            slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
+            slots[:, parts] = taken
+            target.free(slots[~arrived])
+            self._enter(way, rows[arrived], slots[arrived])
+            if source is self._tiers.compute and target is self._tiers.shared:
+                self._checksums.begin(trie, rows[arrived])
+        return int(arrived.sum())
+
+    async def _copy_memory(
+        self,
+        source: MemoryTier,
+        old: Slots,
+        target: MemoryTier,
+        taken: Slots,
+        sizes: Sequence[int],
+        movement: Movement,
+    ) -> Bools:
+        """Copies slots [m, parts] to others; which blocks were copied.
+
+        Raises:
+            SwapError: a copy failed.
+        """
+        copies = self._memory.submit(source, old, target, taken, sizes, movement.urgency, deadline_s=movement.due_s)
+        results = await movement.run(copies)
+        failed = [result for result in results if result is not None and not isinstance(result, TransferDroppedError)]
+        if failed:
+            raise failed[0]
+        return np.array([result is None for result in results], np.bool_)
+
+    def _read_from(self, source: Tier) -> Read:
+        """What reads blocks from a store."""
+        return (
+            self.read_remote if self.read_remote is not None and source is self._tiers.remote else self._disk.reads.read
+        )
+
+    def _slots_before(self, way: _Way, rows: Rows, parts: Sequence[int]) -> list[int]:
+        """The slots in the target of the block before the first of `rows`: what is read together lies together."""
+        parent = int(way.trie.parent[rows[0]]) if len(rows) else -1
+        if parent < 0:
+            return []
+        near: list[int] = way.trie.slots[parent, way.target.level][list(parts)].tolist()
+        return near
+
+    def _enter(self, way: _Way, rows: Rows, slots: Slots) -> None:
+        """Enters parts that came, of [m] blocks, and notes which of them were verified on the way."""
+        if not len(rows):
+            return
+        trie, target, durable = way.trie, way.target, self._tiers.durable
+        lacked = (trie.slots[rows, target.level] == NO_SLOT) & (slots != NO_SLOT)
+        self._placement.put_lacking(trie, rows, target, slots)
+        if not isinstance(way.source, MemoryTier) and target is self._tiers.shared:
+            if way.source is self._tiers.remote and durable is not None:  # what is on disk has the trie's checksums
+                lacked &= trie.slots[rows, durable.level] == NO_SLOT
+            trie.checksummed[rows] |= lacked
+
+    async def _read_staged(self, way: _Way, rows: Rows, parts: Sequence[int], taken: Slots, arrived: Bools) -> None:
+        """Reads into memory that a file cannot be read into, through the shared tier; sets `arrived` [m].
+
+        A pipeline: while some blocks are copied on, others are read.
+        """
+        sizes, shared, movement = _sizes(way.trie, parts), self._tiers.shared, way.claim.movement
+        claim, read_from = Claim(movement, way.claim.tenant), self._read_from(way.source)
+        step = piece_items(sum(sizes), len(rows), at_least=_STAGES)
+        starts = iter(range(0, len(rows), step))  # the stages share it
+
+        async def stage() -> None:
+            for start in starts:
+                end = min(start + step, len(rows))
+                while start < end and not movement.dropped:
+                    staged = await self._allocation.allocate(shared, sizes, end - start, claim)
+                    try:
+                        if not len(staged):
+                            self._placement.lost["no room in the CPU tier to stage a read"] += end - start
+                            return
+                        here = np.arange(start, start + len(staged))
+                        read = await read_from(way.trie, rows[here], parts, staged, shared, movement)
+                        copied = await self._copy_memory(
+                            shared, staged[read], way.target, taken[here[read]], sizes, movement
+                        )
+                        arrived[here[read][copied]] = True
+                    finally:
+                        shared.free(staged)
+                    start += len(staged)
+
+        async with asyncio.TaskGroup() as group:  # when one fails, the others end before this raises
+            for _ in range(_STAGES):
+                group.create_task(stage())
+
+
+def _sizes(trie: Trie, parts: Sequence[int]) -> list[int]:
+    return [trie.part_bytes[part] for part in parts]
+
+
+def _memory(tier: Tier) -> MemoryTier:
+    """The tier, where only one that has addresses can be meant."""
+    if not isinstance(tier, MemoryTier):
+        raise TypeError(f"the {tier.name} tier has no addresses")
+    return tier

@@ -1,0 +1,1 @@
+"""Tiers and time of a plan: what a machine would take, in a process that has none of it."""

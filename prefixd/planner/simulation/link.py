@@ -1,0 +1,80 @@
+"""How long bytes take on their way. Time is passed in: on a `SimulatedTimeLoop` a run takes none, and gives the same
+figures every time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from prefixd_swap import CopyEngine
+from prefixd_swap.copies.copies import Pair
+from prefixd_swap.errors import MemoryMisuseError
+
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class SimulatedLink:
+    """One way for bytes. What is moved at the same time shares the bandwidth; each movement waits for the latency.
+
+    Args:
+        bytes_per_s: bandwidth.
+        latency_s: from the end of a movement's bytes to its arrival.
+        clock: seconds.
+        sleep: waits for a number of seconds of that clock.
+    """
+
+    def __init__(self, bytes_per_s: float, latency_s: float, clock: Callable[[], float], sleep: Sleep) -> None:
+        if not (bytes_per_s > 0 and latency_s >= 0):
+            raise MemoryMisuseError(
+                f"a link of {bytes_per_s} bytes/s and {latency_s} s is not possible; give a bandwidth above 0 and a "
+                "latency of at least 0"
+            )
+        self.bytes_per_s = bytes_per_s
+        self.latency_s = latency_s
+        self.moved_bytes = 0
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at_s = 0.0
+
+    async def move(self, nbytes: int) -> None:
+        """Returns when `nbytes` bytes would have arrived."""
+        now_s = self._clock()
+        self._free_at_s = max(now_s, self._free_at_s) + nbytes / self.bytes_per_s
+        self.moved_bytes += nbytes
+        await self._sleep(self._free_at_s + self.latency_s - now_s)
+
+
+class UnbackedCopyEngine(CopyEngine):
+    """Lets the time of copies pass: to a device over one link, and from it, or beside it, over another.
+
+    Args:
+        to_device: the way of what goes to a device.
+        from_device: the way of everything else.
+    """
+
+    def __init__(self, to_device: SimulatedLink, from_device: SimulatedLink) -> None:
+        self._to_device = to_device
+        self._from_device = from_device
+        self._closed = False
+
+    async def copy(self, pairs: Sequence[Pair]) -> None:
+        """Returns when the bytes would have arrived."""
+        if self._closed:
+            raise MemoryMisuseError("this copy engine is closed; create another")
+        up = down = 0
+        for destination, source in pairs:
+            if destination.nbytes != source.nbytes:
+                raise MemoryMisuseError(
+                    f"cannot copy {source.nbytes} bytes over {destination.nbytes} bytes; sizes must match"
+                )
+            if destination.on_device:
+                up += source.nbytes
+            else:
+                down += source.nbytes
+        if up:
+            await self._to_device.move(up)
+        if down:
+            await self._from_device.move(down)
+
+    def close(self) -> None:
+        """End it."""
+        self._closed = True

@@ -1,0 +1,87 @@
+"""What a store finds in its directory when it is opened, and what it makes of a crash, a lost file, a damaged index."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+from prefixd_swap.errors import StorageError
+from prefixd_swap.slab.data_directory import DataDirectory
+from prefixd_swap.slab.files.file_ops import FileOps, storage_error
+from prefixd_swap.slab.files.io import DiskIo
+from prefixd_swap.slab.files.slab_file import MAX_NUMBER
+from prefixd_swap.slab.files.slab_files import SlabFiles
+from prefixd_swap.slab.index.bring_back import bring_back
+from prefixd_swap.slab.index.index import SlabIndex
+from prefixd_swap.slab.index.record_columns import IndexTable, Records
+from prefixd_swap.slab.index.recovery import Recovery, recover, slabs_named
+from prefixd_swap.slab.index.rows import IndexDamagedError
+from prefixd_swap.slab.index.set_aside import list_set_aside, note_rest, set_copy_aside
+
+log = logging.getLogger(__name__)
+
+
+def open_parts(
+    path: Path, capacity_bytes: int, slab_bytes: int | None, io: DiskIo, ops: FileOps, shrink: bool
+) -> tuple[DataDirectory, SlabIndex, SlabFiles, Recovery, Records]:
+    """The parts of a store, for `SlabStore.open`, whose arguments and errors these are; and the blocks found."""
+    with ExitStack() as undo:
+        directory = DataDirectory(path, ops)
+        undo.callback(directory.close)
+        _note_absent(directory, ops)
+        index = SlabIndex(directory.index, ops)
+        undo.callback(index.close)
+        io = directory.usable_io(io)
+        table = _read_index(index, ops)
+        # What an index that was set aside names may be brought back, and any slab may hold it.
+        holding = range(MAX_NUMBER + 1) if list_set_aside(directory.index) else slabs_named(table)
+        slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=holding, shrink=shrink)
+        recovery, recovered, dropped = recover(table, slabs, index.damage)
+        if dropped and None in index.apply([(key, None) for key in dropped]):
+            index.replace("it does not find what it has")
+            table = _bring_back(index, ops)
+            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
+            recovery, recovered, dropped = recover(table, slabs, index.damage)
+            index.apply([(key, None) for key in dropped])
+        if dropped:
+            log.warning("%s: blocks are dropped: %s", path, recovery.losses())
+        if index.aside is not None:
+            note_rest(index.aside, ops, index.damage, recovery.kept)
+        undo.pop_all()
+    return directory, index, slabs, recovery, recovered
+
+
+def _note_absent(directory: DataDirectory, ops: FileOps) -> None:
+    """Reports blocks as lost where the index is gone and the slabs are not; what they hold, nobody can say."""
+    try:
+        if (directory.index / "data.mdb").exists():
+            return
+        slabs = [path for path in directory.slabs.glob("*.slab") if path.stat().st_size]
+        if slabs and not list_set_aside(directory.index):  # else it was being replaced
+            reason = f"the index is gone, and {len(slabs)} slab files are there"
+            set_copy_aside(directory.index, ops, reason, None)
+    except OSError as error:
+        raise storage_error(f"looking for the index in {directory.index}", error) from error
+
+
+def _read_index(index: SlabIndex, ops: FileOps) -> IndexTable:
+    try:
+        if index.aside is None:
+            table = IndexTable(index.chunks())
+            if table.in_order:
+                return table
+            raise IndexDamagedError("its keys are out of order")
+    except IndexDamagedError as error:
+        index.replace(str(error))
+    return _bring_back(index, ops)
+
+
+def _bring_back(index: SlabIndex, ops: FileOps) -> IndexTable:
+    """What can be read of the index that was set aside just now, in the new one."""
+    assert index.aside is not None, "it was replaced"
+    try:
+        bring_back(index, index.aside, ops)
+    except StorageError as error:
+        log.error("what can be read of %s is not back, try `prefixd recover`: %s", index.aside, error)
+    return IndexTable(index.chunks())

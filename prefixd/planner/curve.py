@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.planner.replay import replay
+from prefixd.planner.tier_replay import replay
 from prefixd.workloads.mooncake import TraceRequest
 from prefixd_swap import EvictionPolicy, create_eviction_policy
 

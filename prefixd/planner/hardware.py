@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefixd.base.errors import ConfigError
-from prefixd.planner.models import PlannedModel
+from prefixd.planner.planned_models import PlannedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from prefixd.planner.curve import (
     put_together,
     references,
 )
-from prefixd.planner.figures import PlanFigures
+from prefixd.planner.plan_figures import PlanFigures
 from prefixd.planner.virtual_daemon import Plan, Progress, simulate
 from prefixd.planner.workload import achievable_rate, of_trace, trace_requests
 from prefixd.workloads.mooncake import HASH_TOKENS, read_trace

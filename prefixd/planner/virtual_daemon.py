@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from prefixd.base.errors import ConfigError
 from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_integrity
-from prefixd.planner.figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.hardware import ComputeCosts, Way, Ways
-from prefixd.planner.models import PlannedModel
+from prefixd.planner.plan_figures import PlanFigures, PlannedResult, summarise
+from prefixd.planner.planned_models import PlannedModel
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher

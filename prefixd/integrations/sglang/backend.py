@@ -33,15 +33,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 from prefixd.client import ClientError
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.chains import Chain, Chains
+from prefixd.integrations.engine.pages_by_key.engine_pages import PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.page_store import Outcome, PageStore
-from prefixd.integrations.engine.pages_by_key.pages import PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
-from prefixd.integrations.sglang import names
+from prefixd.integrations.sglang import namespace_names
 from prefixd.integrations.sglang.contract import RELEASE, VERSION
 from prefixd.integrations.sglang.hit_policies import TrailingPool, usable_lengths
-from prefixd.integrations.sglang.keys import digests_of
 from prefixd.integrations.sglang.log import SaidOnce, log
 from prefixd.integrations.sglang.options import HiCacheOptions
+from prefixd.integrations.sglang.page_keys import digests_of
 from prefixd.integrations.sglang.pool_pages import NoPages, PoolPages, TensorsAt, pages_of
 from prefixd.integrations.sglang.stats import HiCacheCounters
 
@@ -85,8 +85,8 @@ class PrefixdHiCache(HiCacheStorage):
         self._link: Link | None = None
         self._link_again_s = 0.0
         server_args = _server_args()
-        self._arguments = names.arguments_in_name(server_args)
-        self._model = names.model_of(storage_config.model_name, self._options.model, server_args)
+        self._arguments = namespace_names.arguments_in_name(server_args)
+        self._model = namespace_names.model_of(storage_config.model_name, self._options.model, server_args)
         self._version = f"sglang {VERSION}, torch {torch.__version__.partition('+')[0]}"
         if (link := self._open()) is not None:
             link.wait_first()
@@ -96,7 +96,7 @@ class PrefixdHiCache(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """SGLang's KV pool."""
         super().register_mem_pool_host(mem_pool_host)
-        self._register(names.KV, mem_pool_host, flat=self._flat)
+        self._register(namespace_names.KV, mem_pool_host, flat=self._flat)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Another pool, or the KV pool once more."""
@@ -104,7 +104,7 @@ class PrefixdHiCache(HiCacheStorage):
         name = _name(host_pool_name)
         known = self._pools.get(name)
         if known is None or known.pages.pool is not host_pool:
-            self._register(name, host_pool, flat=self._flat and name == names.KV)
+            self._register(name, host_pool, flat=self._flat and name == namespace_names.KV)
 
     def _register(self, name: str, pool: Any, *, flat: bool) -> None:
         self._pools.pop(name, None)
@@ -117,7 +117,7 @@ class PrefixdHiCache(HiCacheStorage):
                 if link is None:
                     self._waiting[name] = pool
                     return
-                spec = names.spec_of(
+                spec = namespace_names.spec_of(
                     self._config,
                     self._model,
                     self._arguments,
@@ -128,7 +128,7 @@ class PrefixdHiCache(HiCacheStorage):
                 )
                 store = PageStore(link, spec, self._options.slice_s, self._copies)
                 log.info("prefixd: pages of %s are in %s (%s)", name, spec.name, spec.layout)
-            self._pools[name] = Stored(name, pages, store, names.is_shared(self._config, pool, name))
+            self._pools[name] = Stored(name, pages, store, namespace_names.is_shared(self._config, pool, name))
         except Exception as error:  # SGLang goes on without this pool's pages
             self._failed(f"register {name}", error)
 
@@ -136,11 +136,11 @@ class PrefixdHiCache(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages, from the first on, are cached."""
-        return self._answer(0, lambda: self._leading(names.KV, keys, extra_info), "exists")
+        return self._answer(0, lambda: self._leading(namespace_names.KV, keys, extra_info), "exists")
 
     def exists(self, key: str) -> bool:
         """Whether a page is cached."""
-        return self._answer(False, lambda: self._leading(names.KV, [key], None) > 0, "exists")
+        return self._answer(False, lambda: self._leading(namespace_names.KV, [key], None) > 0, "exists")
 
     def batch_exists_v2(
         self,
@@ -161,14 +161,14 @@ class PrefixdHiCache(HiCacheStorage):
         if pool.store is None:
             return len(keys)
         hits = pool.store.leading(chain)
-        if name == names.KV:
+        if name == namespace_names.KV:
             self._counters.asked(len(keys), hits, pool.store.page_bytes)
         return sum(hits.values())
 
     def _exists_v2(
         self, keys: Sequence[str], transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None
     ) -> PoolTransferResult:
-        kv_pages = self._leading(names.KV, keys, extra_info)
+        kv_pages = self._leading(namespace_names.KV, keys, extra_info)
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         most = kv_pages
         trailing: list[tuple[PoolTransfer, TrailingPool]] = []
@@ -208,7 +208,7 @@ class PrefixdHiCache(HiCacheStorage):
     ) -> list[bool]:
         """Which pages were brought into the KV pool: some from the first on."""
         return self._answer(
-            [False] * len(keys), lambda: self._load(names.KV, keys, self._at(host_indices), extra_info), "get"
+            [False] * len(keys), lambda: self._load(namespace_names.KV, keys, self._at(host_indices), extra_info), "get"
         )
 
     def batch_get_v2(
@@ -237,7 +237,9 @@ class PrefixdHiCache(HiCacheStorage):
         targets = list(target_locations or [])
         if not self._flat or len(targets) != len(keys):
             return [None] * len(keys)
-        came = self._answer([False] * len(keys), lambda: self._load(names.KV, keys, _tensors(targets), None), "get")
+        came = self._answer(
+            [False] * len(keys), lambda: self._load(namespace_names.KV, keys, _tensors(targets), None), "get"
+        )
         return [target if ok else None for target, ok in zip(targets, came, strict=True)]
 
     def _load(
@@ -266,7 +268,7 @@ class PrefixdHiCache(HiCacheStorage):
     ) -> list[bool]:
         """Which pages of the KV pool are kept: some from the first on."""
         return self._answer(
-            [False] * len(keys), lambda: self._save(names.KV, keys, self._at(host_indices), extra_info), "set"
+            [False] * len(keys), lambda: self._save(namespace_names.KV, keys, self._at(host_indices), extra_info), "set"
         )
 
     def batch_set_v2(
@@ -305,7 +307,7 @@ class PrefixdHiCache(HiCacheStorage):
         if not self._flat or len(values or []) != len(keys):
             return False
         kept = self._answer(
-            [False] * len(keys), lambda: self._save(names.KV, keys, _tensors(values or []), None), "set"
+            [False] * len(keys), lambda: self._save(namespace_names.KV, keys, _tensors(values or []), None), "set"
         )
         return all(kept)
 
@@ -377,7 +379,7 @@ class PrefixdHiCache(HiCacheStorage):
         registered."""
         pool = self._pools.get(name)
         if pool is None and name in self._waiting and self._open() is not None:
-            self._register(name, self._waiting[name], flat=self._flat and name == names.KV)
+            self._register(name, self._waiting[name], flat=self._flat and name == namespace_names.KV)
             pool = self._pools.get(name)
         if pool is None:
             raise PagesUnusable(f"SGLang has registered no usable pool {name!r}")

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from prefixd.client import Tier
-from prefixd.integrations.engine.pages_by_key.counters import BY_TIER, COUNTERS, PageCounters
+from prefixd.integrations.engine.pages_by_key.page_counters import BY_TIER, COUNTERS, PageCounters
 
 _SAMPLES = 4096  # between two looks of SGLang's
 _LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank")

@@ -16,17 +16,17 @@ import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from prefixd.client import ClientError, NamespaceSpec
-from prefixd.integrations.engine.copying.pages import NO_BLOCK
-from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.connector_counters import ConnectorCounters
+from prefixd.integrations.engine.copying.group_pages import NO_BLOCK
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.engine.saving.branches import Branches
 from prefixd.integrations.engine.saving.save_queue import EngineRequest, SaveQueue
-from prefixd.integrations.engine.steps import StepTimes
-from prefixd.integrations.engine.waiting.lookups import Lookups
+from prefixd.integrations.engine.step_times import StepTimes
+from prefixd.integrations.engine.waiting.prefix_lookups import Lookups
 from prefixd.integrations.engine.waiting.ready import time_to_ready
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders, Report
@@ -35,7 +35,7 @@ from prefixd.integrations.vllm.naming.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.naming.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.naming.model_name import Adapters, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.wishes import NO_WISHES, RequestWishes, read_wishes
+from prefixd.integrations.vllm.request_options import NO_REQUEST_OPTIONS, RequestOptions, read_request_options
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class SchedulerHalf:
             believed=vllm_config.ec_transfer_config is None,  # its embeddings go by the identifiers of other processes
         )
         self._media: dict[str, RequestMedia] = {}
-        self._wishes: dict[str, RequestWishes] = {}
+        self._request_options: dict[str, RequestOptions] = {}
         self._complained_s = -math.inf
         self._new_loads: list[LoadJob] = []
         self._loading: dict[str, _Loading] = {}
@@ -171,9 +171,9 @@ class SchedulerHalf:
         if self.events is not None:
             self.events.arrived(spec, request)
         tokens = request.prompt_token_ids
-        wishes, wrong = read_wishes(request.kv_transfer_params, len(tokens))
-        if wishes != NO_WISHES:
-            self._wishes[request.request_id] = wishes
+        options, wrong = read_request_options(request.kv_transfer_params, len(tokens))
+        if options != NO_REQUEST_OPTIONS:
+            self._request_options[request.request_id] = options
         if wrong:
             self._complain(
                 "prefixd: of the kv_transfer_params of request %r is ignored: %s", request.request_id, "; ".join(wrong)
@@ -311,7 +311,7 @@ class SchedulerHalf:
             self.counters.unsure_media()
         self._media.pop(request_id, None)
         self._hits.pop(request_id, None)
-        self._wishes.pop(request_id, None)
+        self._request_options.pop(request_id, None)
         self.lookups.forget(request_id)
 
     def reset(self) -> None:
@@ -320,7 +320,7 @@ class SchedulerHalf:
         self.saves.clear()
         self.lookups.clear()
         self._requests.clear()
-        self._wishes.clear()
+        self._request_options.clear()
         self._names.clear()
         if self.events is not None:
             self.events.reset()
@@ -349,8 +349,8 @@ class SchedulerHalf:
 
     def _retain_cached(self, request: Any) -> None:
         """What is cached of the request's prompt gets its priorities at its turn; what is saved, with that."""
-        wishes = self._wishes.get(request.request_id, NO_WISHES)
-        if not wishes.retention:
+        options = self._request_options.get(request.request_id, NO_REQUEST_OPTIONS)
+        if not options.retention:
             return
         seen, spec = self.lookups.seen(request.request_id), self._spec(request)
         if spec is None or seen is None or not seen.tokens:
@@ -358,7 +358,7 @@ class SchedulerHalf:
         tokens = np.asarray(self._identified(request)[: seen.tokens], np.uint32)
 
         async def retain() -> int:
-            return await (await self.link.cache(spec)).retain(tokens, wishes.retention)
+            return await (await self.link.cache(spec)).retain(tokens, options.retention)
 
         self.link.start(retain).add_done_callback(self._retained)
 
@@ -458,8 +458,8 @@ class SchedulerHalf:
         tables_of: Callable[[str], Any],
         states: Sequence[tuple[int, int, int]],
     ) -> None:
-        request, wishes = self._requests.get(request_id), self._wishes.get(request_id, NO_WISHES)
-        if request is None or wishes.read_only:
+        request, options = self._requests.get(request_id), self._request_options.get(request_id, NO_REQUEST_OPTIONS)
+        if request is None or options.read_only:
             return
         if request_id not in self.saves:
             seen = self.lookups.seen(request_id)
@@ -468,7 +468,7 @@ class SchedulerHalf:
                 return
             each = self._geometry.block_tokens // self.saves.hash_tokens
             branch = self._branches.follow(request.block_hashes[each - 1 :: each]) * self._geometry.block_tokens
-            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, wishes.retention)
+            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, options.retention)
         computed = min(request.num_computed_tokens + tokens, self._sure_tokens(request))
         self.saves.advance(request_id, self._saved(request), _Tables(request_id, tables_of), computed, states)
 

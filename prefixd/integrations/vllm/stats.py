@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from prefixd.integrations.engine.counters import COUNTERS
+from prefixd.integrations.engine.connector_counters import COUNTERS
 
 
 class PrefixdStats(KVConnectorStats):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import vllm
 
-from prefixd.integrations.engine.copying.device import fence_of, page_copies_of
-from prefixd.integrations.engine.copying.transfers import Transfers
-from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.connector_counters import ConnectorCounters
+from prefixd.integrations.engine.copying.block_transfers import Transfers
+from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.vllm.geometry import layer_names, read_pages

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from prefixd.planner.hardware import MeasuredCosts, Way, Ways
-from prefixd.planner.models import LayerGroup, PlannedModel
+from prefixd.planner.planned_models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
 from prefixd.planner.workload import PlannedRequest, Workload
 from prefixd.serving.request.events import Event

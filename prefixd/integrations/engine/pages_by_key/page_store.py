@@ -35,7 +35,7 @@ from prefixd.client import (
 )
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.chains import KEY_BYTES, Chain, Starts
-from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 
 T = TypeVar("T")

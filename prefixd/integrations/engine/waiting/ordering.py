@@ -14,7 +14,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import Header, Policy, QueuedRequest, RequestQueue
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LoadPlan, PrefillCost, Stretch, plan_load
 
 _ASSUMED = PrefillCost(pass_s=0.0, token_s=1e-4)

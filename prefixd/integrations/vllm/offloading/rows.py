@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
 
 
 class Rows:

@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from prefixd.client import ClientError
 from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.pages_by_key.engine_pages import PagesUnusable
 from prefixd.integrations.engine.pages_by_key.page_store import SINGLES, Outcome, PageStore
-from prefixd.integrations.engine.pages_by_key.pages import PagesUnusable
 from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.offloading.naming import namespace_of, own_name, prefix_groups

@@ -14,10 +14,10 @@ from vllm.v1.request import RequestStatus
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.waiting.arrivals import Arrivals
+from prefixd.integrations.engine.waiting.arrival_times import Arrivals
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits
 from prefixd.integrations.engine.waiting.ready import time_to_ready
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.scheduling.local import LocalPrefixes

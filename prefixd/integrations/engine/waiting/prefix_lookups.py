@@ -21,7 +21,7 @@ from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, 
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.waiting.ready import plan_prefix
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead
 
 _FRESH_S = 1.0  # for so long an answer stands

@@ -23,9 +23,9 @@ from functools import partial
 import numpy as np
 
 from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
-from prefixd.integrations.engine.copying.device import ArenaPin, Fence, computed_already
-from prefixd.integrations.engine.copying.pages import NO_BLOCK, GroupPages
-from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.connector_counters import ConnectorCounters
+from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already
+from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.engine.link import Link, LinkDown
@@ -337,12 +337,12 @@ class Transfers:
                             for part in self._parts_at(reservation, base, block, groups, block_ids, skipped + block)
                         ]
                         await self._copy(parts, None, Way.SAVE)
-                wishes = job.retention if time.monotonic() >= self._retain_again_s else ()
+                retention = job.retention if time.monotonic() >= self._retain_again_s else ()
                 try:
-                    commit = partial(reservation.commit, retention=wishes)
+                    commit = partial(reservation.commit, retention=retention)
                     result = await self._link.guard(commit, self._limit_s(job))
                 except ExhaustedError as error:  # of a daemon that refuses the blocks with the priorities
-                    if not wishes:
+                    if not retention:
                         raise
                     self._leave_priorities(str(error))
                     continue

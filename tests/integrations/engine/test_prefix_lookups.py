@@ -18,8 +18,8 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import ExhaustedError, MatchResult, NamespaceSpec, PartSpec, Tier, TierRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.integrations.engine.waiting.lookups import _LEASES, Lookups
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.prefix_lookups import _LEASES, Lookups
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
 

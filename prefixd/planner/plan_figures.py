@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefixd.workloads.figures import Quantiles, quantile
+from prefixd.workloads.latency_figures import Quantiles, quantile
 
 
 @dataclass(frozen=True, slots=True)

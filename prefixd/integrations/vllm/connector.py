@@ -123,7 +123,7 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = None if self._scheduler is None else self._scheduler.events
-        return () if events is None else events.take()
+        return () if events is None else events.take_events()
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:

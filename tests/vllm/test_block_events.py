@@ -128,7 +128,7 @@ def test_what_was_told_is_taken_back(told: Told) -> None:
 def test_other_hashes_than_vllms_are_not_told(told: Told, caplog: pytest.LogCaptureFixture) -> None:
     told.tell(stored=[1], tokens=range(8), tier=TIER_CPU)
     request = SimpleNamespace(mm_features=[], block_hashes=[b"other"], all_token_ids=list(range(8)))
-    told.events.arrived(SPEC, request)
+    told.events.note_request(SPEC, request)
     assert told.events.take_events() == [removed(hashes(*range(8)))]
     assert told.tell(stored=[2], tokens=range(8, 16), tier=TIER_CPU) == []
     assert told.events._wrong
@@ -157,7 +157,7 @@ def test_extra_keys_of_a_salt(told: Told) -> None:
     request = SimpleNamespace(
         mm_features=[], block_hashes=[], all_token_ids=[], lora_request=None, cache_salt="s", prompt_embeds=None
     )
-    told.events.arrived(salted, request)
+    told.events.note_request(salted, request)
     (event,) = told.tell(stored=[1], tokens=range(8), tier=TIER_CPU)
     assert event.extra_keys == [("s",), None] and event.block_hashes != hashes(*range(8))
 
@@ -303,8 +303,8 @@ def test_namespaces_come_and_go(told: Told, monkeypatch: pytest.MonkeyPatch) -> 
     told.events._link.spec_of = specs.get
     for number in range(8):
         spec = NamespaceSpec("m", 8, SPEC.parts, salt=b"%d" % number)
-        told.events.arrived(SPEC, request_of(""))
-        told.events.arrived(spec, request_of(str(number)))
+        told.events.note_request(SPEC, request_of(""))
+        told.events.note_request(spec, request_of(str(number)))
         specs[b"%08d" % number] = spec
         for change in ({"stored": [1], "token_ids": bytes(32)}, {"removed": [1]}):
             asyncio.run(told.events._apply(BlockChange(namespace_id=b"%08d" % number, tier=TIER_CPU, **change)))

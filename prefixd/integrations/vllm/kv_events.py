@@ -78,7 +78,7 @@ class BlockEvents:
 
         self._link.start(register).add_done_callback(self._link.report)
 
-    def arrived(self, spec: NamespaceSpec, request: Any) -> None:
+    def note_request(self, spec: NamespaceSpec, request: Any) -> None:
         """Notes the extra keys of an arriving request's namespace, and checks once that its hashes are as computed."""
         with self._moving:
             keys = self._keys.pop(spec, None) or ExtraKeys(request, self._hash_tokens)

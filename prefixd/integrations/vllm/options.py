@@ -1,14 +1,13 @@
-"""What can be said in `kv_connector_extra_config`."""
+"""Options of the connector and of the scheduler, from vLLM's `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.options import EngineOptions
+from prefixd.integrations.engine.options import EngineOptions, parse_options
 from prefixd_scheduler import POLICIES
 
 
@@ -38,12 +37,4 @@ class ConnectorOptions(EngineOptions):
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
         """The options in vLLM's `kv_connector_extra_config`. Raises ConfigError with one line."""
-        try:
-            return cls.model_validate(dict(extra or {}))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = ".".join(str(part) for part in first["loc"]) or "the configuration"
-            if first["type"] == "extra_forbidden":
-                known = ", ".join(cls.model_fields)
-                raise ConfigError(f"kv_connector_extra_config has no option {name!r}; there are {known}") from None
-            raise ConfigError(f"kv_connector_extra_config: {name} = {first['input']!r}: {first['msg']}") from None
+        return parse_options(cls, dict(extra or {}), "kv_connector_extra_config", "the configuration")

@@ -1,4 +1,4 @@
-"""What a request asks of prefixd in vLLM's `kv_transfer_params`."""
+"""Options of prefixd that a request carries in vLLM's `kv_transfer_params`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request asks for.
+    """One request's options.
 
     Attributes:
-        read_only: nothing of it is saved.
+        read_only: save none of its blocks.
         retention: priorities of its prompt's blocks.
     """
 
@@ -50,13 +50,13 @@ _RANGES = TypeAdapter(list[_Range])
 
 
 def read_request_options(params: object, prompt_tokens: int) -> tuple[RequestOptions, list[str]]:
-    """What `kv_transfer_params["prefixd"]` asks for, and what is wrong with it: that part is left out.
+    """Reads `kv_transfer_params["prefixd"]`; returns the valid options and one line about each wrong one.
 
     Example: `{"prefixd": {"read_only": True, "retention": [{"end": 1024, "priority": 50, "ttl_s": 3600}]}}`.
 
     Args:
-        params: as the request's sender has given them; None for nothing.
-        prompt_tokens: where a range without an end ends; ranges end there at the latest.
+        params: as the client sent them; None for none.
+        prompt_tokens: the end of ranges that have none or a later one.
     """
     if not isinstance(params, Mapping) or "prefixd" not in params:
         return NO_REQUEST_OPTIONS, []

@@ -1,14 +1,14 @@
-"""What daemon and worker say to each other, and how it is framed.
+"""Messages between daemon and worker, and their framing.
 
-The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
+The order of a conversation (``>`` from the worker, ``<`` from the daemon)::
 
-    > Hello     what the model needs; from its configuration alone, so the daemon can size its memory early
+    > Hello     the model's needs; from its configuration alone, so the daemon can size its memory early
     < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
     > Ready     memory attached, weights loaded
     < Start, Extend, Arrived, Cancel   at any time from here on
     < Grow      more frames; followed on the same socket by their descriptors, and before any message that names them
-    < Shrink    frames that no request has are about to be no more
-    > Shrunk    this process has let go of them
+    < Shrink    unmap frames that no request has
+    > Shrunk    the worker has unmapped them
     > Step      after each forward pass
     > Done      once a request, after its last Step, when its frames are unmapped
     < Ping      at any time after Ready
@@ -95,7 +95,7 @@ class ImageShape(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What some layers of a group need. The frames of a group may hold more than its layers need, but never less.
+    """The bytes that some layers of a group need. The frames of a group hold at least as much.
 
     group: its place in `Hello.groups`.
     rule: of the layers; the group's own, unless `worker.groups` is "one".
@@ -108,9 +108,9 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def frames_each(frame_bytes: int, common_bytes: int) -> int:
-    """How many frames of the common size one of a model's own takes (Jenga, section 6.1).
+    """How many frames of the common size one of a model's own frames takes (Jenga, section 6.1).
 
-    Raises ProtocolError unless a frame is so many whole ones.
+    Raises ProtocolError unless the common size divides the frame.
     """
     if common_bytes < 1 or frame_bytes % common_bytes:
         raise ProtocolError(
@@ -206,9 +206,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What one step did for one request.
+    """The results of one step for one request.
 
-    tokens: generated in this step (a stop token included); several where tokens of a draft were accepted.
+    tokens: generated in this step (a stop token included); several if tokens of a draft were accepted.
     filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
         included.
     logprobs: of each of the tokens, if the request asks for them.
@@ -225,11 +225,11 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class KvUsage(msgspec.Struct, frozen=True):
-    """What the worker's memory does.
+    """The worker's use of KV memory.
 
-    Where a block takes several frames, each of them counts. shared_blocks: blocks that are saved now because requests
-    share frames. The others count since the worker's start: blocks that were mapped, that were still mapped from a
-    request before, and that were copied.
+    If a block takes several frames, each of them counts. shared_blocks: blocks saved at present because requests share
+    frames. mapped_blocks, reused_blocks, copied_blocks count since the worker's start: blocks that were mapped, that
+    were still mapped from an earlier request, and that were copied.
     """
 
     shared_blocks: int = 0
@@ -259,7 +259,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class BeamResult(msgspec.Struct, frozen=True):
-    """A sequence that a beam search has found. score: see `BeamSearch.length_penalty`."""
+    """A sequence that a beam search has found. score: by `BeamSearch.length_penalty`."""
 
     tokens: list[int]
     score: float
@@ -286,7 +286,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The worker cannot go on and ends; one line for the operator."""
+    """The worker cannot go on and ends. detail: one line for the operator."""
 
     detail: str
 
@@ -322,7 +322,7 @@ class Grow(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shrink(msgspec.Struct, frozen=True, tag=True):
-    """Let go of frames that no request has; it answers with Shrunk.
+    """Unmap frames that no request has; the worker answers with Shrunk.
 
     frames: little-endian int64.
     """
@@ -331,7 +331,7 @@ class Shrink(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shrunk(msgspec.Struct, frozen=True, tag=True):
-    """Nothing in the worker maps these frames, or keeps a handle of their chunks, any more."""
+    """The worker has unmapped these frames and closed the handles of their chunks."""
 
     frames: bytes
 
@@ -467,11 +467,11 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answer with Pong: a worker that hangs in a step does not."""
+    """Asks for a Pong. A worker that hangs in a step does not answer."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """See `Ping`."""
+    """The answer to Ping, between two steps."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

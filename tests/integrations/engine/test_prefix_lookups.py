@@ -342,7 +342,7 @@ def leased(lookups: Lookups, link: ScriptedLink, name: str = "r") -> None:
     assert lookups.loadable_tokens(name, 0, 96) == 80
 
 
-@pytest.mark.parametrize("how", ["forget", "refuse", "failed", "clear", "add"])
+@pytest.mark.parametrize("how", ["forget", "refuse", "note_failed_load", "clear", "add"])
 def test_however_a_lease_ends_it_is_given_back(lookups: Lookups, link: ScriptedLink, how: str) -> None:
     leased(lookups, link)
     if how == "clear":
@@ -639,7 +639,21 @@ def test_with_windows_a_lease_that_is_given_up_leaves_nothing_to_load(link: Scri
 
 Step = tuple[str, int, int]
 OFTEN = ["hit", "answer"] * 3
-WHAT = ["add", *OFTEN, "error", "refuse", "failed", "forget", "again", "seen", "later", "lose", "away", "back", "clear"]
+WHAT = [
+    "add",
+    *OFTEN,
+    "error",
+    "refuse",
+    "note_failed_load",
+    "forget",
+    "again",
+    "seen",
+    "later",
+    "lose",
+    "away",
+    "back",
+    "clear",
+]
 STEPS = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 3), st.integers(0, 6)), max_size=60)
 
 
@@ -659,7 +673,7 @@ def test_every_lease_that_was_granted_is_given_back(steps: list[Step]) -> None:
             index = which % len(link.calls)
             value: Any = [C, D] * number if number % 2 and link.calls[index].kind == "match_prefix" else number
             link.answer(LinkDown("?") if what == "error" else value, index)
-        elif what in ("refuse", "failed", "forget"):
+        elif what in ("refuse", "note_failed_load", "forget"):
             getattr(lookups, what)(name)
         elif what == "again":
             lookups.note_preempted(name, list(range(200)))

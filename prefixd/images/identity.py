@@ -94,14 +94,14 @@ def last_cut(tokens: int, spans: Sequence[ImageSpan]) -> int:
 
 
 def uncut_blocks(blocks: int, spans: Sequence[ImageSpan], block_tokens: int) -> int:
-    """The largest number of blocks up to `blocks` whose end does not lie inside an image."""
+    """The largest number of blocks up to `blocks` that does not end inside an image."""
     while (cut := last_cut(blocks * block_tokens, spans)) < blocks * block_tokens:
         blocks = cut // block_tokens
     return blocks
 
 
 def next_uncut_blocks(blocks: int, spans: Sequence[ImageSpan], block_tokens: int) -> int:
-    """The smallest number of blocks above `blocks` whose end does not lie inside an image."""
+    """The smallest number of blocks above `blocks` that does not end inside an image."""
     blocks += 1
     for span in spans:
         if span.first < blocks * block_tokens < span.end:

@@ -134,7 +134,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         `memory_estimate`.
     block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
     block_tokens_reason: why it is not what was asked for, one line; empty if it is.
-    window_margin: blocks that end so many tokens before the window of the next token, or earlier, are not read.
+    window_margin: blocks that end at least this many tokens before the window of the next token are not read.
     images: None for a model of text alone.
     image_group: None without such layers. What they keep of an image depends on the image alone, so it is in no block
         of a prompt.
@@ -209,10 +209,9 @@ class Update(msgspec.Struct, frozen=True):
     """The results of one step for one request.
 
     tokens: generated in this step (a stop token included); several if tokens of a draft were accepted.
-    filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
-        included.
+    filled_blocks: full blocks with KV in memory now, counted from the start of the prompt, cached ones included.
     logprobs: of each of the tokens, if the request asks for them.
-    kept: so many blocks lie before each state of `Start.keep` that was kept in this step.
+    kept: for each state of `Start.keep` that was kept in this step, the number of blocks before it.
 
     The frames of `Start.image_frames` hold the images' keys and values from a request's first update on.
     """
@@ -337,7 +336,7 @@ class Shrunk(msgspec.Struct, frozen=True, tag=True):
 
 
 def passed_blocks(group: GroupShape, computed_tokens: int, block_tokens: int, margin: int) -> int:
-    """How many blocks, from the first on, a request with so many computed tokens never reads again in this group.
+    """How many blocks, from the first on, a request with `computed_tokens` never reads again in this group.
 
     Its frames of these blocks are the daemon's again as soon as an `Update` has told of the tokens: the worker may keep
     them mapped, but touches them no more. `margin` is `Hello.window_margin`.
@@ -355,7 +354,7 @@ class KeptState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateFrames(msgspec.Struct, frozen=True, kw_only=True):
-    """The frames of a request whose model has a state, of each as many as the group's shape says, named as in `Start`.
+    """The frames of a request for its states, for each as many as the group's shape says, named as in `Start`.
 
     own: what the state lies in while the request runs.
     resume: the state after `Start.cached_blocks`, which is copied and not changed; empty if no block is cached.
@@ -374,7 +373,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
     first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
     digest: 32 bytes that name its content.
-    tenant: whose it is.
+    tenant: the owner.
     pixels: it, in the memory that the daemon shares; they stay there until the daemon has had the request's `Done`.
     """
 
@@ -386,7 +385,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
-    """Where the keys and values of an image lie, for layers with cross-attention.
+    """The frames with the keys and values of an image, for layers with cross-attention.
 
     frames: as many as `Hello.image_group` says, named as in `Start`.
     filled: they are there; else the worker fills them. Images of one digest have the same frames.
@@ -401,7 +400,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
     generated: how many of them were generated.
-    cached_blocks: the first so many blocks hold KV already; at least one token must be left to compute.
+    cached_blocks: how many blocks, from the first on, hold KV already; at least one token must be left to compute.
     frames: the homes of the blocks, group after group: of each group its frames; with `Hello.whole_pages` the first
         of its frames, which lie side by side. Those from `cached_blocks` on are filled by this run alone. Before them
         -1 stands where the rule of a group needs nothing. Those of the blocks behind the prompt's are for beams, in any
@@ -451,7 +450,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     frames     Start    Extend      Arrived     Extend
     ```
 
-    first: so many blocks have frames already.
+    first: how many blocks have frames already.
     frames: the homes of the blocks that came, named as in `Start`.
     """
 

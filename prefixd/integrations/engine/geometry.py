@@ -10,7 +10,7 @@ from prefixd.client import NamespaceSpec, PartSpec, RecurrentState, Rule, Slidin
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of the engine's KV groups whose blocks prefixd keeps."""
+    """One of the engine's KV groups with blocks that prefixd keeps."""
 
     index: int
     """Its place in the engine's tables of block ids."""

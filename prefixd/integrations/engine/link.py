@@ -47,7 +47,7 @@ T = TypeVar("T")
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 1.0
 _LONGEST_REST_S = 8.0  # before the next probe of a daemon that answers probes and no other call in time
-_STEADY_S = 30.0  # after so long without a failure the rest is short again
+_STEADY_S = 30.0  # without a failure, after which the rest is short again
 _CALL_S = 120.0  # never reached: each call gets a shorter limit here
 _NAMESPACES = 1024
 

@@ -26,18 +26,18 @@ class EngineOptions(BaseModel):
     save: bool = True
     """Whether this engine gives the cache what it computes; false for one that only reads."""
     resume_every: Annotated[int, Field(ge=0)] = 8
-    """Of layers with a sliding window or a state, what the end of a prefix needs is saved for the ends of prompts and
-    answers, where prompts branch, and inside prompts once in so many windows' lengths (of states: blocks), where
-    prompts may branch yet. 1: for every block; 0: not inside prompts."""
+    """For layers with a sliding window or a state, the ends of prefixes are saved at the ends of prompts and answers,
+    where prompts branch, and inside prompts at every `resume_every`-th window (with states: block), where later
+    prompts may branch. 1: at every block; 0: not inside prompts."""
     recompute_if_slower: bool = True
     """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
     timeout_s: Seconds = 1.0
     """The longest that a call to the daemon may take; above it the daemon counts as away."""
     strict_version: bool = False
-    """Whether engines of another version have names of their own, although they pack pages in the same way."""
+    """Whether engines of another version have namespaces of their own, although they pack pages in the same way."""
     prefetch: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
-    """Waiting requests whose prefixes are brought up from disk ahead of their turn. auto: as many as begin while a
-    prefix is loaded, by what both took lately, 64 at most; 0: none."""
+    """How many waiting requests get their prefixes prefetched from disk. auto: as many as begin while a prefix is
+    loaded, by recent times of both, 64 at most; 0: none."""
 
 
 Options = TypeVar("Options", bound=BaseModel)

@@ -20,8 +20,8 @@ class HiCacheOptions(BaseModel):
     address: str | None = None
     """The daemon's unix socket ("unix:/path"); by default where `prefixd serve` listens unless told otherwise."""
     model: str | None = None
-    """What tells these weights from others: the model's folder, which is then read by content, or a name of your own,
-    as "llama-3@2f1c". By default the folder or the name that SGLang was started with."""
+    """Identifies the weights: the model's folder, of which a digest is made, or a name of your own, as "llama-3@2f1c".
+    By default the folder or the name that SGLang was started with."""
     save: bool = True
     """Whether this engine gives the cache what it computes; false for one that only reads."""
     strict_version: bool = False

@@ -46,7 +46,7 @@ class BlockEvents:
     """Events of the blocks that prefixd has of this engine.
 
     Args:
-        vllm_config: vLLM's configuration, whose KV events are enabled.
+        vllm_config: vLLM's configuration, with KV events enabled.
         link: the line to the daemon.
         geometry: how the daemon's blocks are made of vLLM's.
         hash_tokens: tokens for which vLLM has a hash.

@@ -21,15 +21,15 @@ class ConnectorOptions(EngineOptions):
     """async: a request waits outside the batch until its prefix is there. layerwise: it joins the batch at once, and
     each layer waits for its own part of the prefix (models with one KV cache group)."""
     policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
-    """Order of the waiting queue under FastestPrefixFirstScheduler; see `prefixd_scheduler`."""
+    """Order of the waiting queue under FastestPrefixFirstScheduler, by a policy of `prefixd_scheduler`."""
     starvation_bound_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """For the policies that may starve: who has waited so long goes before all who have not."""
+    """For the policies that may starve: a request that has waited this long goes before all that have not."""
     look_ahead: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Waiting requests whose cached prefixes FastestPrefixFirstScheduler looks at again in a step: those next in order,
-    those that prefixd has not answered for, and the others in turn, so many of each."""
+    """How many waiting requests of each kind FastestPrefixFirstScheduler reads the cached prefixes of again in a step:
+    the next ones in order, those without an answer from prefixd, and the others in turn."""
 
     @model_validator(mode="after")
-    def _bound_for_who_starves(self) -> Self:
+    def _check_starvation_bound(self) -> Self:
         if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
             raise ValueError(f"the policy {self.policy} starves nobody; leave starvation_bound_s out")
         return self

@@ -4,9 +4,9 @@
 order of arrival, with the rest of `max_step_tokens`.
 
 Passes are alike until a run ends, fills a block with its output, reaches the end of its frames or its first token. The
-worker reports alike passes as one `Step`, since handling a message takes longer than a pass; it reports a
-full block up to a 64th of a block late, with the blocks that other runs fill meanwhile. A message from the daemon that
-changes the next passes ends such a stretch with the present pass.
+worker reports alike passes as one `Step`, since handling a message takes longer than a pass; it reports a full block up
+to a 64th of a block late, with the blocks that other runs fill meanwhile. A message from the daemon that changes the
+next passes ends such a stretch with the present pass.
 """
 
 from __future__ import annotations

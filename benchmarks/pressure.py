@@ -30,7 +30,7 @@ from benchmarks.common.options import option, seed
 from benchmarks.workloads.asking import generated_tokens
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Sampling
-from prefixd.workloads.figures import digest
+from prefixd.workloads.latency_figures import digest
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, FIRST_TOKEN, LAST_TOKEN
 
 MODES = ("swap", "recompute", "auto")

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd_scheduler import POLICIES, WEIGHT_CLASSES, Distance, QueuedRequest, RequestQueue, create_policy
 
 MOST_US = 50.0

@@ -38,13 +38,13 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.cli.demo.runner import ask_each_once, measure, settings_for
 from prefixd.client import AsyncClient
 from prefixd.planner.calibrate import measure_machine, measure_passes
-from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import Calibration, MeasuredCosts
-from prefixd.planner.models import MODELS
+from prefixd.planner.plan_figures import PlanFigures
+from prefixd.planner.planned_models import MODELS
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.settings import Settings
-from prefixd.workloads.figures import Figures
+from prefixd.workloads.latency_figures import Figures
 from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes, serving_of
 
 _CHAT_SCALE = 1 / 8

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from prefixd.workloads.figures import digest
+from prefixd.workloads.latency_figures import digest
 
 LEAST_SAVING = 2.0
 """Without prefixd at least this many times as many prompt tokens are computed again."""

@@ -24,7 +24,7 @@ from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.protocol import Done, Start, Step
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.geometry import Layout
 from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory
 from prefixd_swap.vtensor import VirtualTensorManager

@@ -13,7 +13,7 @@ from benchmarks.jenga_parts.chats import Plan
 from benchmarks.jenga_parts.chatting import Endpoint, Talked, gpu_tier, talk
 from benchmarks.jenga_parts.subjects import SUBJECTS, Saved, Subject, daemon_settings, gpu_bytes, save
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.workloads.figures import digest
+from prefixd.workloads.latency_figures import digest
 
 
 @dataclass(frozen=True, slots=True)

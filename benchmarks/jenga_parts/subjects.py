@@ -85,7 +85,7 @@ def gpu_bytes(saved: Saved, plan: Plan) -> int:
 def baseline_bytes(directory: Path, tokens: int, draft: Path | None = None) -> int:
     """What the baseline takes for a sequence: every layer's KV of every token, and a state after each block."""
     from prefixd.worker.spec.model_spec import read_model_spec
-    from prefixd.worker_protocol.settings import WorkerSettings
+    from prefixd.worker_protocol.worker_settings import WorkerSettings
 
     spec = read_model_spec(
         WorkerSettings(

@@ -24,7 +24,7 @@ from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
 from prefixd.worker_protocol.protocol import Done, Extend, Start, Step
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.vmem import FrameId, FramePool, create_memory
 from prefixd_swap.vtensor import VirtualTensorManager
 

@@ -27,7 +27,7 @@ class Run:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Run:
-        """From what `prefixd.workloads.figures.Figures.to_plain` gives."""
+        """From what `prefixd.workloads.latency_figures.Figures.to_plain` gives."""
         waits, hits = plain["ttft_s"], plain["hit_tokens"]
         return cls(plain["name"], plain["requests_per_s"], waits["p50"], waits["p95"], {t: hits[t] for t in TIERS})
 

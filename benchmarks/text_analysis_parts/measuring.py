@@ -22,7 +22,7 @@ from benchmarks.text_analysis_parts.suites import Cell
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.cli.demo.runner import Progress, measure, send_requests, settings_for
 from prefixd.client import ClientError
-from prefixd.workloads.figures import Figures
+from prefixd.workloads.latency_figures import Figures
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 _FEWER = 4  # so many times fewer requests where each takes long

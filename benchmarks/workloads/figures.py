@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.common.harness import Outcome
 from benchmarks.workloads.asking import Asked
 from benchmarks.workloads.ways import NO_CACHE, Way
-from prefixd.workloads.figures import HitTokens, Quantiles, digest, quantile
+from prefixd.workloads.latency_figures import HitTokens, Quantiles, digest, quantile
 
 
 @dataclass(frozen=True, slots=True)

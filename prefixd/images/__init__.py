@@ -1,1 +1,1 @@
-"""Images of prompts: checked, counted in tokens, and told apart. Imports neither torch nor transformers."""
+"""Checks the images of prompts, counts their tokens and identifies them. Imports neither torch nor transformers."""

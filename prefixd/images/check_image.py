@@ -1,4 +1,4 @@
-"""Decodes an image that came with a prompt, or says what is wrong with it. Only this and `prepare` need pillow."""
+"""Decodes an image of a prompt, or reports its fault. Only this module and `prepare` need pillow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ON_ITS_SIDE = (5, 6, 7, 8)
 
 @dataclass(frozen=True, slots=True)
 class CheckedImage:
-    """An image that has been decoded.
+    """A decoded image.
 
     Attributes:
         image: upright, in RGB.
@@ -30,16 +30,17 @@ class CheckedImage:
 
 
 def check_image(data: bytes, number: int, processor: ImageProcessor, limits: ImageLimits) -> CheckedImage:
-    """Decodes an image. Takes up to a second of an honest one: in a process that can be killed (`decode_process`).
+    """Decodes an image. An honest one takes up to a second: call it in a process that can be killed (`decode_process`).
 
     Args:
-        data: the file. `number`: which of the prompt's, from 0.
+        data: the file.
+        number: index of the image in the prompt, from 0.
         processor: of the model.
-        limits: refused above them, before anything is decoded.
+        limits: checked before anything is decoded.
 
     Raises:
-        InvalidArgumentError: it is too large, has too many scans, is no PNG, JPEG or WebP, damaged, incomplete, or
-            moves.
+        InvalidArgumentError: the image is too large, has too many scans, is no PNG, JPEG or WebP, damaged, incomplete,
+            or animated.
     """
     name = f"images[{number}]"
     check_file(data, number, limits)

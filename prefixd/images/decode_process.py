@@ -66,7 +66,7 @@ class DecodeServer:
         connection: to the daemon; when it closes, all children are killed.
         memory: the shared memory's descriptor.
         seconds: of processor time that a job may take.
-        work: what a child does.
+        work: the job of a child process.
     """
 
     def __init__(self, connection: socket.socket, memory: int, seconds: int, work: Work) -> None:
@@ -79,12 +79,12 @@ class DecodeServer:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Returns when the daemon is gone."""
+        """Serves jobs until the daemon closes the connection."""
         lines = bytearray()
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._connection:
-                    self._hear(key.data)
+                    self._read_answer(key.data)
                     continue
                 with suppress(ConnectionResetError):
                     if received := self._connection.recv(_READ_BYTES):
@@ -96,9 +96,9 @@ class DecodeServer:
             *whole, rest = lines.split(b"\n")
             lines = bytearray(rest)
             for line in whole:
-                self._take(to_decoder(line))
+                self._handle(to_decoder(line))
 
-    def _take(self, message: Job | Drop) -> None:
+    def _handle(self, message: Job | Drop) -> None:
         if isinstance(message, Drop):
             if (child := self._children.get(message.id)) is not None:
                 os.kill(child.pid, signal.SIGKILL)
@@ -117,12 +117,12 @@ class DecodeServer:
             self._send(Killed(message.id, False, 0))
             return
         if pid == 0:
-            self._be_child(message, write_end, parent)
+            self._run_child(message, write_end, parent)
         os.close(write_end)
         child = self._children[message.id] = _Child(message, pid, read_end)
         self._selector.register(read_end, selectors.EVENT_READ, child)
 
-    def _hear(self, child: _Child) -> None:
+    def _read_answer(self, child: _Child) -> None:
         if heard := os.read(child.read_end, _READ_BYTES):
             child.answer += heard
             return
@@ -139,7 +139,7 @@ class DecodeServer:
     def _send(self, answer: Answer) -> None:
         self._connection.sendall(encode(answer) + b"\n")
 
-    def _be_child(self, job: Job, write_end: int, parent: int) -> NoReturn:
+    def _run_child(self, job: Job, write_end: int, parent: int) -> NoReturn:
         """Does the work within its limits, and ends the process."""
         status = 1
         try:
@@ -156,8 +156,8 @@ class DecodeServer:
 
 
 def _limit_process(seconds: int) -> None:
-    """Bounds this process's processor time, puts it behind the daemon and the worker, and has it killed before them
-    where memory is short."""
+    """Bounds this process's processor time, and gives the daemon and the worker precedence: in scheduling, and when the
+    kernel kills a process for lack of memory."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICENESS)
@@ -167,7 +167,7 @@ def _limit_process(seconds: int) -> None:
 
 
 def decode_work(processor: Any, described: ImageProcessor, limits: ImageLimits, memory: int) -> Work:
-    """What a child does for a model's image processor."""
+    """The work of a child: checks and decodes an image, and prepares it with a model's image processor."""
 
     def work(job: Job, data: bytes) -> Answer:
         try:
@@ -201,7 +201,7 @@ def main(
     Args:
         arguments: of the command line.
         load: reads the image processor of a model directory.
-        work_of: makes of it what a child does, see `decode_work`.
+        work_of: makes the work of a child, as `decode_work`.
     """
     parser = argparse.ArgumentParser(prog="python -m prefixd.images.decode_process", description="decodes images")
     parser.add_argument("--parent", type=int, required=True, help="process of the daemon, with which this one ends")

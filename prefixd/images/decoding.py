@@ -1,4 +1,4 @@
-"""What the daemon and its process that decodes images say to each other: lines of JSON on a socket.
+"""Messages between the daemon and its process that decodes images: lines of JSON on a socket.
 
 ```
 daemon                          decode process                  a process for each image
@@ -6,7 +6,7 @@ daemon                          decode process                  a process for ea
   ---- Job -------------------->  forks  -------------------->   reads the file from the shared memory, decodes it,
                                                                  writes its pixels there, and ends
   <--- Decoded or Refused ------  waits for it  <-------------
-  ---- Drop ------------------->  kills it                       nobody wants its pixels any more
+  ---- Drop ------------------->  kills it                       its request has ended
   <--- Killed ------------------
 ```
 
@@ -21,7 +21,7 @@ from prefixd.images.token_counts import ImageProcessor
 
 
 class InputArray(msgspec.Struct, frozen=True, array_like=True):
-    """A small array that the model takes with the pixels. data: C order."""
+    """A small array that the model reads with the pixels. data: C order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,10 +29,10 @@ class InputArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pixels(msgspec.Struct, frozen=True, array_like=True):
-    """An image as the model takes it, but for its colours' scale (`prepare_image`).
+    """An image as the model reads it, except for its colours' scale (`prepare_image`).
 
-    offset: of its bytes in the shared memory; uint8, C order. shape: of them.
-    inputs: what transformers' image processor made besides, by name: `image_grid_thw`.
+    offset: of its bytes in the shared memory; uint8, C order. shape: of the array of these bytes.
+    inputs: further arrays of transformers' image processor, by name: `image_grid_thw`.
     """
 
     offset: int
@@ -41,15 +41,15 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
-    """The image processor is loaded; or why not."""
+    """The image processor is loaded; else `processor` is None and `error` says why."""
 
     processor: ImageProcessor | None
     error: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
-    """Decode an image. number: which of its prompt's. offset, nbytes: of its file in the shared memory, and of its
-    pixels, which take the same place."""
+    """Decode an image. number: its index in the prompt. offset, nbytes: of its file in the shared memory; its pixels
+    overwrite the file."""
 
     id: int
     number: int
@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Nobody wants it any more. Ignored if it has ended."""
+    """Cancel a job. Ignored if it has ended."""
 
     id: int
 
@@ -72,14 +72,14 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The file cannot be used; why, for its sender."""
+    """The file cannot be used; `why` is the error text for its sender."""
 
     id: int
     why: str
 
 
 class Killed(msgspec.Struct, frozen=True, tag=True):
-    """The process of this image ended without an answer. overtime: it took all the time that it may."""
+    """The process of this image ended without an answer. overtime: it used up its processor time."""
 
     id: int
     overtime: bool

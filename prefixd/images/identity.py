@@ -1,18 +1,18 @@
 """The token ids under which the blocks of a prompt with images are cached.
 
-The placeholders of two images are equal, and their KV is not. Whoever looks a prefix up knows it by token ids alone, so
-what stands for an image is drawn from its digest:
+The placeholders of two images are equal, and their KV is not. A look-up has token ids alone, so an image's ids are
+drawn from its digest:
 
     tokens            5 6 7 8 | 9 I I I | I I 3 4 | 1 2 3 4      I: the model's placeholder, blocks of 4 tokens
     identity          5 6 7 8 | a b c d | e f 3 4 | 1 2 3 4      a-d: of "9 I I I", digest and begin of the image
                                                                  e, f: of the digest
     identity (cross)  a b c d | 9 I I I | I I 3 4 | 1 2 3 4      a-d: of "5 6 7 8", all digests and where they begin
 
-The whole block in which an image begins is drawn, however few placeholders it has of it: with the least block of 8
-tokens these are 256 bits. An incomplete block counts as it is: its ids change with each token, until it is full.
+The whole block in which an image begins is drawn, however few placeholders it has of the image: the smallest block, of
+8 tokens, has 256 bits. The ids of an incomplete block change with each token, until it is full.
 
-Cross-attention models read their images from all rows of a prompt, those before them too (Llama 3.2 Vision), so that no
-block of theirs is the same with other images: the first block tells that for all blocks behind it.
+In cross-attention models every row of a prompt reads the images, even rows before them (Llama 3.2 Vision), so every
+block differs with other images: the ids of the first block make all blocks behind it differ.
 
 A prefix never ends inside an image: its tokens may attend to each other in both directions (Gemma 3).
 """
@@ -28,12 +28,12 @@ import numpy.typing as npt
 from prefixd.base.drawn_tokens import drawn_ids
 
 LEAST_BLOCK_TOKENS = 8
-"""Tokens of a block that are enough to tell images apart."""
+"""Tokens of a block that are enough to distinguish images."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Where an image lies in a prompt: its placeholders are the tokens [first, first + tokens)."""
+    """The place of an image in a prompt: its placeholders are the tokens [first, first + tokens)."""
 
     first: int
     tokens: int
@@ -79,7 +79,7 @@ def identity_tokens(
 
 
 def drawn_block(spans: Sequence[ImageSpan], blocks: int, block_tokens: int, *, cross: bool = False) -> bool:
-    """Whether the ids of the block behind the first `blocks` depend on all tokens in it, see `identity_tokens`."""
+    """Whether the ids of the block behind the first `blocks` depend on all tokens in it (`identity_tokens`)."""
     if cross:
         return bool(spans) and blocks == 0
     return any(span.first // block_tokens == blocks for span in spans)
@@ -94,14 +94,14 @@ def last_cut(tokens: int, spans: Sequence[ImageSpan]) -> int:
 
 
 def uncut_blocks(blocks: int, spans: Sequence[ImageSpan], block_tokens: int) -> int:
-    """The largest number of blocks up to `blocks` whose end does not lie inside an image."""
+    """The largest number of blocks up to `blocks` that does not end inside an image."""
     while (cut := last_cut(blocks * block_tokens, spans)) < blocks * block_tokens:
         blocks = cut // block_tokens
     return blocks
 
 
 def next_uncut_blocks(blocks: int, spans: Sequence[ImageSpan], block_tokens: int) -> int:
-    """The smallest number of blocks above `blocks` whose end does not lie inside an image."""
+    """The smallest number of blocks above `blocks` that does not end inside an image."""
     blocks += 1
     for span in spans:
         if span.first < blocks * block_tokens < span.end:

@@ -1,7 +1,7 @@
-"""Files of images that came with a prompt: bounded, and named by their content, before they are decoded.
+"""Checks and bounds the encoded images of a prompt before they are decoded, and names them by their content.
 
-What decoding costs is bounded before it begins. Bytes and pixels alone do not bound it: each scan of a JPEG goes over
-all pixels, and has 28 bytes if it changes none of them; each chunk of a PNG is a turn of a loop, and has 12 bytes.
+The cost of decoding is bounded before it begins. Bytes and pixels alone do not bound it: each scan of a JPEG goes over
+all pixels, and takes 28 bytes if it changes none of them; each chunk of a PNG is a turn of a loop, and takes 12 bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from prefixd.base.errors import InvalidArgumentError
 from prefixd.images.token_counts import ImageProcessor
 
 MOST_SCANS = 64
-"""Of a JPEG. libjpeg's own progressive files have 10, mozjpeg's up to 23; the format allows any number."""
+"""Most scans of a JPEG. libjpeg's progressive files have 10, mozjpeg's up to 23; the format allows any number."""
 MOST_SEGMENTS = 1024
-"""Of a JPEG: tables, and metadata in pieces of 64 KiB."""
+"""Most segments of a JPEG: tables, and metadata in pieces of 64 KiB."""
 MOST_CHUNKS = 1 << 14
-"""Of a PNG. Encoders write 8 KiB and more in each."""
+"""Most chunks of a PNG. Encoders write 8 KiB and more in each."""
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 _MARKER = re.compile(rb"\xff+([^\x00\xff])", re.DOTALL)
 _END_OF_DATA = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
@@ -27,13 +27,13 @@ _SOS, _EOI, _BARE = 0xDA, 0xD9, frozenset([0x01, *range(0xD0, 0xD9)])
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What a prompt may bring.
+    """Limits of a prompt's images.
 
     Attributes:
-        images: of a prompt.
-        image_bytes: of an image's file.
-        image_pixels: of an image, decoded.
-        image_seconds: of processor time, to decode an image and to make it as large as the model takes it.
+        images: most images of a prompt.
+        image_bytes: most bytes of an image's file.
+        image_pixels: most pixels of a decoded image.
+        image_seconds: most processor time to decode an image and to resize it for the model.
     """
 
     images: int
@@ -43,14 +43,14 @@ class ImageLimits:
 
 
 def image_digest(data: bytes, processor: ImageProcessor) -> bytes:
-    """32 bytes: SHA-256 of a file and of what the model's image processor does with it."""
+    """32 bytes: SHA-256 of the digest of the model's image processor and of a file."""
     digest = hashlib.sha256(processor.digest)
     digest.update(data)
     return digest.digest()
 
 
 def check_file(data: bytes, number: int, limits: ImageLimits) -> None:
-    """Refuses a file with too many bytes, or in too many pieces. Nothing is decoded. Raises InvalidArgumentError."""
+    """Checks the bytes and pieces of a file without decoding it. Raises InvalidArgumentError."""
     name = f"images[{number}]"
     if len(data) > limits.image_bytes:
         raise InvalidArgumentError(
@@ -63,7 +63,7 @@ def check_file(data: bytes, number: int, limits: ImageLimits) -> None:
 
 
 def _check_jpeg(data: bytes, name: str) -> None:
-    """Counts scans and segments as a decoder finds them, up to the end of the image or what is no marker."""
+    """Counts scans and segments as a decoder finds them, up to the end of the image or of the markers."""
     at, scans, segments = len(_JPEG), 0, 0
     while marker := _MARKER.search(data, at):
         kind, at = marker[1][0], marker.end()

@@ -15,9 +15,9 @@ from prefixd.images.token_counts import ImageProcessor
 
 
 def load_processor(directory: str) -> tuple[Any, ImageProcessor]:
-    """transformers' image processor of a model directory, and what the daemon knows of it. Takes seconds.
+    """Loads transformers' image processor of a model directory, with its description for the daemon. Takes seconds.
 
-    In a process of its own, for the reasons of `serving/text/load_tokenizer.py`. Raises what transformers raises.
+    Call it in a process of its own, for the reasons of `serving/text/load_tokenizer.py`. Raises transformers' errors.
     """
     sys.modules["torch"] = None  # type: ignore[assignment] # refused: transformers then needs none
     os.environ["HF_HUB_OFFLINE"] = "1"

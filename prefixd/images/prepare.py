@@ -1,7 +1,7 @@
-"""An image as a model takes it, as bytes: resized, cut and laid out by transformers' own processor.
+"""Prepares an image as bytes for a model: transformers' own processor resizes, cuts and lays it out.
 
-Behind that the processor only scales each channel's values, which is a table of 256 numbers for each (`scales`). So the
-bytes go to the worker, a quarter as many as its floats, and the worker looks them up.
+After that the processor only scales each channel's values, by a table of 256 numbers for each (`scales`). So the worker
+gets bytes, a quarter of the size of floats, and looks them up in the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prepare_image(image: Image.Image, processor: Any) -> PreparedImage:
 
 
 def scales(processor: Any) -> npt.NDArray[np.float32]:
-    """What a processor makes of each value of each channel: ``[3, 256]``, with the bits of its own arithmetic."""
+    """The processor's result for each value of each channel, ``[3, 256]``, with the bits of its own arithmetic."""
     values: Any = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16))
     if processor.do_rescale:
         values = processor.rescale(values, processor.rescale_factor)

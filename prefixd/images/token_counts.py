@@ -1,6 +1,6 @@
-"""How many placeholder tokens an image becomes, from its size: the arithmetic of transformers' processors.
+"""Computes an image's number of placeholder tokens from its size, with the arithmetic of transformers' processors.
 
-Each image counts as if it were alone in its prompt, so that it is the same image in every prompt.
+Each image counts as if it were alone in its prompt, so that its number is the same in every prompt.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _MOST_RATIO = 200
 
 
 class FixedCount(msgspec.Struct, frozen=True, tag="fixed"):
-    """Every image has as many tokens (Gemma 3), or one for all of it (Llama 3.2 Vision)."""
+    """Every image has `count` tokens: 256 (Gemma 3), or 1 (Llama 3.2 Vision)."""
 
     count: int
 
     def tokens(self, height: int, width: int) -> int:
-        """Of an image of so many pixels."""
+        """Tokens of an image of `height` x `width` pixels."""
         return self.count
 
 
 class GridCount(msgspec.Struct, frozen=True, tag="grid"):
-    """A token for each `side` x `side` pixels of the image, which is first made larger or smaller (Qwen2.5-VL).
+    """A token for each `side` x `side` pixels of the image, which is resized before (Qwen2.5-VL).
 
-    least_pixels, most_pixels: what it then has.
+    least_pixels, most_pixels: bounds of its size after that.
     """
 
     side: int
@@ -35,7 +35,7 @@ class GridCount(msgspec.Struct, frozen=True, tag="grid"):
     most_pixels: int
 
     def tokens(self, height: int, width: int) -> int:
-        """Of an image of so many pixels. Raises InvalidArgumentError for one that is far too long."""
+        """Tokens of an image of `height` x `width` pixels. Raises InvalidArgumentError for one that is far too long."""
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise InvalidArgumentError(
                 f"it has {width} x {height} pixels, and the model reads none whose sides differ by more than "
@@ -54,10 +54,10 @@ class GridCount(msgspec.Struct, frozen=True, tag="grid"):
 
 
 class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
-    """The whole image, and its tiles without what was padded (LLaVA-OneVision).
+    """The whole image as one tile, and its tiles without the padding (LLaVA-OneVision).
 
-    side: pixels of a tile's side. patches: tokens in a row of a tile. most_tiles: of more, the tokens are thinned out.
-    resolutions: (height, width) of what the image may be fitted into.
+    side: pixels of a tile's side. patches: tokens in a row of a tile. most_tiles: tokens of more tiles are thinned out.
+    resolutions: (height, width) of the canvases that the image may be fitted into.
     """
 
     side: int
@@ -66,7 +66,7 @@ class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
     resolutions: list[tuple[int, int]]
 
     def tokens(self, height: int, width: int) -> int:
-        """Of an image of so many pixels."""
+        """Tokens of an image of `height` x `width` pixels."""
         best_height, best_width = self._best_resolution(height, width)
         rows, columns = self.patches * (best_height // self.side), self.patches * (best_width // self.side)
         if width / height > columns / rows:
@@ -79,7 +79,7 @@ class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
         return self.patches**2 + rows * (columns + 1)  # each row ends with a token of its own
 
     def _best_resolution(self, height: int, width: int) -> tuple[int, int]:
-        """The one that keeps most of the image's pixels, and of these the one that wastes least."""
+        """The resolution that keeps most of the image's pixels; of several the one with the least padding."""
         best: tuple[int, int, tuple[int, int]] | None = None
         for most_height, most_width in self.resolutions:
             scale = min(most_width / width, most_height / height)
@@ -93,9 +93,9 @@ class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
 
 
 class ImageProcessor(msgspec.Struct, frozen=True):
-    """What the daemon knows of a model's image processor.
+    """A model's image processor, as the daemon knows it.
 
-    digest: names the processor and its settings: what it makes of a file depends on nothing else.
+    digest: of the processor and its settings, which alone decide the pixels that it makes of a file.
     """
 
     counts: FixedCount | GridCount | TileCount

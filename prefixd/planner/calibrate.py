@@ -32,10 +32,10 @@ _FIRST_TOKEN, _LAST_TOKEN = 32, 126  # ids that any byte-level vocabulary has an
 _TOGETHER = 8
 _DECODED = 32
 _LOADS = ((48, 48), (24, 496), (12, 1008))
-"""Requests at once, and the tokens of each.
+"""(requests at once, tokens of each).
 
-What attention costs shows in the longest, which a model of 1,024 tokens takes still: from prompts of up to 512 tokens
-it came out ten times too high.
+The cost of attention shows in the longest prompts, which fit a model of 1,024 tokens: estimated from prompts of up to
+512 tokens it was ten times too high.
 """
 
 Progress = Callable[[str], None]
@@ -49,7 +49,7 @@ async def measure_machine(
     Args:
         directory: a directory on the disk of the disk tier; 128 MiB are written below it and removed again.
         device: where the worker computes: "cpu" or "cuda:N".
-        progress: told what is measured.
+        progress: called with the name of each measurement.
         io_threads: as `disk.io_threads`.
 
     Raises:
@@ -76,10 +76,9 @@ async def measure_machine(
 
 
 async def measure_passes(measured: Calibration, client: AsyncClient) -> Calibration:
-    """`measured` with the passes of the model of the client's daemon, which should have nothing else to do.
+    """Adds to `measured` the passes of the model of the client's daemon, which should be idle.
 
-    Its prompts are of random tokens, which no cache knows: alone, and several beside each other. Raises as
-    `AsyncClient.generate`.
+    The prompts are random tokens, which no cache has: alone, and several at a time. Raises as `AsyncClient.generate`.
     """
     source = np.random.default_rng(time.time_ns())
 
@@ -88,20 +87,20 @@ async def measure_passes(measured: Calibration, client: AsyncClient) -> Calibrat
         return drawn
 
     async def many(count: int, tokens: int) -> float:
-        """Seconds a request, of so many at once."""
+        """Seconds a request, with `count` requests at once."""
         prompts = [prompt(tokens) for _ in range(count)]
         began_s = time.perf_counter()
         await asyncio.gather(*(_asked(client, each, 1) for each in prompts))
         return (time.perf_counter() - began_s) / count
 
-    await _asked(client, prompt(64), 4)  # the model is there, and warm
+    await _asked(client, prompt(64), 4)  # loads and warms the model
     alone = min([await _decoding_s(client, [prompt(16)]) for _ in range(3)])
     together = min([await _decoding_s(client, [prompt(16) for _ in range(_TOGETHER)]) for _ in range(3)])
     decoded_s = max(1e-9, (together - alone) / (_TOGETHER - 1))
     pass_s = max(1e-9, alone - decoded_s)
     wait_s = min([(await _asked(client, prompt(1), 1))[0] for _ in range(3)])
     request_s = max(0.0, wait_s - pass_s - decoded_s)
-    # How fast prompts are computed is measured under load: the daemon and its clients take time from the worker then.
+    # Prompts are measured under load, when the daemon and its clients take time from the worker.
     times = [float(np.median([await many(count, tokens) for _ in range(3)])) for count, tokens in _LOADS]
     begun_s, token_s, attended_s = fitted_prefill([tokens for _, tokens in _LOADS], times)
     stats = await client.stats()
@@ -118,7 +117,7 @@ async def measure_passes(measured: Calibration, client: AsyncClient) -> Calibrat
 
 
 async def _disk(directory: Path, io_threads: int) -> tuple[float, float, float]:
-    """Bytes/s read and written, and the seconds of one small block, as a `DiskTier` moves them."""
+    """Bytes/s of reads and of writes, and the latency in seconds, of a `DiskTier` with blocks of 1 MiB."""
     directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="calibration-", dir=directory))
@@ -171,7 +170,7 @@ async def _timed_read(tier: DiskTier, loads: Loads) -> float:
 
 
 async def _copies(device: str) -> tuple[float, float]:
-    """Bytes/s, and the seconds of a small copy, between CPU memory and the device, or within CPU memory."""
+    """Bytes/s, and seconds of a copy of 4 KiB, between CPU memory and the device, or within CPU memory."""
     with ExitStack() as stack:
         engine = create_copy_engine(device)
         stack.callback(engine.close)
@@ -223,7 +222,7 @@ async def _decoding_s(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> 
 def fitted_prefill(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Seconds to begin a request, of each token of its prompt, and of each token for each one before it.
 
-    What `seconds` of prompts of so many `tokens` say: a polynomial through them, none of whose terms is negative.
+    Fits a polynomial without negative terms to the `seconds` of prompts of `tokens` tokens.
     """
     counts = np.array(tokens, float)
     columns = np.stack([np.ones(len(counts)), counts, counts**2 / 2], axis=1) / np.array(seconds)[:, None]

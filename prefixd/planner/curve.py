@@ -1,10 +1,10 @@
-"""The miss-ratio curve: what a cache of one tier finds of a trace, by its capacity and policy, beside the optimum.
+"""Computes the miss-ratio curve: the hits of a cache of one tier by its capacity and policy, beside the optimum.
 
-No time passes here: requests come one after the other, and a block hits when all blocks before it in its prompt do.
-A policy sees what it sees in the daemon, blocks with their times of use, and leaves go before their parents.
+No time passes here: requests come one after the other, and a block hits if all blocks before it in its prompt do. A
+policy sees the same as in the daemon, blocks with their times of use; leaves are evicted before their parents.
 
-The optimum is Belady's: what is used again latest, or never, goes first. A block is used whenever one behind it is, so
-its next use is never later: the blocks that stay are always whole prefixes.
+The optimum is Belady's: it evicts the block with the latest next use, or none. A block is used whenever one behind it
+is, so its next use is never later: the blocks that stay are always whole prefixes.
 
 Of a long trace a random share of its blocks stands for all, in a cache of the same share of the capacity: SHARDS, with
 the correction for blocks that are asked for more often than others (Waldspurger et al., "Efficient MRC Construction
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.planner.replay import replay
+from prefixd.planner.tier_replay import replay
 from prefixd.workloads.mooncake import TraceRequest
 from prefixd_swap import EvictionPolicy, create_eviction_policy
 
@@ -31,7 +31,7 @@ Nodes = npt.NDArray[np.int32]
 Progress = Callable[[], None]
 OPTIMUM = "optimum"
 SAMPLED_REFERENCES = 300_000
-"""A trace that asks for more blocks is sampled down to about so many."""
+"""A trace with more block references is sampled down to about this number."""
 _CHUNK = 4096  # slots counted together
 _HASHES = 1 << 32
 
@@ -41,13 +41,13 @@ class References:
     """A trace as the prefix trie sees it.
 
     Attributes:
-        nodes: the sampled blocks of all requests, one request behind the other.
-        starts: [requests + 1] where each request's begin, and the end; requests without any are left out.
-        parent: [blocks] of each different block the one before it, -1 for a first one. Parents come before children.
-        at_s: [requests] when each comes, in rising order: of those that come together each the least bit later than the
-            one before it, since policies know the order of uses by their times alone.
-        asked: blocks that all requests ask for, in the sample or not.
-        share: of all blocks, how many are in the sample.
+        nodes: the sampled blocks of all requests, one request after the other.
+        starts: [requests + 1] index of each request's first block, and the end; requests without blocks are left out.
+        parent: [blocks] for each different block the one before it, -1 for a first one. Parents come before children.
+        at_s: [requests] arrivals in rising order; simultaneous ones differ by the smallest float step, since policies
+            know the order of uses by their times alone.
+        asked: block references of all requests, in the sample or not.
+        share: of all blocks, the part in the sample.
     """
 
     nodes: Nodes
@@ -64,16 +64,16 @@ class References:
 
     @property
     def all_blocks(self) -> int:
-        """Different blocks of the trace; from a sample an estimate."""
+        """Different blocks of the trace; an estimate from a sample."""
         return round(self.blocks / self.share)
 
     def sampled(self, capacity: int) -> int:
-        """What stands for a capacity of so many blocks."""
+        """The capacity for the sample that stands for `capacity` blocks of the trace."""
         return max(1, round(capacity * self.share))
 
     def hit_rate(self, hits: int) -> float:
-        """Of `hits` in the sample. What the sample was asked too little or too often counts as found everywhere: it is
-        the blocks that everybody asks for, of which a sample has one more or one less."""
+        """The hit rate for `hits` in the sample. Missing or surplus references of the sample count as hits: they are of
+        blocks that every request has, of which a sample has one more or one less."""
         if not self.asked:
             return 0.0
         expected = self.asked * self.share
@@ -86,7 +86,7 @@ class References:
 
 
 def references(found: Iterable[TraceRequest], share: float = 1.0) -> References:
-    """The blocks of a trace's requests, or a share of them, each known by a hash of its whole prefix."""
+    """The blocks of a trace's requests, or a share of them, each identified by a hash of its whole prefix."""
     known: dict[int, int] = {}
     parent: list[int] = []
     nodes: list[int] = []
@@ -120,7 +120,7 @@ def references(found: Iterable[TraceRequest], share: float = 1.0) -> References:
 
 
 def lru_hits(trace: References, progress: Progress = lambda: None) -> npt.NDArray[np.int64]:
-    """The hits of LRU at every capacity: `[c]` is how many blocks a cache of `c` blocks finds, c from 0 to `blocks`.
+    """The hits of LRU at every capacity: `[c]` counts the hits of a cache of `c` blocks, for c from 0 to `blocks`.
 
     By Mattson's stack distances: a block hits in every cache that is larger than the number of blocks used since. A
     request uses its blocks together, the first one last, so that of one prompt the last block is the least recent.
@@ -156,7 +156,7 @@ def lru_hits(trace: References, progress: Progress = lambda: None) -> npt.NDArra
 
 
 def optimal_hits(trace: References, capacity: int, progress: Progress = lambda: None) -> int:
-    """How many blocks the best cache of `capacity` blocks finds, which knows what is asked for next."""
+    """Counts the blocks that the optimal cache of `capacity` blocks finds, which knows all future requests."""
     following = _following(trace)
     resident = np.zeros(trace.blocks, np.bool_)
     next_use = np.zeros(trace.blocks, np.int64)
@@ -195,7 +195,7 @@ def _following(trace: References) -> npt.NDArray[np.int64]:
 
 
 def policy_hits(trace: References, policy: EvictionPolicy, capacity: int, progress: Progress = lambda: None) -> int:
-    """How many blocks a cache of `capacity` blocks finds under a policy that has seen nothing yet."""
+    """Counts the blocks that a cache of `capacity` blocks finds under a policy without history."""
     return replay(trace.paths(), trace.at_s.tolist(), trace.blocks, capacity, policy, progress)
 
 
@@ -207,8 +207,8 @@ class Curve:
         capacities: blocks.
         block_tokens: tokens of a block.
         hit_rates: of each policy at each capacity; `OPTIMUM` is one of them.
-        most: what a cache without limits finds.
-        share: of the blocks that are looked at, of which these figures are an estimate; 1: all.
+        most: the hit rate of a cache without limits.
+        share: of the blocks, the sampled part from which the figures are estimated; 1: all.
     """
 
     capacities: list[int]
@@ -230,7 +230,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class CurvePart:
-    """One policy of a curve at one capacity, or LRU at all of them: what a process computes."""
+    """The part of a curve that one process computes: one policy at one capacity, or LRU at all of them."""
 
     policy: str
     capacities: tuple[int, ...]
@@ -253,7 +253,7 @@ def capacities(blocks: int, count: int = 8) -> list[int]:
 
 
 def parts(policies: Sequence[str], sizes: Sequence[int]) -> list[CurvePart]:
-    """What a curve is made of, the longest computations first."""
+    """The parts of a curve, the longest computations first."""
     some = [CurvePart(name, (size,)) for name in (OPTIMUM, *policies) if name != "lru" for size in sorted(sizes)]
     return [*some, CurvePart("lru", tuple(sizes))]
 
@@ -261,7 +261,7 @@ def parts(policies: Sequence[str], sizes: Sequence[int]) -> list[CurvePart]:
 def put_together(
     trace: References, sizes: Sequence[int], block_tokens: int, results: Sequence[tuple[CurvePart, Sequence[int]]]
 ) -> Curve:
-    """The curve of what `CurvePart.run` gave."""
+    """The curve from the results of `CurvePart.run`."""
     rates: dict[str, dict[int, float]] = {}
     for part, hits in results:
         for size, count in zip(part.capacities, hits, strict=True):

@@ -1,6 +1,7 @@
-"""Reads a model directory as the worker does, for `models.find_model`: `python -m prefixd.planner.describe_model DIR`.
+"""`python -m prefixd.planner.describe_model DIR` reads a model directory as the worker does, for `find_model`.
 
-A process of its own, since it imports torch. It prints the fields of a `PlannedModel` as JSON, or one line to stderr.
+It is a process of its own, since it imports torch. It prints the fields of a `PlannedModel` as JSON, or one line to
+stderr.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from prefixd.planner.models import LayerGroup
+from prefixd.planner.planned_models import LayerGroup
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import WorkerError
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.geometry import ELEMENT_BYTES
 
 

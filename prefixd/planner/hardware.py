@@ -1,5 +1,5 @@
-"""What a machine takes for a pass of a model, and for bytes on its ways: published peaks times what is reached of them,
-or what `prefixd doctor --calibrate` has measured."""
+"""Costs of passes and of transfers on a machine: published peaks times the share that is reached, or measurements of
+`prefixd doctor --calibrate`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefixd.base.errors import ConfigError
-from prefixd.planner.models import PlannedModel
+from prefixd.planner.planned_models import PlannedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way for bytes between two tiers."""
+    """Bandwidth and latency of transfers between two tiers, in one direction."""
 
     bytes_per_s: float
     latency_s: float
@@ -37,15 +37,15 @@ class Hardware:
     """A machine by its published figures.
 
     Attributes:
-        name: as it is chosen.
+        name: by which a user chooses it.
         flops_per_s: dense matrix products in 16 bits, peak.
         memory_bytes_per_s: of the GPU's memory, peak.
         memory_bytes: of the GPU.
         link_bytes_per_s: between GPU and CPU memory, one direction, peak.
         disk_read_bytes_per_s, disk_write_bytes_per_s, disk_latency_s: of the disk.
         flops_reached, memory_reached, link_reached: the share of the peaks that passes and copies reach.
-        pass_s: what each pass takes besides: launching kernels, sampling, the scheduler.
-        source: where the figures are published.
+        pass_s: further seconds of each pass: launching kernels, sampling, the scheduler.
+        source: the publication of the figures.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Hardware:
         return Ways(link, link, read, write)
 
     def assumptions(self) -> list[str]:
-        """What a plan on this machine takes for granted of passes, a line each."""
+        """A plan's assumptions about passes on this machine, a line each."""
         return [
             f"{self.name}: {self.flops_per_s / 1e12:,.0f} TFLOP/s of which {self.flops_reached:.0%} are reached, "
             f"{self.memory_bytes_per_s / 1e9:,.0f} GB/s of which {self.memory_reached:.0%} are reached, "
@@ -81,7 +81,7 @@ class Hardware:
         ]
 
     def way_assumptions(self) -> list[str]:
-        """What it takes for granted of the ways between the tiers, a line each."""
+        """A plan's assumptions about the ways between the tiers, a line each."""
         return [
             f"GPU to CPU memory: {self.link_bytes_per_s / 1e9:,.0f} GB/s each way of which {self.link_reached:.0%} are "
             "reached",
@@ -90,7 +90,7 @@ class Hardware:
         ]
 
 
-_LEAST, _MOST = 1e-9, 1e30  # of a figure: what is computed of some of them is a float still
+_LEAST, _MOST = 1e-9, 1e30  # of a figure: products of several figures are finite floats
 _NVIDIA = "NVIDIA's data sheet; the disk: Samsung PM9A3 3.84 TB's data sheet"
 HARDWARE = {
     machine.name: machine
@@ -177,7 +177,7 @@ def _is_time(name: str) -> bool:
 
 
 def _most(name: str) -> float:
-    """Of a figure of that name: a share of a peak is no more than the peak."""
+    """The largest value of a figure: 1 for a share of a peak."""
     return 1.0 if name.endswith("_reached") else _MOST
 
 
@@ -188,22 +188,22 @@ def _is_figure(name: str, value: object) -> bool:
 
 
 class ComputeCosts(Protocol):
-    """What a pass of the model takes."""
+    """Costs of a pass of the model."""
 
     def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
         """Seconds of one pass.
 
         Args:
-            parts: of each request in it how many tokens are computed, and how many are before them.
+            parts: (computed tokens, tokens before them) of each request in the pass.
             begun: how many of these requests are in a pass for the first time.
         """
 
     def assumptions(self) -> list[str]:
-        """What is taken for granted, a line each."""
+        """The assumptions, a line each."""
 
 
 class PeakCosts:
-    """By the roofline: a pass takes as long as its operations or its bytes do, whichever is longer.
+    """Costs by the roofline model: a pass takes as long as its operations or its bytes, whichever is longer.
 
     Operations: 2 for each weight and token, and those of attention. Bytes: all weights once, and the keys and values of
     each request once.
@@ -223,7 +223,7 @@ class PeakCosts:
         self._hardware, self._model = hardware, model
 
     def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
-        """See `ComputeCosts`; beginning a request is part of what a pass takes besides."""
+        """As in `ComputeCosts`; the constant part of a pass covers the beginning of requests."""
         del begun
         flops, moved = self._token_flops * sum(count for count, _ in parts), self._weight_bytes
         for window, token_flops, token_bytes in self._attention:
@@ -237,7 +237,7 @@ class PeakCosts:
         return self._pass_s + max(flops / self._flops_per_s, moved / self._bytes_per_s)
 
     def assumptions(self) -> list[str]:
-        """See `ComputeCosts`."""
+        """The assumptions, a line each."""
         model, lines = self._model, self._hardware.assumptions()
         lines.insert(
             0,
@@ -254,20 +254,20 @@ class PeakCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What `prefixd doctor --calibrate` has measured on a machine. None: not measured.
+    """Measurements of `prefixd doctor --calibrate` on a machine. None: not measured.
 
     Attributes:
         machine: in words.
         disk_read_bytes_per_s, disk_write_bytes_per_s, disk_latency_s: of the data directory.
         copy_bytes_per_s: of copies between the CPU tier and where the worker computes.
         copy_latency_s: of such a copy.
-        model: whose passes these are.
-        pass_s: what each pass takes, whatever is computed.
-        token_s: what each token of a prompt takes besides.
-        decoded_s: what each token that a request decodes takes besides.
-        attended_s: what a token takes for each token before it.
-        begun_s: what a request takes from the worker once, besides: its message, its memory.
-        request_s: what a request takes outside the worker: its way through the daemon, and back.
+        model: the model of the passes.
+        pass_s: constant seconds of a pass.
+        token_s: further seconds for each token of a prompt.
+        decoded_s: further seconds for each token that a request decodes.
+        attended_s: further seconds of a token for each token before it.
+        begun_s: further seconds of the worker for each request, once: its message, its memory.
+        request_s: seconds of a request outside the worker: through the daemon and back.
     """
 
     machine: str
@@ -295,25 +295,25 @@ class Calibration:
 
     @property
     def costs(self) -> MeasuredCosts | None:
-        """What passes take, if that was measured."""
+        """The costs of passes; None if they were not measured."""
         figures = (self.pass_s, self.token_s, self.decoded_s, self.attended_s, self.begun_s)
         known = [figure for figure in figures if figure is not None]
         return MeasuredCosts(*known, where=f"{self.model} on {self.machine}") if len(known) == len(figures) else None
 
     def to_json(self) -> str:
-        """As `read_calibration` takes it."""
+        """As JSON that `read_calibration` reads."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
 
 
 def read_calibration(path: Path) -> Calibration:
-    """What `prefixd doctor --calibrate` wrote. Raises ConfigError."""
+    """Reads a file of `prefixd doctor --calibrate`. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"there is no calibration at {path}; make one with `prefixd doctor --calibrate {path}`")
     return Calibration(**read_figures(path, Calibration))
 
 
 class MeasuredCosts:
-    """Linear in what was measured. Arguments as in `Calibration`."""
+    """Costs that are linear in the measured figures. Arguments as in `Calibration`."""
 
     def __init__(
         self, pass_s: float, token_s: float, decoded_s: float, attended_s: float, begun_s: float, *, where: str
@@ -326,7 +326,7 @@ class MeasuredCosts:
         self._where = where
 
     def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
-        """See `ComputeCosts`."""
+        """Seconds of one pass; arguments as in `ComputeCosts`."""
         total = self._pass_s + begun * self._begun_s
         for count, before in parts:
             total += count * (self._token_s if count > 1 else self._decoded_s)
@@ -334,7 +334,7 @@ class MeasuredCosts:
         return total
 
     def assumptions(self) -> list[str]:
-        """See `ComputeCosts`."""
+        """The assumptions, a line each."""
         return [
             f"measured, {self._where}: {_figure(1e3 * self._pass_s)} ms a pass, {_figure(1e6 * self._token_s)} us a "
             f"token of a prompt, {_figure(1e6 * self._decoded_s)} us a token decoded, "

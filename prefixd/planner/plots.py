@@ -1,4 +1,4 @@
-"""A plan as a picture."""
+"""Draws a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefixd.planner.sweep import GIB, Point, enough
 
 
 def check_drawable(file: Path) -> None:
-    """Raises ConfigError now rather than after the minutes that a plan takes."""
+    """Checks, before the minutes that a plan takes, that a plot can be written to `file`. Raises ConfigError."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
@@ -22,9 +22,9 @@ def check_drawable(file: Path) -> None:
 
 
 def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, file: Path) -> None:
-    """Hits and waiting over the disk's size, a line for each size of memory and each policy; and the curve.
+    """Draws hits and waiting times over the disk's size, a line for each size of memory and each policy; and the curve.
 
-    matplotlib is there, and can write such a file (`check_drawable`).
+    `check_drawable` has checked matplotlib and the file's kind.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Many plans of one trace beside each other, and which of them is enough."""
+"""Simulates many plans of one trace side by side, and chooses the cheapest one that is enough."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from prefixd.planner.curve import (
     put_together,
     references,
 )
-from prefixd.planner.figures import PlanFigures
+from prefixd.planner.plan_figures import PlanFigures
 from prefixd.planner.virtual_daemon import Plan, Progress, simulate
 from prefixd.planner.workload import achievable_rate, of_trace, trace_requests
 from prefixd.workloads.mooncake import HASH_TOKENS, read_trace
 
 GIB = 1 << 30
 MEMORY_PRICE = 30
-"""What a byte of CPU memory costs, in bytes of disk: of two machines that find as much, the cheaper one is enough."""
+"""The price of a byte of CPU memory in bytes of disk: of two machines that find as much, the cheaper one is enough."""
 ENOUGH = 0.95
-"""Of the best hit rate of a sweep: what is enough."""
+"""The share of a sweep's best hit rate that is enough."""
 _NICE = 10
 
 
 @dataclass(frozen=True)
 class TracePlan:
-    """A machine, and the trace that it is asked.
+    """A machine and the trace of its requests.
 
     Attributes:
         plan: the machine.
-        trace: in Mooncake's format.
-        limit: its first so many requests; None: all.
-        speed: so many times as fast as recorded.
+        trace: a file in Mooncake's format.
+        limit: how many requests of the trace to use, from the first on; None: all.
+        speed: factor of the recorded rate of requests.
     """
 
     plan: Plan
@@ -55,7 +55,7 @@ class TracePlan:
     speed: float = 1.0
 
     def run(self, progress: Progress | None = None) -> PlanFigures:
-        """Its figures. Raises ConfigError."""
+        """Simulates the plan. Raises ConfigError."""
         found = trace_requests(self.trace, self.limit)
         workload = of_trace(self.trace.name, found, speed=self.speed)
         (figures,) = simulate(self.plan, [workload], achievable=partial(achievable_rate, found), progress=progress)
@@ -63,21 +63,21 @@ class TracePlan:
 
     @property
     def cpu_bytes(self) -> int:
-        """Size of its CPU tier."""
+        """Size of the CPU tier."""
         return self.plan.settings.cpu.bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Size of its disk tier."""
+        """Size of the disk tier."""
         return self.plan.settings.disk.bytes
 
     @property
     def price(self) -> float:
-        """Of its tiers below the GPU, in GiB of disk."""
+        """Price of the tiers below the GPU, in GiB of disk."""
         return (MEMORY_PRICE * self.cpu_bytes + self.disk_bytes) / GIB
 
     def to_plain(self) -> dict[str, Any]:
-        """What a sweep varies, as JSON types."""
+        """The values that a sweep varies, as JSON types."""
         settings = self.plan.settings
         return {
             "cpu_bytes": self.cpu_bytes,
@@ -92,21 +92,21 @@ Point = tuple[TracePlan, PlanFigures]
 
 @contextmanager
 def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """So many processes, which let this one go first. Left by an error or by Ctrl-C, it ends them at once."""
+    """A pool of `jobs` processes at a lower priority. An error or Ctrl-C inside the context ends them at once."""
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin)
     try:
         yield pool
     except BaseException:
         for process in active_children():
             process.terminate()
-        # Waits for the pool's thread, which ends with them: at its exit the interpreter writes to what that closes.
+        # Waits for the pool's thread, which ends with them: at exit the interpreter writes to a pipe that it closes.
         pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()
 
 
 def _begin() -> None:
-    """What each process does first. It ends with the process that asks it, however that ends."""
+    """Prepares a process of the pool; it ends with its parent, even if the parent is killed."""
     os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -142,12 +142,12 @@ def curve_of(
 
     Args:
         trace: in Mooncake's format.
-        limit: its first so many requests; None: all.
+        limit: how many requests of the trace to use, from the first on; None: all.
         policies: beside the optimum.
         pool: `processes` that compute it.
-        progress: called with the computations done and in all.
-        at_once: how many processes to use, asked whenever one is free; all by default.
-        references_at_most: a trace that asks for more blocks is sampled.
+        progress: called with the number of computations done and of all.
+        at_once: returns how many processes to use; called whenever one is free. All by default.
+        references_at_most: a trace with more block references is sampled.
 
     Raises:
         ConfigError: the trace cannot be read.
@@ -171,12 +171,12 @@ def curve_of(
 
 
 def _asked(trace: Path, limit: int | None) -> int:
-    """Blocks that the requests of a trace ask for."""
+    """Counts the block references of a trace's requests."""
     return sum(len(request.hash_ids) for request in read_trace(trace, limit))
 
 
 class _Source(NamedTuple):
-    """What a process of the pool reads, once."""
+    """The trace that each process of the pool reads once."""
 
     trace: Path
     limit: int | None
@@ -205,8 +205,7 @@ def enough(points: Sequence[Point]) -> Point:
 
 
 def soonest(points: Sequence[Point], chosen: Point) -> Point:
-    """Of the plans with the sizes of `chosen`, the one with the smallest median time to the first token; `chosen` where
-    none takes less than it."""
+    """The plan with the sizes of `chosen` and the smallest median time to first token; `chosen` if none is faster."""
     plan, _ = chosen
     alike = [
         point for point in points if (point[0].cpu_bytes, point[0].disk_bytes) == (plan.cpu_bytes, plan.disk_bytes)

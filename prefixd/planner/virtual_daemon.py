@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from prefixd.base.errors import ConfigError
 from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_integrity
-from prefixd.planner.figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.hardware import ComputeCosts, Way, Ways
-from prefixd.planner.models import PlannedModel
+from prefixd.planner.plan_figures import PlanFigures, PlannedResult, summarise
+from prefixd.planner.planned_models import PlannedModel
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.simulation.link import SimulatedLink, UnbackedCopyEngine
 from prefixd.planner.simulation.memory import UnbackedMemory, UnbackedMemoryTier

@@ -1,12 +1,12 @@
 """A worker that computes nothing: it answers as the real one does, after the time that a pass would take.
 
-`_plan` has the rules of `prefixd.worker.step_plan.StepPlanner.plan`: runs that decode go first, a token each; then
-prompts as they came, with what is left of `max_step_tokens`.
+`_plan` follows `prefixd.worker.step_plan.StepPlanner.plan`: decoding runs go first, a token each; then prompts in the
+order of arrival, with the rest of `max_step_tokens`.
 
-Passes are alike until a run ends, fills a block with its output, comes to the end of its frames or to its first token.
-They are told as one `Step` of several passes, since a message takes longer to handle than to wait for: a full block up
-to a 64th of a block late, with those that others fill meanwhile. A message from the daemon that changes what is
-computed ends such a stretch with the pass that runs.
+Passes are alike until a run ends, fills a block with its output, reaches the end of its frames or its first token. The
+worker reports alike passes as one `Step`, since handling a message takes longer than a pass; it reports a full block up
+to a 64th of a block late, with the blocks that other runs fill meanwhile. A message from the daemon that changes the
+next passes ends such a stretch with the present pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prefixd.worker_protocol.protocol import Arrived, Cancel, Done, Extend, Star
 
 _MOST_PASSES = 1 << 16
 _MOST_PROMPT_PASSES = 8  # so that blocks of a long prompt are entered not much later than they are filled
-_LATE_PART = 64  # of a block: how many tokens after it is full it may be told
+_LATE_PART = 64  # a full block may be reported up to a 64th of its tokens late
 
 Outputs = Callable[[int, int, int], list[int]]
 """`(request, first, count)`: the tokens that a request generates, from its `first` one on."""
@@ -38,10 +38,10 @@ class _Run:
     reach: int  # tokens that its frames are for
     reported_blocks: int
     generated: int
-    kept: int = 0  # of `start.state.keep`, how many
+    kept: int = 0  # states of `start.state.keep` so far
     cancelled: bool = False
-    begun: bool = False  # it was in a pass
-    arrived: tuple[int, int] | None = None  # the first and the end of tokens that need not be computed
+    begun: bool = False  # has been in a pass
+    arrived: tuple[int, int] | None = None  # first and end of tokens that came from the cache meanwhile
 
     @property
     def pending(self) -> int:
@@ -52,7 +52,7 @@ class _Run:
         return self.known - self.computed == 1
 
     def advance(self, count: int) -> None:
-        """So many more tokens are computed; what has arrived behind them is passed over."""
+        """Adds `count` computed tokens and skips the arrived tokens behind them."""
         self.computed += count
         if self.arrived is not None and self.computed >= self.arrived[0]:
             self.computed, self.arrived = self.arrived[1], None
@@ -64,7 +64,7 @@ class _Run:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """What the worker did."""
+    """The worker's time, passes and computed tokens so far."""
 
     busy_s: float = 0.0
     passes: int = 0
@@ -75,13 +75,13 @@ class SimulatedWorker:
     """Runs requests side by side in virtual time.
 
     Args:
-        costs: what a pass takes.
+        costs: seconds of a pass.
         kv: the model's blocks.
         max_step_tokens: most tokens that a pass computes; decoding goes first and is not limited by it.
-        outputs: what requests generate.
+        outputs: the tokens that requests generate.
         clock: seconds.
-        on_step: given each step.
-        on_done: given each end.
+        on_step: called with each step.
+        on_done: called with each end of a request.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class SimulatedWorker:
         self._on_step = on_step
         self._on_done = on_done
         self._runs: dict[int, _Run] = {}
-        self._full = False  # the passes under way have no place for another prompt
-        self._told = asyncio.Event()
+        self._full = False  # the passes under way have no room for another prompt
+        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -115,14 +115,14 @@ class SimulatedWorker:
         return self._task
 
     async def stop(self) -> None:
-        """Ends it; what runs gets no answer."""
+        """Ends the worker; running requests get no answer."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
 
     def send(self, message: ToWorker) -> None:
-        """Takes a message from the daemon."""
+        """Handles a message from the daemon."""
         if isinstance(message, Start):
             blocks = message.cached_blocks
             started = self._runs[message.id] = _Run(
@@ -134,7 +134,7 @@ class SimulatedWorker:
                 message.generated,
             )
             if self._full and not started.decoding:
-                return  # its turn comes after the prompts that are computed
+                return  # the prompts under way go first
         elif isinstance(message, Extend):
             if (run := self._runs.get(message.id)) is not None:
                 goes_on = run.reach >= run.known
@@ -149,22 +149,22 @@ class SimulatedWorker:
                 run.advance(0)
         elif isinstance(message, Cancel) and (run := self._runs.get(message.id)) is not None:
             run.cancelled = True
-        self._told.set()
+        self._changed.set()
 
     def _tokens_in(self, frames: Sequence[int]) -> int:
         return len(frames) // self._slots * self._block_tokens
 
     async def _work(self) -> None:
         while True:
-            self._told.clear()
+            self._changed.clear()
             for run in [run for run in self._runs.values() if run.cancelled]:
                 self._end(run, "cancelled")
             plan = self._plan()
             if not plan:
-                await self._told.wait()
+                await self._changed.wait()
                 continue
-            passes = self._alike(plan)
-            # The mean of a stretch, in which every pass attends to what the one before has computed, too.
+            passes = self._alike_passes(plan)
+            # The mean of a stretch, since every pass also attends to the tokens of the pass before.
             parts = [(count, run.computed + count * (passes - 1) // 2) for run, count in plan]
             begun = sum(not run.begun for run, _ in plan)
             pass_s = self._costs.pass_s(parts)
@@ -175,7 +175,7 @@ class SimulatedWorker:
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(begin_s + passes * pass_s):
-                        await self._told.wait()
+                        await self._changed.wait()
                     done = min(passes, max(0, int((self._clock() - began_s) / pass_s)) + 1)
                     await asyncio.sleep(max(0.0, began_s + done * pass_s - self._clock()))
                     passes = done
@@ -194,18 +194,18 @@ class SimulatedWorker:
         self._full = budget <= 0
         return plan
 
-    def _alike(self, plan: list[tuple[_Run, int]]) -> int:
-        """How many passes from here on are like the first one."""
+    def _alike_passes(self, plan: list[tuple[_Run, int]]) -> int:
+        """How many of the next passes are alike."""
         size = self._block_tokens
         late = size // _LATE_PART
         passes = _MOST_PROMPT_PASSES if any(not run.decoding for run, _ in plan) else _MOST_PASSES
         for run, count in plan:
             if not run.decoding:
                 if run.reach < run.known:
-                    return 1  # it gets the frames of its prompt bit by bit, ahead of the passes that it tells of
+                    return 1  # the daemon sends the frames of its prompt bit by bit, ahead of the reported passes
                 passes = min(passes, run.pending // count)
             elif run.generated == run.start.generated:
-                return 1  # a first token is told at once, also of a prompt of which all but one token was cached
+                return 1  # a first token is reported at once, also after a prompt cached except for one token
             else:
                 passes = min(passes, run.left, run.reach - run.computed, size - run.computed % size + late)
         return max(1, passes)

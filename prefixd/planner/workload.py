@@ -1,4 +1,4 @@
-"""What is asked of a planned daemon: requests with their arrival, or with the request whose answer they wait for."""
+"""Workloads of a planned daemon: requests with a time of arrival, or with a request that must end before."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from prefixd.workloads.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, r
 
 TokenIds = npt.NDArray[np.uint32]
 _OWN_TOKENS = 1 << 31
-"""From here on tokens are a request's own: of a trace's last block, which is not full, and of what is generated."""
-_LONGEST_S = 1e9  # a day of idle time takes a turn of the loop
+"""The first of the token ids that belong to one request: in a trace's last, partial block, and in generated output."""
+_LONGEST_S = 1e9  # each day of idle time takes a turn of the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class PlannedRequest:
 
     Attributes:
         arrival_s: seconds after the start; with `after`, after that request's end.
-        prompt: its token ids; asked for when it arrives, so that a long trace is never in memory as tokens.
-        prompt_tokens: how many these are.
-        output_tokens: how many it generates.
-        output: what it generates, where later requests ask for that again; None: tokens that nobody asks for.
-        after: the place of the request in the workload that has to have ended before; None: it waits for nobody.
+        prompt: returns its token ids; called at its arrival, so that a long trace is never in memory as tokens.
+        prompt_tokens: length of the prompt.
+        output_tokens: length of the output.
+        output: its generated tokens, if later prompts contain them; None: tokens that no other prompt has.
+        after: index in the workload of the request that must end before; None: none.
     """
 
     arrival_s: float
@@ -46,11 +46,11 @@ class Workload:
     """Requests, in the order of their arrival.
 
     Attributes:
-        name: for people.
+        name: for output.
         requests: at least one.
-        outstanding: how many are sent before the first of them has ended; None: each at its arrival.
-        block_tokens: tokens of a block that suit it; None: any.
-        assumptions: what it takes for granted, a line each.
+        outstanding: how many requests are under way at a time; None: each is sent at its arrival.
+        block_tokens: length of a block that suits the workload; None: any.
+        assumptions: one line each.
     """
 
     name: str
@@ -64,8 +64,8 @@ def trace_requests(file: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a trace in Mooncake's format.
 
     Raises:
-        ConfigError: there is no such file, it can be read only once, a line is malformed, no request is in it, or they
-            are not in the order of their arrival.
+        ConfigError: there is no such file, it can be read only once, a line is malformed, it has no request, or its
+            requests are not in the order of arrival.
     """
     if file.exists() and not file.is_file():
         raise ConfigError(f"{file} is no regular file, and a plan reads its trace more than once; save it to a file")
@@ -82,7 +82,7 @@ def trace_requests(file: Path, limit: int | None = None) -> list[TraceRequest]:
 
 
 def of_trace(name: str, found: Sequence[TraceRequest], *, speed: float = 1.0) -> Workload:
-    """A trace's requests, `speed` times as fast as it was recorded. Raises ConfigError when that takes decades."""
+    """A trace's requests, `speed` times as fast as recorded. Raises ConfigError for a trace that takes decades."""
     first_ms = found[0].timestamp_ms
     if (span_s := (found[-1].timestamp_ms - first_ms) / 1000 / speed) > _LONGEST_S:
         raise ConfigError(
@@ -112,7 +112,7 @@ def achievable_rate(found: Sequence[TraceRequest], refused: Collection[int] = ()
 
     Args:
         found: the requests.
-        refused: places of those that are not answered, and count in nothing.
+        refused: indexes of refused requests, which do not count.
     """
     count = PrefixCount()
     answered = [request for place, request in enumerate(found) if place not in refused]
@@ -121,13 +121,13 @@ def achievable_rate(found: Sequence[TraceRequest], refused: Collection[int] = ()
 
 
 def own_tokens(number: int, first: int, count: int) -> list[int]:
-    """Tokens that no other request has, or that are alike by so rare a chance that it makes no difference."""
+    """Token ids of one request; another request has the same ones only by a negligible chance."""
     start = _OWN_TOKENS + (number * 0x9E3779B1 + first) % (_OWN_TOKENS - count)
     return list(range(start, start + count))
 
 
 def _prompt(number: int, request: TraceRequest) -> TokenIds:
-    """Its full blocks' tokens, and tokens of its own behind them."""
+    """The tokens of the request's full blocks, followed by tokens of its own."""
     shared = tokens_of(request.hash_ids)
     rest = max(1, request.input_length) - len(shared)
     return np.concatenate([shared, np.array(own_tokens(number, 0, rest), np.uint32)])

@@ -1,1 +1,1 @@
-"""One process of prefixd: its first steps, its signals, its limits, and the processes that it starts."""
+"""First steps, signals and limits of each process of prefixd, and the processes that it starts."""

@@ -1,4 +1,4 @@
-"""A Python module that runs as a process of its own, answers on standard output, and ends with who started it."""
+"""Runs a Python module as a process of its own, which answers on standard output and ends with its parent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs `python -m NAME PARENT ARGUMENTS...`, whose `main` calls `end_with_parent` first, and waits for its end.
+    """Runs `python -m NAME PARENT ARGUMENTS...` and waits for its end. The module calls `end_with_parent` first.
 
-    It is killed when the calling thread ends, and with that when this process does. Ctrl-C does not reach it.
+    The kernel kills it when the calling thread, or this process, ends. Ctrl-C does not reach it.
 
-    Raises OSError where the process cannot be started.
+    Raises OSError if the process cannot be started.
     """
     command = [sys.executable, "-m", name, str(os.getpid()), *arguments]
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0, check=False)
@@ -30,7 +30,7 @@ def end_with_parent() -> list[str]:
 
 
 def end_with(parent: int) -> None:
-    """The kernel kills this process with the thread of process `parent` that started it."""
+    """Makes the kernel kill this process when the thread of process `parent` that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before
+        os._exit(1)  # the parent has ended already

@@ -1,4 +1,4 @@
-"""This process's limits: file descriptors and locked memory. Raised as far as allowed, reported when too low."""
+"""Raises this process's limits of file descriptors and locked memory as far as allowed, and reports low ones."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _BASE = 128
 _A_SESSION = 3
 """Its connection, its process (pidfd), and for a moment one at the memory door."""
 _SPARE = 16
-"""So few left are reported: the next sessions would be refused."""
+"""Fewer free descriptors are reported: the next sessions would be refused."""
 _GOOD_CHECKS = 3
 _WATCH_S = 1.0
 _LOCK_S = 2.0
 
 
 def raise_descriptor_limit(max_sessions: int, slabs: int, troubles: Troubles) -> int:
-    """Raises the soft limit of open files to the hard one; reports it when it is too low for what is configured.
+    """Raises the soft limit of open files to the hard one; reports it if it is too low for the configuration.
 
     Args:
         max_sessions: sessions open at once.
         slabs: slab files that the disk tier may have open.
-        troubles: where it is reported.
+        troubles: gets the report.
 
     Returns:
-        The soft limit from now on.
+        The new soft limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -54,10 +54,10 @@ def raise_descriptor_limit(max_sessions: int, slabs: int, troubles: Troubles) ->
 
 
 class DescriptorCheck:
-    """Reports when hardly any descriptor is left, and that there are some again.
+    """Reports a shortage of descriptors, and its end.
 
-    A metrics page needs a descriptor, too: what were over with the shortage itself, no scraper would ever see. So it is
-    over when `_GOOD_CHECKS` checks in a row have found some.
+    A scrape needs a descriptor too, so a trouble that ended with the shortage would never be scraped. So it ends after
+    `_GOOD_CHECKS` good checks in a row.
     """
 
     def __init__(self, troubles: Troubles) -> None:
@@ -65,7 +65,7 @@ class DescriptorCheck:
         self._good = 0
 
     def check(self) -> None:
-        """Looks how many are in use now."""
+        """Counts the descriptors in use, and begins or ends the trouble."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             used = len(os.listdir("/proc/self/fd"))
@@ -87,7 +87,7 @@ class DescriptorCheck:
 
 
 async def watch_memory_lock(arena: CpuArena, troubles: Troubles) -> None:
-    """Locks the arena as soon as it may be, when it could not be at the start; returns then."""
+    """Tries to lock the arena every `_LOCK_S`, if that failed at the start; returns after success."""
     while LOCK in troubles:
         await asyncio.sleep(_LOCK_S)
         with suppress(OutOfMemoryError), started_threads(1, "prefixd-lock") as threads:
@@ -96,7 +96,7 @@ async def watch_memory_lock(arena: CpuArena, troubles: Troubles) -> None:
 
 
 async def watch_descriptors(troubles: Troubles) -> None:
-    """Checks once a second, for ever."""
+    """Checks descriptors once a second until it is cancelled."""
     descriptors = DescriptorCheck(troubles)
     while True:
         descriptors.check()

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP of a process, from its first line to its last.
+"""Handles SIGINT, SIGTERM and SIGHUP of a process, from its first line to its last.
 
 ```
              main()           a command                      the daemon, when it begins to take calls
@@ -7,7 +7,7 @@ SIGTERM      end_at_once      ended_by_sigterm, or none      DaemonSignals
 SIGHUP       hold_hangups     release_hangups: it ends       release_hangups: the settings are read again
 ```
 
-Imports only what is there anyway: whatever is imported before `end_at_once` can still be interrupted with a traceback.
+Imports only modules that Python has loaded: a signal during an import before `end_at_once` would print a traceback.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from contextlib import contextmanager
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_S = 0.25
-"""`timeout`, `uv run` and shells signal a process and its group: it comes twice, but was meant once."""
+"""A signal within this time is the same one: `timeout`, `uv run` and shells signal a process and its group."""
 _SECOND = b"prefixd: a second signal: ending without finishing what runs\n"
 
 
 def end_at_once() -> None:
-    """From now on SIGINT and SIGTERM end the process at once, with the exit status 130 or 143 and without a word.
+    """Lets SIGINT and SIGTERM end the process at once, with the exit status 130 or 143 and without a message.
 
-    For as long as there is nothing to undo. A KeyboardInterrupt would not do: in an import it is swallowed, or told
-    with a traceback, wherever it happens to be raised. Nor would the default action: a container's first process
-    ignores such a signal. SIGINT stays ignored where it is, as in a script's background jobs.
+    For as long as there is nothing to undo. A KeyboardInterrupt may be swallowed in an import, or print a traceback.
+    The default action does nothing in a container's first process. An ignored SIGINT stays ignored, as in a script's
+    background jobs.
     """
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -38,7 +38,7 @@ def end_at_once() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Around what has something to undo: SIGINT, where it ends the process at once, raises KeyboardInterrupt in it."""
+    """A context for code with something to undo: in it SIGINT raises KeyboardInterrupt and does not end the process."""
     if signal.getsignal(signal.SIGINT) is not _end:
         yield
         return
@@ -50,12 +50,12 @@ def interruptible() -> Iterator[None]:
 
 
 def hold_hangups() -> None:
-    """SIGHUP waits until `release_hangups`: a daemon that is not there yet cannot read its settings again."""
+    """Blocks SIGHUP until `release_hangups`: a starting daemon cannot read its settings again."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 def release_hangups() -> None:
-    """SIGHUP comes, one that was held among them: the handler is there, or its default action is right."""
+    """Unblocks SIGHUP, and delivers a held one: its handler is installed, or its default action is right."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
@@ -76,32 +76,32 @@ class DaemonSignals:
         self._installed = False
 
     def install(self) -> None:
-        """From now on both signals come here."""
+        """Makes `handle` the handler of both signals."""
         self._installed = True
         for number in ENDING:
             signal.signal(number, self.handle)
 
     def handle(self, number: int, _frame: object) -> None:
-        """What a signal does."""
+        """Handles a signal: calls `first`, or ends the process at the second one."""
         now = self._clock()
         if self._signalled_s is None:
             self._signalled_s = now
             self._first()
         elif now - self._signalled_s > SAME_SIGNAL_S:
-            os.write(2, _SECOND)  # logging may be what was interrupted
+            os.write(2, _SECOND)  # the signal may have interrupted logging
             os._exit(128 + number)
 
     def take_hangups(self, hangup: Callable[[], object]) -> None:
-        """From now on SIGHUP calls `hangup`, as `first` is called; one that was held does so now."""
+        """Makes SIGHUP call `hangup`, from the signal handler as `first`; a held one does so now."""
         signal.signal(signal.SIGHUP, lambda _number, _frame: hangup())
         release_hangups()
 
     def ignore_hangups(self) -> None:
-        """There is nothing any more that could read the settings again."""
+        """Ignores SIGHUP from now on, since the daemon cannot read its settings again any more."""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def ignore(self) -> None:
-        """The daemon is over: a signal that comes before its process has ended does not change the exit status."""
+        """Ignores both signals at the daemon's end, so that a late signal does not change the exit status."""
         if self._installed:
             for number in ENDING:
                 signal.signal(number, signal.SIG_IGN)

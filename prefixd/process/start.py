@@ -1,4 +1,4 @@
-"""What every process of ours does before anything else: standard descriptors that are open, and paths in UTF-8."""
+"""The first steps of every process of prefixd: it opens the standard descriptors and switches paths to UTF-8."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def prepare_process() -> None:
-    """Mends what a supervisor may have started us with.
+    """Repairs descriptors and encoding that a supervisor may have set.
 
-    Descriptors 0 to 2 that are closed are opened on /dev/null. Else the next files get these numbers, and a child's
-    messages go where they must not: a worker's stderr was the GPU tier's memory.
+    Opens those of the descriptors 0 to 2 that are closed on /dev/null. Otherwise the next files get these numbers, and
+    a child's messages go into them: a worker's stderr was the GPU tier's memory.
 
-    Python that was told to use another encoding than UTF-8 for paths starts again with UTF-8 (`PYTHONUTF8=1`, also for
-    its children): gRPC takes no other.
+    If Python uses another encoding than UTF-8 for paths, it starts again with UTF-8 (`PYTHONUTF8=1`, also for its
+    children): gRPC accepts no other.
     """
     for descriptor in range(3):
         try:
@@ -33,11 +33,11 @@ def prepare_process() -> None:
 
 
 def ensure_temporary_folder(instead: Path) -> None:
-    """Where no folder for temporary files can be written to (a container with a read-only root), makes one at `instead`
-    and has this process and its children use it: torch and transformers do not start without.
+    """Makes a folder for temporary files at `instead`, for this process and its children, if no other one is writable
+    (a container with a read-only root): torch and transformers do not start without one.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     try:
         tempfile.gettempdir()

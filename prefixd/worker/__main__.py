@@ -16,7 +16,7 @@ from prefixd.base.errors import PrefixdError
 from prefixd.process.start import prepare_process
 from prefixd.worker_protocol.errors import ConnectionClosedError
 from prefixd.worker_protocol.protocol import Connection, Failed, ToWorker, to_worker
-from prefixd.worker_protocol.settings import decode_settings
+from prefixd.worker_protocol.worker_settings import decode_settings
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     prepare_process()
     parser = argparse.ArgumentParser(prog="python -m prefixd.worker", description="prefixd's inference worker")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the daemon")
-    parser.add_argument("--config", required=True, help="settings as JSON, see prefixd/worker_protocol/settings.py")
+    parser.add_argument("--config", required=True, help="settings as JSON (worker_protocol/worker_settings.py)")
     options = parser.parse_args(arguments)
     _die_with_daemon()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,1 +1,1 @@
-"""What the daemon and its worker say to each other: messages, settings and errors."""
+"""The protocol between the daemon and its worker: messages, settings and errors."""

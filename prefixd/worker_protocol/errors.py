@@ -1,4 +1,4 @@
-"""What can go wrong in the worker. Every message names the value and the remedy."""
+"""Errors of the worker. Every message names the value and the remedy."""
 
 from __future__ import annotations
 

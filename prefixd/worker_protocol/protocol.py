@@ -1,14 +1,14 @@
-"""What daemon and worker say to each other, and how it is framed.
+"""Messages between daemon and worker, and their framing.
 
-The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
+The order of a conversation (``>`` from the worker, ``<`` from the daemon)::
 
-    > Hello     what the model needs; from its configuration alone, so the daemon can size its memory early
+    > Hello     the model's needs; from its configuration alone, so the daemon can size its memory early
     < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
     > Ready     memory attached, weights loaded
     < Start, Extend, Arrived, Cancel   at any time from here on
     < Grow      more frames; followed on the same socket by their descriptors, and before any message that names them
-    < Shrink    frames that no request has are about to be no more
-    > Shrunk    this process has let go of them
+    < Shrink    unmap frames that no request has
+    > Shrunk    the worker has unmapped them
     > Step      after each forward pass
     > Done      once a request, after its last Step, when its frames are unmapped
     < Ping      at any time after Ready
@@ -95,7 +95,7 @@ class ImageShape(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What some layers of a group need. The frames of a group may hold more than its layers need, but never less.
+    """The bytes that some layers of a group need. The frames of a group hold at least as much.
 
     group: its place in `Hello.groups`.
     rule: of the layers; the group's own, unless `worker.groups` is "one".
@@ -108,9 +108,9 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def frames_each(frame_bytes: int, common_bytes: int) -> int:
-    """How many frames of the common size one of a model's own takes (Jenga, section 6.1).
+    """How many frames of the common size one of a model's own frames takes (Jenga, section 6.1).
 
-    Raises ProtocolError unless a frame is so many whole ones.
+    Raises ProtocolError unless the common size divides the frame.
     """
     if common_bytes < 1 or frame_bytes % common_bytes:
         raise ProtocolError(
@@ -134,7 +134,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         `memory_estimate`.
     block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
     block_tokens_reason: why it is not what was asked for, one line; empty if it is.
-    window_margin: blocks that end so many tokens before the window of the next token, or earlier, are not read.
+    window_margin: blocks that end at least this many tokens before the window of the next token are not read.
     images: None for a model of text alone.
     image_group: None without such layers. What they keep of an image depends on the image alone, so it is in no block
         of a prompt.
@@ -206,13 +206,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """What one step did for one request.
+    """The results of one step for one request.
 
-    tokens: generated in this step (a stop token included); several where tokens of a draft were accepted.
-    filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
-        included.
+    tokens: generated in this step (a stop token included); several if tokens of a draft were accepted.
+    filled_blocks: full blocks with KV in memory now, counted from the start of the prompt, cached ones included.
     logprobs: of each of the tokens, if the request asks for them.
-    kept: so many blocks lie before each state of `Start.keep` that was kept in this step.
+    kept: for each state of `Start.keep` that was kept in this step, the number of blocks before it.
 
     The frames of `Start.image_frames` hold the images' keys and values from a request's first update on.
     """
@@ -225,11 +224,11 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class KvUsage(msgspec.Struct, frozen=True):
-    """What the worker's memory does.
+    """The worker's use of KV memory.
 
-    Where a block takes several frames, each of them counts. shared_blocks: blocks that are saved now because requests
-    share frames. The others count since the worker's start: blocks that were mapped, that were still mapped from a
-    request before, and that were copied.
+    If a block takes several frames, each of them counts. shared_blocks: blocks saved at present because requests share
+    frames. mapped_blocks, reused_blocks, copied_blocks count since the worker's start: blocks that were mapped, that
+    were still mapped from an earlier request, and that were copied.
     """
 
     shared_blocks: int = 0
@@ -259,7 +258,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class BeamResult(msgspec.Struct, frozen=True):
-    """A sequence that a beam search has found. score: see `BeamSearch.length_penalty`."""
+    """A sequence that a beam search has found. score: by `BeamSearch.length_penalty`."""
 
     tokens: list[int]
     score: float
@@ -286,7 +285,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The worker cannot go on and ends; one line for the operator."""
+    """The worker cannot go on and ends. detail: one line for the operator."""
 
     detail: str
 
@@ -322,7 +321,7 @@ class Grow(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shrink(msgspec.Struct, frozen=True, tag=True):
-    """Let go of frames that no request has; it answers with Shrunk.
+    """Unmap frames that no request has; the worker answers with Shrunk.
 
     frames: little-endian int64.
     """
@@ -331,13 +330,13 @@ class Shrink(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shrunk(msgspec.Struct, frozen=True, tag=True):
-    """Nothing in the worker maps these frames, or keeps a handle of their chunks, any more."""
+    """The worker has unmapped these frames and closed the handles of their chunks."""
 
     frames: bytes
 
 
 def passed_blocks(group: GroupShape, computed_tokens: int, block_tokens: int, margin: int) -> int:
-    """How many blocks, from the first on, a request with so many computed tokens never reads again in this group.
+    """How many blocks, from the first on, a request with `computed_tokens` never reads again in this group.
 
     Its frames of these blocks are the daemon's again as soon as an `Update` has told of the tokens: the worker may keep
     them mapped, but touches them no more. `margin` is `Hello.window_margin`.
@@ -355,7 +354,7 @@ class KeptState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateFrames(msgspec.Struct, frozen=True, kw_only=True):
-    """The frames of a request whose model has a state, of each as many as the group's shape says, named as in `Start`.
+    """The frames of a request for its states, for each as many as the group's shape says, named as in `Start`.
 
     own: what the state lies in while the request runs.
     resume: the state after `Start.cached_blocks`, which is copied and not changed; empty if no block is cached.
@@ -374,7 +373,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
     first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
     digest: 32 bytes that name its content.
-    tenant: whose it is.
+    tenant: the owner.
     pixels: it, in the memory that the daemon shares; they stay there until the daemon has had the request's `Done`.
     """
 
@@ -386,7 +385,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
-    """Where the keys and values of an image lie, for layers with cross-attention.
+    """The frames with the keys and values of an image, for layers with cross-attention.
 
     frames: as many as `Hello.image_group` says, named as in `Start`.
     filled: they are there; else the worker fills them. Images of one digest have the same frames.
@@ -401,7 +400,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
     generated: how many of them were generated.
-    cached_blocks: the first so many blocks hold KV already; at least one token must be left to compute.
+    cached_blocks: how many blocks, from the first on, hold KV already; at least one token must be left to compute.
     frames: the homes of the blocks, group after group: of each group its frames; with `Hello.whole_pages` the first
         of its frames, which lie side by side. Those from `cached_blocks` on are filled by this run alone. Before them
         -1 stands where the rule of a group needs nothing. Those of the blocks behind the prompt's are for beams, in any
@@ -451,7 +450,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     frames     Start    Extend      Arrived     Extend
     ```
 
-    first: so many blocks have frames already.
+    first: how many blocks have frames already.
     frames: the homes of the blocks that came, named as in `Start`.
     """
 
@@ -467,11 +466,11 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answer with Pong: a worker that hangs in a step does not."""
+    """Asks for a Pong. A worker that hangs in a step does not answer."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """See `Ping`."""
+    """The answer to Ping, between two steps."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

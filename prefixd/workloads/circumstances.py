@@ -1,4 +1,4 @@
-"""Where and of what a result was taken."""
+"""Records the machine, versions and commit of a result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def _without_folders(argument: str) -> str:
-    """An argument, of an absolute path its last part: the folders of a machine say nothing elsewhere."""
+    """An argument with an absolute path cut to its last part: a machine's folders mean nothing elsewhere."""
     option, sign, value = argument.rpartition("=")
     return f"{option}{sign}{Path(value).name}" if value.startswith("/") else argument
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from prefixd.base.errors import ConfigError
 
 HASH_TOKENS = 512
-"""Tokens that one hash id of the trace stands for."""
+"""Tokens of the block that one hash id of the trace stands for."""
 _ID_LIMIT = 1 << 32
-_MOST = 1 << 53  # what a float holds exactly
-_OWN_IDS = (1 << 32) // HASH_TOKENS  # so many ids have 512 tokens each to themselves, below 2**32
+_MOST = 1 << 53  # the largest integer that a float represents with all below it
+_OWN_IDS = (1 << 32) // HASH_TOKENS  # ids that have 512 token ids of their own below 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,9 @@ class TraceRequest:
 
 
 def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """The first `limit` requests. Ids of partly filled blocks are left out; empty lines are none.
+    """Reads the first `limit` requests. Leaves out ids of partly filled blocks, and empty lines.
 
-    Raises ConfigError naming the file, the line and what is wrong with it; for a missing file, where to
-    get one.
+    Raises ConfigError with the file, the line and its fault; for a missing file, with the place to get one.
     """
     try:
         lines = file.open("rb")
@@ -99,13 +98,13 @@ def tokens_of(hash_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class PrefixCount:
-    """What a cache without limits would hit: every prefix seen so far, in a plain set."""
+    """Counts the hits of a cache without limits, which has every prefix seen so far."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], int] = {}
 
     def hits_of(self, hash_ids: tuple[int, ...]) -> int:
-        """Leading blocks of the request that were there before it; afterwards all of it is there."""
+        """Counts the leading blocks of a request that earlier ones had, then adds all its blocks."""
         node, hits, on_path = -1, 0, True
         for hash_id in hash_ids:
             known = self._seen.get((node, hash_id))

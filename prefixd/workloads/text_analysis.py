@@ -1,4 +1,4 @@
-"""The text analysis workload: a few templates, each asked many times with another text in it.
+"""The text analysis workload: a few templates, each sent many times with another text in it.
 
 "Long-Term Memory", section VII.A: n unique prefixes, then k > n requests, each with a randomly chosen prefix
 and a random body. The upper tiers have room for fewer prefixes than there are (section VII.C: of 128 prefixes
@@ -23,12 +23,12 @@ FIRST_TOKEN, LAST_TOKEN = 32, 126
 class TextAnalysis:
     """The requests: the same arguments give the same prompts.
 
-    Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again. `outstanding` is how
-    many requests are sent before the first of them has been answered: what the daemon's queue can choose from.
-    `repeats` is how often the requests are sent to one daemon, each time with other choices and bodies.
+    Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again. `outstanding` is the
+    number of requests under way at a time, from which the daemon's queue can choose. `repeats` is how often the
+    requests are sent to one daemon, each time with other choices and bodies.
 
-    `header_tokens` of each prefix, from the first on, are the same in all of them. Of the requests the share `new` have
-    prefixes that were not asked for before and will not be again; with the header, if there is one.
+    The first `header_tokens` of all prefixes are the same. The share `new` of the requests has prefixes that occur only
+    once; they begin with the header, if there is one.
     """
 
     prefixes: int
@@ -88,7 +88,7 @@ class TextAnalysis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """Room in each tier, in prefixes.
+    """Sizes of the tiers, in prefixes.
 
     Bodies and outputs are cached like everything else: in the CPU and disk tiers a prefix has its share of them beside
     it, in the GPU tier the `running` requests have theirs. The disk tier also has room for the prompts with new
@@ -127,9 +127,9 @@ class Serving:
         name: of the configuration.
         caching: False computes every prompt.
         policy: of the queue.
-        look_ahead: `scheduler.look_ahead`; 0: nothing is prefetched.
+        look_ahead: `scheduler.look_ahead`; 0: no prefetching.
         eviction: `cache.eviction`.
-        tiers: those that there are, from the GPU tier on.
+        tiers: the existing tiers, from the GPU tier on.
         everything: the GPU tier has room for all prefixes.
     """
 
@@ -163,7 +163,7 @@ class Serving:
 
 
 CONFIGS = ("no-cache", "fcfs", "fpf", "relaxed-fpf")
-"""Names of the ways of serving that everybody compares: the cache off, then each policy of the queue."""
+"""Names of the compared ways of serving: the cache off, then each policy of the queue."""
 
 
 def serving_of(config: str) -> Serving:

@@ -19,7 +19,7 @@ from benchmarks.text_analysis_parts.goals import goals
 from benchmarks.text_analysis_parts.measuring import Measured, _workload
 from benchmarks.text_analysis_parts.suites import groups
 from prefixd.cli.demo.runner import settings_for
-from prefixd.workloads.figures import Figures, HitTokens, Quantiles
+from prefixd.workloads.latency_figures import Figures, HitTokens, Quantiles
 from prefixd.workloads.text_analysis import TextAnalysis
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.settings import Settings
-from prefixd.workloads.figures import RequestResult, digest, quantile, summarise
+from prefixd.workloads.latency_figures import RequestResult, digest, quantile, summarise
 from prefixd.workloads.text_analysis import (
     BLOCK_BYTES,
     CONFIGS,

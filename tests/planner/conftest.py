@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefixd.planner.hardware import Way, Ways
-from prefixd.planner.models import LayerGroup, PlannedModel
+from prefixd.planner.planned_models import LayerGroup, PlannedModel
 from prefixd.planner.virtual_daemon import Plan
 from prefixd.planner.workload import PlannedRequest, Workload
 from prefixd.settings import Settings

@@ -19,7 +19,7 @@ from prefixd.planner.hardware import (
     find_hardware,
     read_calibration,
 )
-from prefixd.planner.models import MODELS, LayerGroup, PlannedModel, find_model
+from prefixd.planner.planned_models import MODELS, LayerGroup, PlannedModel, find_model
 from prefixd.serving.models.embedded_model import ensure_embedded_model
 
 MEASURED = Calibration(

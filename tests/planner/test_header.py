@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefixd.planner.hardware import PeakCosts, find_hardware
-from prefixd.planner.models import find_model
+from prefixd.planner.planned_models import find_model
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, TokenIds, Workload, own_tokens
 from prefixd.settings import Settings

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import HARDWARE, PeakCosts
-from prefixd.planner.models import MODELS, LayerGroup
+from prefixd.planner.plan_figures import PlanFigures
+from prefixd.planner.planned_models import MODELS, LayerGroup
 from prefixd.planner.virtual_daemon import Plan, simulate
 from prefixd.planner.workload import PlannedRequest, Workload, achievable_rate, of_trace
 from prefixd.settings import Settings

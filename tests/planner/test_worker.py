@@ -75,7 +75,7 @@ class HalfToBegin(OneSecond):
 
 
 class PassByPass(SimulatedWorker):
-    def _alike(self, plan: object) -> int:
+    def _alike_passes(self, plan: object) -> int:
         return 1
 
 

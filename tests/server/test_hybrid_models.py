@@ -147,7 +147,7 @@ def test_tokens_are_those_of_transformers_from_every_tier(
 def gpu_bytes(model: Path, more_states: int = 0) -> int:
     """Room for the blocks of two requests, and for some states."""
     from prefixd.worker.spec.model_spec import read_model_spec
-    from prefixd.worker_protocol.settings import WorkerSettings
+    from prefixd.worker_protocol.worker_settings import WorkerSettings
 
     spec = read_model_spec(WorkerSettings(model=str(model), block_tokens=BLOCK))
     blocks = 2 * -(-(PROMPT + NEW) // BLOCK)

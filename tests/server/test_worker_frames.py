@@ -16,7 +16,7 @@ import pytest
 from prefixd.cache import Troubles
 from prefixd.serving.models.worker_process import WorkerProcess
 from prefixd.worker_protocol.protocol import Cancel, Connection, Grow, Shrink, Shrunk, to_worker
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import Export, FrameId, FramePool, NewFrames
 from prefixd_swap.vmem import recv_export
 

@@ -17,7 +17,7 @@ from prefixd.serving.models import worker_process
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Ready
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 
 
 @pytest.mark.parametrize(

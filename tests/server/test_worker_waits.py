@@ -20,7 +20,7 @@ from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Failed, FullAttention, GroupShape, Hello, encode
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import FramePool
 
 pytestmark = pytest.mark.slow

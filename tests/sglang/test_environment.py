@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engines.sglang_without_gpu import sglang
-from prefixd.integrations.sglang import environment, names
+from prefixd.integrations.sglang import environment, namespace_names
 from prefixd.integrations.sglang.environment import TABLE, environment_in_name
 
 UNREGISTERED = {
@@ -78,6 +78,8 @@ def test_what_is_set_to_its_default_and_what_sglang_sets_itself_do_not_count(
 
 def test_a_variable_that_may_change_kv_is_in_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
     server_args = sglang("srt.server_args").ServerArgs(model_path="m")
-    before = names.arguments_in_name(server_args)
+    before = namespace_names.arguments_in_name(server_args)
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
-    assert names.arguments_in_name(server_args) == before | {"environment": {"SGLANG_ENABLE_JIT_DEEPGEMM": False}}
+    assert namespace_names.arguments_in_name(server_args) == before | {
+        "environment": {"SGLANG_ENABLE_JIT_DEEPGEMM": False}
+    }

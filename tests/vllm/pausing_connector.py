@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from prefixd.integrations.engine.copying.transfers import Transfers
+from prefixd.integrations.engine.copying.block_transfers import Transfers
 from prefixd.integrations.vllm import worker_half
 from prefixd.integrations.vllm.connector import PrefixdConnector
 from prefixd_swap import CopyEngine

@@ -45,7 +45,7 @@ class Told:
         self.events.begin(SPEC)
 
     def _spawn(self, work: Any) -> Future[None]:
-        if self.events is not None and work.__name__ == "_forget":
+        if self.events is not None and work.__name__ == "_remove_all":
             asyncio.run(work())
         return Future()
 
@@ -54,7 +54,7 @@ class Told:
         if "tokens" in change:
             change["token_ids"] = np.asarray(change.pop("tokens"), "<u4").tobytes()
         asyncio.run(self.events._apply(BlockChange(namespace_id=ID, **change)))
-        return self.events.take()
+        return self.events.take_events()
 
 
 def hashes(*tokens: int) -> list[Any]:
@@ -104,7 +104,7 @@ def test_blocks_that_begin_alike(told: Told) -> None:
     assert told.tell(removed=[3], tier=TIER_CPU) == [removed(others[2:])]
     assert told.tell(removed=[3], tier=TIER_DISK) == [removed(others[2:], "STORAGE")]
     assert told.tell(cleared=True) == [removed(keys[:2])]
-    assert told.events._known == 0
+    assert told.events._blocks._hashed_blocks == 0
 
 
 def test_what_cannot_be_hashed_is_not_told(told: Told) -> None:
@@ -121,15 +121,15 @@ def test_what_was_told_is_taken_back(told: Told) -> None:
     """When the engine's cache is reset, and when the daemon goes away."""
     told.tell(stored=[1], tokens=range(8), tier=TIER_DISK)
     told.events.reset()
-    assert told.events.take() == [removed(hashes(*range(8)), "STORAGE")]
+    assert told.events.take_events() == [removed(hashes(*range(8)), "STORAGE")]
     assert told.tell(stored=[2], tokens=range(8, 16), tier=TIER_DISK) == []
 
 
 def test_other_hashes_than_vllms_are_not_told(told: Told, caplog: pytest.LogCaptureFixture) -> None:
     told.tell(stored=[1], tokens=range(8), tier=TIER_CPU)
     request = SimpleNamespace(mm_features=[], block_hashes=[b"other"], all_token_ids=list(range(8)))
-    told.events.arrived(SPEC, request)
-    assert told.events.take() == [removed(hashes(*range(8)))]
+    told.events.note_request(SPEC, request)
+    assert told.events.take_events() == [removed(hashes(*range(8)))]
     assert told.tell(stored=[2], tokens=range(8, 16), tier=TIER_CPU) == []
     assert told.events._wrong
 
@@ -147,7 +147,7 @@ def test_the_daemon_waits_for_what_vllm_has_not_taken(told: Told, monkeypatch: p
 
     with pytest.raises(TimeoutError):
         asyncio.run(tell())
-    assert len(told.events.take()) == 1 and not told.events.waiting
+    assert len(told.events.take_events()) == 1 and not told.events.waiting
 
 
 def test_extra_keys_of_a_salt(told: Told) -> None:
@@ -157,7 +157,7 @@ def test_extra_keys_of_a_salt(told: Told) -> None:
     request = SimpleNamespace(
         mm_features=[], block_hashes=[], all_token_ids=[], lora_request=None, cache_salt="s", prompt_embeds=None
     )
-    told.events.arrived(salted, request)
+    told.events.note_request(salted, request)
     (event,) = told.tell(stored=[1], tokens=range(8), tier=TIER_CPU)
     assert event.extra_keys == [("s",), None] and event.block_hashes != hashes(*range(8))
 
@@ -225,7 +225,7 @@ def test_a_change_that_is_not_understood(followed: Followed, caplog: pytest.LogC
 
     followed.follow(watch, lambda: followed.watches > 2)
     keys, tokens = hashes(*range(8)), list(range(8))
-    assert followed.events.take()[:4] == 2 * [stored(keys, None, tokens), removed(keys)]
+    assert followed.events.take_events()[:4] == 2 * [stored(keys, None, tokens), removed(keys)]
     (record,) = caplog.records
     assert record.levelno == logging.ERROR and record.exc_info is not None
 
@@ -270,7 +270,7 @@ def test_all_is_taken_back_in_slices(told: Told, cleared: bool, monkeypatch: pyt
 
     async def run() -> list[Any]:
         tell = told.events._apply
-        clear = tell(BlockChange(namespace_id=ID, cleared=True)) if cleared else told.events._forget()
+        clear = tell(BlockChange(namespace_id=ID, cleared=True)) if cleared else told.events._remove_all()
         change = BlockChange(namespace_id=ID, stored=[99], tier=TIER_CPU)
         change.token_ids = np.asarray(tokens[:8], "<u4").tobytes()
         works = [asyncio.ensure_future(clear)]
@@ -280,8 +280,8 @@ def test_all_is_taken_back_in_slices(told: Told, cleared: bool, monkeypatch: pyt
         end_s = time.monotonic() + 20.0
         while not all(work.done() for work in works) or told.events.waiting:
             assert time.monotonic() < end_s
-            longest = max(longest, len(told.events._events))
-            events += told.events.take()
+            longest = max(longest, told.events._blocks.waiting)
+            events += told.events.take_events()
             await asyncio.sleep(0.001)
         assert longest <= 2
         return events
@@ -292,7 +292,7 @@ def test_all_is_taken_back_in_slices(told: Told, cleared: bool, monkeypatch: pyt
         key for block in range(64) for key in hashes(*tokens[8 * block : 8 * block + 8])
     }
     assert last == stored(hashes(*tokens[:8]), None, tokens[:8])
-    assert told.events._known == 1 and sum(map(len, told.events._counts.values())) == 2
+    assert told.events._blocks._hashed_blocks == 1 and sum(map(len, told.events._blocks._counts.values())) == 2
 
 
 def test_namespaces_come_and_go(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,18 +303,18 @@ def test_namespaces_come_and_go(told: Told, monkeypatch: pytest.MonkeyPatch) -> 
     told.events._link.spec_of = specs.get
     for number in range(8):
         spec = NamespaceSpec("m", 8, SPEC.parts, salt=b"%d" % number)
-        told.events.arrived(SPEC, request_of(""))
-        told.events.arrived(spec, request_of(str(number)))
+        told.events.note_request(SPEC, request_of(""))
+        told.events.note_request(spec, request_of(str(number)))
         specs[b"%08d" % number] = spec
         for change in ({"stored": [1], "token_ids": bytes(32)}, {"removed": [1]}):
             asyncio.run(told.events._apply(BlockChange(namespace_id=b"%08d" % number, tier=TIER_CPU, **change)))
-        assert [type(event) for event in told.events.take()] == [BlockStored, BlockRemoved]
+        assert [type(event) for event in told.events.take_events()] == [BlockStored, BlockRemoved]
     assert not told.events._namespaces
     assert len(told.events._keys) == 4 and SPEC in told.events._keys
     for number in range(8, 20):
         change = BlockChange(namespace_id=b"%08d" % number, tier=TIER_CPU, stored=[1], token_ids=bytes(32))
         asyncio.run(told.events._apply(change))
-    assert not told.events.waiting and len(told.events._strange) == 4
+    assert not told.events.waiting and len(told.events._foreign) == 4
 
 
 def test_a_namespace_that_was_not_known_before(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_a_reset_before_the_workers_have_said_how_their_bytes_lie(make_steps: Ma
     prompt = make_prompt(175, 300)
     make_steps().cached(prompt)
     steps = make_steps(named=False)
-    steps.half.reset()
+    steps.half.reset_cache()
     steps.add("a", prompt, max_tokens=3)
     assert steps.run("a") == 0
 

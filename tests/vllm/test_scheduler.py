@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from vllm.v1.request import Request, RequestStatus
 
 from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.waiting.arrivals import FRONT_END_S
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.arrival_times import FRONT_END_S
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd_scheduler import Distance

@@ -24,7 +24,7 @@ from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.protocol import Done, ImageFrames, PromptImage, Start, StateFrames, Step
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.tiers import GpuTier, PagedGpuTier
 from prefixd_swap.vmem import FramePool, create_memory
 from prefixd_swap.vtensor import VirtualTensorManager

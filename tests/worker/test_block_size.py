@@ -6,7 +6,7 @@ import pytest
 
 from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import KvGeometry
 from prefixd_swap.block_size import explain_block_tokens, fill_chunks
 from tests.worker.tiny_models import tiny_config

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from prefixd.serving.models.embedded_model import EOS, ensure_embedded_model
 from prefixd.worker.model import load_model
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 
 
 @pytest.fixture(scope="module")

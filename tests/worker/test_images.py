@@ -37,7 +37,7 @@ from prefixd.worker.spec.kv_groups import AttentionGroup, KvGroups, with_images
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError, RequestError
 from prefixd.worker_protocol.protocol import FullAttention, ImageFrames, ImageGroup, ImageShape, PromptImage
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.geometry import KvGeometry
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import IMAGE_TOKEN, IMAGES, save_image_model

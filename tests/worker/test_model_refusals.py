@@ -9,7 +9,7 @@ import pytest
 
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.worker.tiny_models import tiny_config
 
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

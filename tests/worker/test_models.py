@@ -18,7 +18,7 @@ from prefixd.worker.recurrent.experts import PROBE_EXPERTS, STEADY_EXPERTS
 from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
 from prefixd.worker.spec.probe import PROBE_NAME
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.worker.tiny_models import EOS, FAMILIES, VOCAB, save_tiny
 
 TOLERANCE = 1e-4  # of logits of about 10, in float32: sums in another order

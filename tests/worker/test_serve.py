@@ -18,7 +18,7 @@ from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import Done, Extend, Hello, Memory, Shutdown, Start, Step
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.vmem import FramePool, create_memory, linux
 
 

@@ -17,7 +17,7 @@ import torch
 from prefixd.worker.model import load_model
 from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.worker.tiny_models import WINDOWED, build_grouped
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ

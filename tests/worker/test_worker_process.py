@@ -35,7 +35,7 @@ from prefixd.worker_protocol.protocol import (
     Step,
     from_worker,
 )
-from prefixd.worker_protocol.settings import WorkerSettings, encode_settings
+from prefixd.worker_protocol.worker_settings import WorkerSettings, encode_settings
 from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export
 
 ROOT = Path(__file__).parents[2]

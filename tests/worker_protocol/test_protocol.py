@@ -33,7 +33,7 @@ from prefixd.worker_protocol.protocol import (
     from_worker,
     to_worker,
 )
-from prefixd.worker_protocol.settings import WorkerSettings, decode_settings, encode_settings
+from prefixd.worker_protocol.worker_settings import WorkerSettings, decode_settings, encode_settings
 
 TO_WORKER = [
     Memory(b"\x00meta", 3, bytes(8), bytes(16), 12, 4096),

@@ -23,7 +23,7 @@ from prefixd.cli.failures import WrongUsage, examples
 if TYPE_CHECKING:
     from prefixd.planner.curve import Curve
     from prefixd.planner.hardware import Calibration
-    from prefixd.planner.models import PlannedModel
+    from prefixd.planner.planned_models import PlannedModel
     from prefixd.planner.sweep import Point, TracePlan
 
 EXAMPLES = examples(
@@ -192,7 +192,7 @@ def plan_command(
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
     from prefixd.cli.demo.demo import check_writable
     from prefixd.planner.hardware import PeakCosts, find_hardware, read_calibration
-    from prefixd.planner.models import find_model
+    from prefixd.planner.planned_models import find_model
     from prefixd.planner.plots import check_drawable
     from prefixd.planner.sweep import TracePlan
     from prefixd.planner.virtual_daemon import Plan

@@ -17,7 +17,7 @@ from prefixd.cli.failures import CommandFailed, examples
 
 if TYPE_CHECKING:
     from prefixd.cli.demo.runner import Progress
-    from prefixd.workloads.figures import Figures
+    from prefixd.workloads.latency_figures import Figures
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 EXAMPLES = examples("prefixd demo", "prefixd demo --prefixes 8 --requests 24 --json demo.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
-from prefixd.workloads.figures import Figures, RequestResult, summarise
+from prefixd.workloads.latency_figures import Figures, RequestResult, summarise
 from prefixd.workloads.text_analysis import FIRST_TOKEN, Serving, TextAnalysis, TierSizes, serving_of
 
 if TYPE_CHECKING:

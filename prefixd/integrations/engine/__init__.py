@@ -1,4 +1,4 @@
-"""What the connector of any engine needs: the line to the daemon, look-ups, save pins, copies, counters.
+"""Parts that every engine's connector shares: the link to the daemon, look-ups, the save queue, copies, counters.
 
 Nothing here imports an engine. In the modules, *the engine's blocks* are those of its own paged KV cache, and *blocks*
 are prefixd's, each made of several of them.

@@ -1,8 +1,7 @@
-"""What prefixd uses of an engine's release, looked for when the engine starts.
+"""Checks when an engine starts that its release has the names that prefixd uses.
 
-Engines move names with every release. What a release lacks would be an ImportError in the middle of a start, or an
-AttributeError in the middle of a night; a method that its base class has and prefixd does not know may be a duty that
-nobody fulfils. Both are said here in one line each.
+Engines move names with every release. A missing name would raise ImportError in the middle of a start or AttributeError
+while serving; a base class's method that prefixd does not know may need an override. Each is reported in one line.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class BaseClass:
     """A class of the engine's that prefixd derives from.
 
     Args:
-        path: where it is: "package.module:Class".
+        path: of the class: "package.module:Class".
         called: the methods that the engine calls and prefixd overrides.
-        known: the other methods that it is known to have, whose defaults are right for prefixd.
+        known: the other methods of the class; their defaults are right for prefixd.
     """
 
     path: str
@@ -35,14 +34,14 @@ class BaseClass:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What is needed of an engine.
+    """The names that prefixd needs of an engine.
 
     Args:
         engine: its name, as in "vLLM".
         version: of the release that is installed.
-        works_with: the releases that prefixd works with, in words.
+        works_with: the releases that prefixd works with, in words: "0.29 to 0.33".
         names: "module", "module:name" or "module:Class.attribute"; an attribute may be one that the constructor sets.
-        bases: what prefixd derives from.
+        bases: the classes that prefixd derives from.
     """
 
     engine: str
@@ -52,10 +51,10 @@ class Contract:
     bases: tuple[BaseClass, ...] = ()
 
     def check(self, log: logging.Logger) -> None:
-        """Warns, in one line, of methods that prefixd does not know.
+        """Logs a warning, in one line, of methods that prefixd does not know.
 
         Raises:
-            ConfigError: names of what the release lacks, in one line.
+            ConfigError: the release lacks names; it lists them in one line.
         """
         if missing := sorted(self.missing()):
             raise _lacks(self.engine, self.version, self.works_with, ", ".join(missing))
@@ -67,11 +66,11 @@ class Contract:
             )
 
     def missing(self) -> set[str]:
-        """The names, and the methods of base classes, that are not there."""
-        return {name for name in {*self.names, *_methods_called(self.bases)} if not _is_there(name)}
+        """The names, and the methods of base classes, that the installed release lacks."""
+        return {name for name in {*self.names, *_methods_called(self.bases)} if not _exists(name)}
 
     def unknown(self) -> set[str]:
-        """Public methods of the base classes that are neither overridden nor known."""
+        """Public methods of the base classes that prefixd neither overrides nor knows."""
         unknown = set()
         for base in self.bases:
             here = _public_methods(_find(base.path))
@@ -81,8 +80,8 @@ class Contract:
 
 @contextmanager
 def imports_of(engine: str, version: str, works_with: str) -> Iterator[None]:
-    """A context in which modules import an engine's names. Raises ConfigError, in one line, for a name that is not
-    there; arguments as those of `Contract`."""
+    """A context for imports from an engine: turns its ImportError into ConfigError of one line. Arguments as
+    `Contract`."""
     try:
         yield
     except ImportError as error:
@@ -91,9 +90,9 @@ def imports_of(engine: str, version: str, works_with: str) -> Iterator[None]:
         raise _lacks(engine, version, works_with, str(error).partition(" (")[0]) from None
 
 
-def _lacks(engine: str, version: str, works_with: str, what: str) -> ConfigError:
+def _lacks(engine: str, version: str, works_with: str, names: str) -> ConfigError:
     return ConfigError(
-        f"{engine} {version} lacks what prefixd needs of it: {what}; install {engine} {works_with}, or a prefixd that "
+        f"{engine} {version} lacks what prefixd needs of it: {names}; install {engine} {works_with}, or a prefixd that "
         "is made for this release"
     )
 
@@ -111,7 +110,7 @@ def _is_method(value: Any) -> bool:
     return inspect.isfunction(value) or isinstance(value, classmethod | staticmethod | property)
 
 
-def _is_there(name: str) -> bool:
+def _exists(name: str) -> bool:
     try:
         _find(name)
     except (ImportError, AttributeError):
@@ -120,18 +119,18 @@ def _is_there(name: str) -> bool:
 
 
 def _find(name: str) -> Any:
-    """What a name stands for. Raises ImportError or AttributeError where there is nothing."""
+    """The object of a name. Raises ImportError or AttributeError if the release has none."""
     module, _, path = name.partition(":")
     found: Any = import_module(module)
     for attribute in filter(None, path.split(".")):
-        if inspect.isclass(found) and not hasattr(found, attribute) and _sets(found, attribute):
+        if inspect.isclass(found) and not hasattr(found, attribute) and _has_on_objects(found, attribute):
             return None
         found = getattr(found, attribute)
     return found
 
 
-def _sets(kind: type, attribute: str) -> bool:
-    """Whether objects of a class have an attribute that the class itself has not: a field, or set by a constructor."""
+def _has_on_objects(kind: type, attribute: str) -> bool:
+    """Whether objects of a class have an attribute that the class lacks: a field, or one that a constructor sets."""
     for each in inspect.getmro(kind):
         code = getattr(each.__dict__.get("__init__"), "__code__", None)
         if attribute in inspect.get_annotations(each) or (code and attribute in code.co_names):

@@ -10,7 +10,7 @@ from prefixd.client import NamespaceSpec, PartSpec, RecurrentState, Rule, Slidin
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of the engine's KV groups whose blocks prefixd keeps."""
+    """One of the engine's KV groups with blocks that prefixd keeps."""
 
     index: int
     """Its place in the engine's tables of block ids."""
@@ -19,24 +19,24 @@ class Group:
     part_bytes: int
     """Bytes of a prefixd block that belong to the group, on one rank."""
     window_tokens: int | None = None
-    """Tokens that a token of the group's layers attends to, itself included; None: all before it. So a reader of a
-    prefix needs the last `window_tokens - 1` tokens of it, and prefixd keeps the blocks that these lie in."""
+    """Tokens that a token of the group's layers attends to, itself included; None: all before it. A reader of a
+    prefix needs its last `window_tokens - 1` tokens; prefixd keeps the blocks that contain them."""
 
     state: bool = False
-    """A block's bytes are the state after it. The engine has it after some blocks only, and says when."""
+    """A block's bytes are the recurrent state after it. The engine has states after some blocks only."""
 
     replicated: bool = False
-    """Every rank has the same bytes, as of latents. They are kept once: one rank saves them, all ranks load them."""
+    """Every rank has the same bytes (latents of MLA). One rank saves them, all ranks load them."""
 
     @property
     def rule(self) -> Rule | None:
-        """What the daemon is told of it; None: full attention."""
+        """The group's rule in the namespace; None: full attention."""
         if self.state:
             return RecurrentState()
         return None if self.window_tokens is None else SlidingWindow(self.window_tokens)
 
     def span(self, block_tokens: int) -> int | None:
-        """Of how many blocks of so many tokens, at a prefix's end, a reader needs the group's bytes; None: of all."""
+        """How many last blocks of a prefix, of `block_tokens` tokens each, a reader needs; None: all blocks."""
         if self.state:
             return 1
         if self.window_tokens is None:
@@ -49,11 +49,11 @@ class Tail:
     """KV groups of which a reader of a prefix needs the same last blocks."""
 
     groups: tuple[int, ...]
-    """Their places in the geometry."""
+    """Indexes in `Geometry.groups`."""
     span: int
-    """How many blocks that is."""
+    """How many last blocks a reader needs."""
     state: bool
-    """Whether they have states; else windows."""
+    """True: groups with recurrent states; False: with windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class Geometry:
     block_tokens: int
     """Tokens of a prefixd block."""
     unit_tokens: int
-    """Tokens after which every group has a whole number of the engine's blocks; the engine counts cached tokens so."""
+    """Tokens after which every group has a whole number of the engine's blocks: the engine's unit of cached tokens."""
     ranks: int
     layout: str
     """The engine that packs the bytes, part of the namespace: "vllm"."""
     by_block: bool = True
-    """Whether a load that fails may name the engine's blocks that have no bytes. Else the whole request is computed
-    again: a block id does not say which of several groups it belongs to."""
+    """Whether a failed load reports the engine's blocks without bytes. Else the engine computes the whole request
+    again: a block id does not tell its group where there are several."""
 
     @property
     def block_bytes(self) -> int:
@@ -79,20 +79,19 @@ class Geometry:
 
     @property
     def needs_end(self) -> bool:
-        """Whether there are groups of which a reader needs the end of a prefix only. A lease then serves a prefix of
-        its own length, not a shorter one."""
+        """Whether a reader needs only the end of a prefix in some groups. A lease then serves no shorter prefix."""
         return any(group.rule is not None for group in self.groups)
 
     @property
     def body(self) -> tuple[int, ...]:
-        """Places of the groups of which every block is saved: those that a prefix needs all of. Where there are none it
-        is all groups, since a block that nothing is saved of ends every prefix."""
+        """Indexes of the groups of which every block is saved: the ones that a prefix needs whole. Without any of these
+        it is all groups, since a block without saved bytes ends every prefix."""
         places = tuple(place for place, group in enumerate(self.groups) if group.span(self.block_tokens) is None)
         return places or tuple(range(len(self.groups)))
 
     @property
     def tails(self) -> tuple[Tail, ...]:
-        """The other groups."""
+        """The groups that are not in `body`, with those of equal needs together."""
         alike: dict[tuple[int, bool], list[int]] = {}
         for place, group in enumerate(self.groups):
             span = group.span(self.block_tokens)
@@ -101,8 +100,8 @@ class Geometry:
         return tuple(Tail(tuple(places), span, state) for (span, state), places in alike.items())
 
     def most_loadable(self, tokens: int) -> int:
-        """Of a prompt of so many tokens, how many can be loaded: at least one has to be computed for the next one to be
-        sampled, and with windows or states a lease has to end where computing begins."""
+        """How many tokens of a prompt of `tokens` tokens can be loaded at most. The engine computes at least one, to
+        sample the next; with windows or states a lease has to end where computing begins."""
         step = self.block_tokens if self.needs_end else self.unit_tokens
         return max(0, tokens - 1) // step * step
 
@@ -115,7 +114,7 @@ class Geometry:
         return total
 
     def spec(self, name: str, salt: bytes) -> NamespaceSpec:
-        """The namespace: rank-major, one part per (rank, group); of replicated groups rank 0 alone has one.
+        """The namespace, with one part per (rank, group), rank by rank; replicated groups have a part on rank 0 alone.
 
         2 ranks, group 0 replicated: (rank 0, group 0) (rank 0, group 1) (rank 1, group 1)
         """
@@ -141,10 +140,10 @@ class Geometry:
         return [first + own.index(place) if place in own else place for place in range(len(self.groups))]
 
     def saved_by(self, rank: int, tokens: bytes, groups: tuple[int, ...]) -> tuple[int, ...]:
-        """Places of those of `groups` that a rank saves of a prompt.
+        """The members of `groups` that a rank saves of a prompt.
 
-        Prompts that begin with the same block have one rank that saves their replicated groups: blocks are saved in
-        the order of the prefix only by one and the same rank. Other prompts have other ranks, which shares the work.
+        One rank saves the replicated groups of all prompts that begin with the same block, so that blocks are saved in
+        the order of the prefix. Prompts with other first blocks have other ranks, which shares the work.
 
         Args:
             tokens: the prompt's, as in `Namespaced`; at least one block.

@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector asks of the workers' half, and what it is told back."""
+"""Jobs that the connector's scheduler half sends to its workers, and the outcomes that they report."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ class Namespaced:
     name: str
     salt: bytes
     tokens: bytes = field(repr=False)
-    """Token ids as little-endian uint32, from the prompt's start to the end of the last block that is meant."""
+    """Token ids as little-endian uint32, from the prompt's start to the end of the job's last block."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Bring prefixd blocks into the engine's blocks."""
+    """Load prefixd blocks into the engine's blocks."""
 
     request_id: str
     prefix: Namespaced
     first_block: int
     blocks: int
     block_ids: tuple[tuple[int, ...], ...]
-    """The engine's blocks, by group, all blocks of the job one after the other; `NO_BLOCK` where it wants no bytes."""
+    """The engine's block ids, by group, for all blocks of the job in order; `NO_BLOCK` where it wants no bytes."""
     waits: bool
-    """Whether the step that begins with it computes on the bytes (layer-wise), or the request waits outside."""
+    """True: the next step computes on the bytes, layer by layer. False: the request waits outside the batch."""
     found: MatchResult | None = None
-    """The answer that counted the prompt as asked for: what of it is loaded counts as found. None: it has been."""
+    """The match that counted the prompt as asked for; the daemon counts the loaded part as found. None: counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Give the engine's blocks to the cache. They stay what they are until the job is acknowledged."""
+    """Save the engine's blocks. They stay pinned until the workers have acknowledged the job."""
 
     id: int
     prefix: Namespaced
     first_block: int
     blocks: int
     groups: tuple[int, ...]
-    """Places in the geometry of the groups whose bytes the engine has: of a window group it may have none any more."""
+    """Indexes in `Geometry.groups` of the saved groups: the engine may have freed the blocks of a window group."""
     block_ids: tuple[tuple[int, ...], ...]
-    """The engine's blocks, by group of `groups`, all blocks of the job one after the other."""
+    """The engine's block ids, by group of `groups`, for all blocks of the job in order."""
     retention: tuple[Retention, ...] = ()
     """Priorities of the prompt's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """How a load went, on one rank or on the worst of several."""
+    """The result of a load on one rank; of several ranks the bytes add up and the worst time and failure count."""
 
     nbytes: int
     elapsed_s: float
@@ -60,16 +60,18 @@ class LoadOutcome:
 
 @dataclass(slots=True)
 class Outcomes:
-    """What one rank has ended since it was last asked; of several ranks, how many have."""
+    """Jobs that ended since the last report."""
 
     loads: dict[str, tuple[int, LoadOutcome]] = field(default_factory=dict)
+    """By request id: how many ranks have ended the load, and its outcome."""
     saves: dict[int, int] = field(default_factory=dict)
+    """By job id: how many ranks have ended the save."""
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.saves)
 
     def merge(self, other: Outcomes) -> None:
-        """Adds what another rank, or the same one later, has ended."""
+        """Adds the outcomes of another rank, or later ones of the same rank."""
         for request_id, (ranks, outcome) in other.loads.items():
             mine = self.loads.get(request_id)
             if mine is not None:

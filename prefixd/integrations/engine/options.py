@@ -1,10 +1,12 @@
-"""The settings that every engine's connector has."""
+"""The settings that every engine's connector has, and their parsing."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prefixd.base.errors import ConfigError
 
 DEFAULT_BLOCK_TOKENS = 32
 
@@ -12,7 +14,7 @@ Seconds = Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)]
 
 
 class EngineOptions(BaseModel):
-    """What an engine's user may set; a connector adds what only its engine knows."""
+    """Settings of every engine's connector; each connector adds its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -24,15 +26,39 @@ class EngineOptions(BaseModel):
     save: bool = True
     """Whether this engine gives the cache what it computes; false for one that only reads."""
     resume_every: Annotated[int, Field(ge=0)] = 8
-    """Of layers with a sliding window or a state, what the end of a prefix needs is saved for the ends of prompts and
-    answers, where prompts branch, and inside prompts once in so many windows' lengths (of states: blocks), where
-    prompts may branch yet. 1: for every block; 0: not inside prompts."""
+    """For layers with a sliding window or a state, the ends of prefixes are saved at the ends of prompts and answers,
+    where prompts branch, and inside prompts at every `resume_every`-th window (with states: block), where later
+    prompts may branch. 1: at every block; 0: not inside prompts."""
     recompute_if_slower: bool = True
     """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
     timeout_s: Seconds = 1.0
     """The longest that a call to the daemon may take; above it the daemon counts as away."""
     strict_version: bool = False
-    """Whether engines of another version have names of their own, although they pack pages in the same way."""
+    """Whether engines of another version have namespaces of their own, although they pack pages in the same way."""
     prefetch: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
-    """Waiting requests whose prefixes are brought up from disk ahead of their turn. auto: as many as begin while a
-    prefix is loaded, by what both took lately, 64 at most; 0: none."""
+    """How many waiting requests get their prefixes prefetched from disk. auto: as many as begin while a prefix is
+    loaded, by recent times of both, 64 at most; 0: none."""
+
+
+Options = TypeVar("Options", bound=BaseModel)
+
+
+def parse_options(kind: type[Options], given: Any, place: str, whole: str) -> Options:
+    """Validates the options that an engine hands over.
+
+    Args:
+        given: the options by name; may be anything, since it is the user's.
+        place: where the user wrote them, for the error text: "kv_connector_extra_config".
+        whole: the name of all options together, for an error of no single option.
+
+    Raises:
+        ConfigError: one line with the first wrong option, its value and what is allowed.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or whole
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{place} has no option {name!r}; there are {', '.join(kind.model_fields)}") from None
+        raise ConfigError(f"{place}: {name} = {first['input']!r}: {first['msg']}") from None

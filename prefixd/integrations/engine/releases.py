@@ -1,4 +1,4 @@
-"""Which file of an engine's folder has what is a release's own."""
+"""Finds the module with an engine release's own code, by the release's version."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Releases:
     Args:
         engine: its name, as in "vLLM".
         works_with: the releases in words, as "0.29 to 0.33".
-        files: the file of each, by as much of its number as counts: {(0, 32): "v0_32"}.
-        flag: what the engine's user leaves out to start it without prefixd.
+        files: the file of each release, by the parts of its number that count: {(0, 32): "v0_32"}.
+        flag: the engine's option that a user leaves out to start it without prefixd.
         log: the integration's.
     """
 
@@ -29,11 +29,11 @@ class Releases:
     log: logging.Logger
 
     def file_of(self, version: str) -> str:
-        """The file of a release, by its version ("0.32.0+cpu"). A later release is taken for the last one that is
-        known, which is logged; so is a build from source, whose version says nothing.
+        """The file of a release, by its version ("0.32.0+cpu"). A later release, or a build from source without a
+        useful version, gets the file of the last known release and a warning in the log.
 
         Raises:
-            ConfigError: it is older than all.
+            ConfigError: the release is older than all known ones.
         """
         first, last = min(self.files), max(self.files)
         said = re.match(r"\.".join([r"(\d+)"] * len(first)), version)

@@ -5,8 +5,8 @@
         "module_path": "prefixd.integrations.sglang", "class_name": "PrefixdHiCache", "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": true}'
 
-The class needs SGLang and is imported when it is asked for, once `contract` has found in SGLang what it needs; only
-`backend` and `stats` import SGLang. See docs/sglang.md.
+The class needs SGLang; it is imported at first use, after `contract` has checked SGLang for the names that it needs.
+Only `backend` and `stats` import SGLang. docs/sglang.md is the user's guide.
 """
 
 from __future__ import annotations

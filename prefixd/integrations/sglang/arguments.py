@@ -1,4 +1,5 @@
-"""Every argument of SGLang: in the name of its namespaces, or why not. Names are those of `ServerArgs` (0.5.23)."""
+"""Sorts every argument of SGLang: into the name of its namespaces, or with a reason why not. Names are of `ServerArgs`
+(0.5.23)."""
 
 from __future__ import annotations
 
@@ -194,7 +195,7 @@ TABLE = ArgumentTable(
 
 
 def arguments_of(server_args: Any) -> Iterator[Argument]:
-    """What SGLang runs with: where it has decided on a value by itself, that.
+    """SGLang's arguments, with the values that it has chosen itself where it did.
 
     Args:
         server_args: its `ServerArgs`.

@@ -1,8 +1,7 @@
-"""The storage backend that SGLang loads: what its calls mean in prefixd, and nothing that it could be harmed by.
+"""The storage backend that SGLang loads: maps its calls to prefixd and keeps prefixd's errors away from it.
 
-SGLang calls from three threads: one asks which pages are there, one loads, one saves. Whatever goes wrong, a call
-answers that pages are not there, or not kept; SGLang then computes. What cannot work at all (a wrong option) is said
-when SGLang starts, as an error.
+SGLang calls from three threads: one looks up pages, one loads, one saves. After any error a call answers that pages are
+missing, or not kept, and SGLang computes. A wrong option raises an error when SGLang starts.
 
     register_mem_pool_host, register_mem_host_pool_v2     the pools, and with them the namespaces
     batch_exists, batch_get_v1, batch_set_v1              the KV pool; pages lie in the pool itself
@@ -33,15 +32,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 from prefixd.client import ClientError
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.chains import Chain, Chains
+from prefixd.integrations.engine.pages_by_key.engine_pages import PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.page_store import Outcome, PageStore
-from prefixd.integrations.engine.pages_by_key.pages import PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
-from prefixd.integrations.sglang import names
+from prefixd.integrations.sglang import namespace_names
 from prefixd.integrations.sglang.contract import RELEASE, VERSION
 from prefixd.integrations.sglang.hit_policies import TrailingPool, usable_lengths
-from prefixd.integrations.sglang.keys import digests_of
-from prefixd.integrations.sglang.log import SaidOnce, log
+from prefixd.integrations.sglang.log import RareWarnings, log
 from prefixd.integrations.sglang.options import HiCacheOptions
+from prefixd.integrations.sglang.page_keys import digests_of
 from prefixd.integrations.sglang.pool_pages import NoPages, PoolPages, TensorsAt, pages_of
 from prefixd.integrations.sglang.stats import HiCacheCounters
 
@@ -55,7 +54,7 @@ _AT_ENDS_SUFFIX = "_state"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A pool and where its pages are kept; no store for a pool without bytes."""
+    """A pool and the store of its pages; `store` is None for a pool without bytes."""
 
     name: str
     pages: PoolPages
@@ -64,9 +63,9 @@ class Stored:
 
 
 class PrefixdHiCache(HiCacheStorage):
-    """SGLang's L3 cache in prefixd. See docs/sglang.md.
+    """SGLang's L3 cache in prefixd; docs/sglang.md is the user's guide.
 
-    Raises ConfigError for an option that cannot work; no other method raises.
+    The constructor raises ConfigError for an option that cannot work; no other method raises.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -75,18 +74,18 @@ class PrefixdHiCache(HiCacheStorage):
         self._options = HiCacheOptions.parse(extra)
         self._flat = not extra.get("interface_v1")
         self._counters = HiCacheCounters(storage_config)
-        self._said = SaidOnce()
+        self._warnings = RareWarnings()
         self._chains = Chains()
         self._copies = SharedCopies()
         self._pools: dict[str, Stored] = {}
-        self._waiting: dict[str, Any] = {}  # pools that could not be registered yet, for want of a link
+        self._waiting: dict[str, Any] = {}  # pools to be registered once there is a link
         self._closed = False
         self._opening = threading.Lock()
         self._link: Link | None = None
         self._link_again_s = 0.0
         server_args = _server_args()
-        self._arguments = names.arguments_in_name(server_args)
-        self._model = names.model_of(storage_config.model_name, self._options.model, server_args)
+        self._arguments = namespace_names.arguments_in_name(server_args)
+        self._model = namespace_names.model_of(storage_config.model_name, self._options.model, server_args)
         self._version = f"sglang {VERSION}, torch {torch.__version__.partition('+')[0]}"
         if (link := self._open()) is not None:
             link.wait_first()
@@ -94,17 +93,17 @@ class PrefixdHiCache(HiCacheStorage):
     # -- pools ----------------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """SGLang's KV pool."""
+        """Registers SGLang's KV pool."""
         super().register_mem_pool_host(mem_pool_host)
-        self._register(names.KV, mem_pool_host, flat=self._flat)
+        self._register(namespace_names.KV, mem_pool_host, flat=self._flat)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Another pool, or the KV pool once more."""
+        """Registers another pool, or the KV pool once more."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
         known = self._pools.get(name)
         if known is None or known.pages.pool is not host_pool:
-            self._register(name, host_pool, flat=self._flat and name == names.KV)
+            self._register(name, host_pool, flat=self._flat and name == namespace_names.KV)
 
     def _register(self, name: str, pool: Any, *, flat: bool) -> None:
         self._pools.pop(name, None)
@@ -117,7 +116,7 @@ class PrefixdHiCache(HiCacheStorage):
                 if link is None:
                     self._waiting[name] = pool
                     return
-                spec = names.spec_of(
+                spec = namespace_names.spec_of(
                     self._config,
                     self._model,
                     self._arguments,
@@ -128,19 +127,19 @@ class PrefixdHiCache(HiCacheStorage):
                 )
                 store = PageStore(link, spec, self._options.slice_s, self._copies)
                 log.info("prefixd: pages of %s are in %s (%s)", name, spec.name, spec.layout)
-            self._pools[name] = Stored(name, pages, store, names.is_shared(self._config, pool, name))
+            self._pools[name] = Stored(name, pages, store, namespace_names.is_shared(self._config, pool, name))
         except Exception as error:  # SGLang goes on without this pool's pages
-            self._failed(f"register {name}", error)
+            self._log_error(f"register {name}", error)
 
     # -- which pages are there ------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages, from the first on, are cached."""
-        return self._answer(0, lambda: self._leading(names.KV, keys, extra_info), "exists")
+        return self._answer(0, lambda: self._count_leading(namespace_names.KV, keys, extra_info), "exists")
 
     def exists(self, key: str) -> bool:
         """Whether a page is cached."""
-        return self._answer(False, lambda: self._leading(names.KV, [key], None) > 0, "exists")
+        return self._answer(False, lambda: self._count_leading(namespace_names.KV, [key], None) > 0, "exists")
 
     def batch_exists_v2(
         self,
@@ -153,7 +152,7 @@ class PrefixdHiCache(HiCacheStorage):
             PoolTransferResult(0, {}, []), lambda: self._exists_v2(keys, pool_transfers or [], extra_info), "exists"
         )
 
-    def _leading(self, name: str, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
+    def _count_leading(self, name: str, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
         if not keys:
             return 0
         chain = self._chain(keys, extra_info)
@@ -161,28 +160,28 @@ class PrefixdHiCache(HiCacheStorage):
         if pool.store is None:
             return len(keys)
         hits = pool.store.leading(chain)
-        if name == names.KV:
+        if name == namespace_names.KV:
             self._counters.asked(len(keys), hits, pool.store.page_bytes)
         return sum(hits.values())
 
     def _exists_v2(
         self, keys: Sequence[str], transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None
     ) -> PoolTransferResult:
-        kv_pages = self._leading(names.KV, keys, extra_info)
+        kv_pages = self._count_leading(namespace_names.KV, keys, extra_info)
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         most = kv_pages
         trailing: list[tuple[PoolTransfer, TrailingPool]] = []
         until_s = time.monotonic() + self._options.slice_s
         for transfer in transfers:
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                pages = min(kv_pages, self._leading(_name(transfer.name), keys[:kv_pages], extra_info))
+                pages = min(kv_pages, self._count_leading(_name(transfer.name), keys[:kv_pages], extra_info))
                 if pages:
                     hits[transfer.name] = pages
                 most = min(most, pages)
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                there = functools.partial(self._there, _name(transfer.name), keys, until_s)
+                there = functools.partial(self._cached_pages, _name(transfer.name), keys, until_s)
                 trailing.append((transfer, TrailingPool(len(transfer.keys or ()), there)))
-            # Of BLOCK_GROUPS nothing is said: such a pool limits no prefix.
+            # A pool with BLOCK_GROUPS gets no answer: it limits no prefix.
         every = self._config.tp_size > 1 or self._config.pp_size > 1 or getattr(self._config, "attn_cp_size", 1) > 1
         for transfer, pool in trailing:
             if own := usable_lengths(kv_pages, [pool], every=False):
@@ -192,8 +191,8 @@ class PrefixdHiCache(HiCacheStorage):
             return PoolTransferResult(most, hits, list(range(1, most + 1)))
         return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
 
-    def _there(self, name: str, keys: Sequence[str], until_s: float, pages: Sequence[int]) -> list[bool]:
-        """Which pages of a pool are cached; none any more when time is over."""
+    def _cached_pages(self, name: str, keys: Sequence[str], until_s: float, pages: Sequence[int]) -> list[bool]:
+        """For each page of a pool whether it is cached; False for all when time is over."""
         if time.monotonic() >= until_s:
             return [False] * len(pages)
         pool = self._pool(name)
@@ -206,38 +205,31 @@ class PrefixdHiCache(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Which pages were brought into the KV pool: some from the first on."""
+        """For each page whether it was loaded into the KV pool: a number of pages from the first on."""
         return self._answer(
-            [False] * len(keys), lambda: self._load(names.KV, keys, self._at(host_indices), extra_info), "get"
+            [False] * len(keys), lambda: self._load(namespace_names.KV, keys, self._at(host_indices), extra_info), "get"
         )
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """The same for several pools."""
-        return {
-            transfer.name: self._answer(
-                [False] * len(transfer.keys or ()),
-                functools.partial(
-                    self._load, _name(transfer.name), transfer.keys or (), self._at(transfer.host_indices), extra_info
-                ),
-                "get",
-            )
-            for transfer in transfers
-        }
+        """As `batch_get_v1`, for several pools, by name."""
+        return self._move_each(self._load, transfers, extra_info, "get")
 
     def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> torch.Tensor | None:
-        """A page, in the tensor that is given."""
+        """Loads a page into the given tensor; None if it did not come."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        """Pages, in the tensors that are given; None for one that did not come."""
+        """Loads pages into the given tensors; None for one that did not come."""
         targets = list(target_locations or [])
         if not self._flat or len(targets) != len(keys):
             return [None] * len(keys)
-        came = self._answer([False] * len(keys), lambda: self._load(names.KV, keys, _tensors(targets), None), "get")
+        came = self._answer(
+            [False] * len(keys), lambda: self._load(namespace_names.KV, keys, _tensors(targets), None), "get"
+        )
         return [target if ok else None for target, ok in zip(targets, came, strict=True)]
 
     def _load(
@@ -255,7 +247,7 @@ class PrefixdHiCache(HiCacheStorage):
             outcome = pool.store.load_each(digests_of(keys), pages)
         else:
             outcome = pool.store.load(self._chain(keys, extra_info), pages)
-        self._note(outcome, "get")
+        self._log_outcome(outcome, "get")
         self._counters.loaded(len(keys), outcome.pages, outcome.nbytes, outcome.elapsed_s, outcome.cut)
         return outcome.done
 
@@ -264,25 +256,16 @@ class PrefixdHiCache(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Which pages of the KV pool are kept: some from the first on."""
+        """For each page of the KV pool whether it is kept: a number of pages from the first on."""
         return self._answer(
-            [False] * len(keys), lambda: self._save(names.KV, keys, self._at(host_indices), extra_info), "set"
+            [False] * len(keys), lambda: self._save(namespace_names.KV, keys, self._at(host_indices), extra_info), "set"
         )
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """The same for several pools."""
-        return {
-            transfer.name: self._answer(
-                [False] * len(transfer.keys or ()),
-                functools.partial(
-                    self._save, _name(transfer.name), transfer.keys or (), self._at(transfer.host_indices), extra_info
-                ),
-                "set",
-            )
-            for transfer in transfers
-        }
+        """As `batch_set_v1`, for several pools, by name."""
+        return self._move_each(self._save, transfers, extra_info, "set")
 
     def set(
         self,
@@ -291,7 +274,7 @@ class PrefixdHiCache(HiCacheStorage):
         target_location: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Keeps a page."""
+        """Saves a page; returns whether it is kept."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -301,11 +284,11 @@ class PrefixdHiCache(HiCacheStorage):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Keeps pages; whether all are kept."""
+        """Saves pages; returns whether all are kept."""
         if not self._flat or len(values or []) != len(keys):
             return False
         kept = self._answer(
-            [False] * len(keys), lambda: self._save(names.KV, keys, _tensors(values or []), None), "set"
+            [False] * len(keys), lambda: self._save(namespace_names.KV, keys, _tensors(values or []), None), "set"
         )
         return all(kept)
 
@@ -325,14 +308,14 @@ class PrefixdHiCache(HiCacheStorage):
             outcome = pool.store.save_each(digests_of(keys), pages)
         else:
             outcome = pool.store.save(self._chain(keys, extra_info), pages)
-        self._note(outcome, "set")
+        self._log_outcome(outcome, "set")
         self._counters.saved(len(keys), outcome.pages, outcome.new, outcome.nbytes, outcome.elapsed_s, outcome.cut)
         return outcome.done
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Has the daemon drop all pages of this rank's pools, those of other engines of the same model too."""
+        """Drops all pages of this rank's pools, also those of other engines with the same model."""
         return self._answer(False, self._clear, "clear")
 
     def _clear(self) -> bool:
@@ -347,11 +330,11 @@ class PrefixdHiCache(HiCacheStorage):
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counts since the start, see `prefixd.integrations.sglang.stats.COUNTERS`."""
+        """Counts since the start, by the names in `page_counters.COUNTERS`."""
         return self._counters.values()
 
     def close(self) -> None:
-        """Ends the session; calls under way end with what they have."""
+        """Ends the session; calls under way end with the pages that they have."""
         self._closed = True
         with self._opening:
             link, self._link = self._link, None
@@ -360,7 +343,7 @@ class PrefixdHiCache(HiCacheStorage):
             self._answer(None, link.close, "close")
 
     def _open(self) -> Link | None:
-        """The line to the daemon; None while the system gives no thread for it."""
+        """The link to the daemon, opened at the first call; None while the system gives no thread for it."""
         with self._opening:
             if self._link is not None or self._closed or time.monotonic() < self._link_again_s:
                 return self._link
@@ -369,15 +352,14 @@ class PrefixdHiCache(HiCacheStorage):
                 self._link = Link(self._options.address, name, self._options.timeout_s, log)
             except ClientError as error:
                 self._link_again_s = time.monotonic() + _LINK_AGAIN_S
-                self._failed("open", error)
+                self._log_error("open", error)
             return self._link
 
     def _pool(self, name: str) -> Stored:
-        """A registered pool. Raises LinkDown where the daemon is known to be away, PagesUnusable for one that is not
-        registered."""
+        """A registered pool. Raises LinkDown if the daemon is away, PagesUnusable for an unregistered pool."""
         pool = self._pools.get(name)
         if pool is None and name in self._waiting and self._open() is not None:
-            self._register(name, self._waiting[name], flat=self._flat and name == names.KV)
+            self._register(name, self._waiting[name], flat=self._flat and name == namespace_names.KV)
             pool = self._pools.get(name)
         if pool is None:
             raise PagesUnusable(f"SGLang has registered no usable pool {name!r}")
@@ -392,24 +374,35 @@ class PrefixdHiCache(HiCacheStorage):
     def _at(self, host_indices: Any) -> Callable[[PoolPages, int], PagesAt]:
         return lambda pages, count: pages.at(host_indices, count)
 
-    def _note(self, outcome: Outcome, what: str) -> None:
+    def _move_each(
+        self, move: Callable[..., list[bool]], transfers: Sequence[PoolTransfer], extra_info: Any, what: str
+    ) -> dict[str, list[bool]]:
+        def move_one(transfer: PoolTransfer) -> list[bool]:
+            return move(_name(transfer.name), transfer.keys or (), self._at(transfer.host_indices), extra_info)
+
+        return {
+            transfer.name: self._answer([False] * len(transfer.keys or ()), functools.partial(move_one, transfer), what)
+            for transfer in transfers
+        }
+
+    def _log_outcome(self, outcome: Outcome, what: str) -> None:
         if outcome.error is not None and not isinstance(outcome.error, LinkDown):
-            self._failed(what, outcome.error)
+            self._log_error(what, outcome.error)
 
     def _answer(self, otherwise: T, work: Callable[[], T], what: str) -> T:
-        """What `work` returns; `otherwise` when it fails, whatever it fails with."""
+        """The result of `work`, or `otherwise` after any error."""
         try:
             return work()
-        except LinkDown:  # the link has said so
+        except LinkDown:  # the link logs it
             return otherwise
         except Exception as error:
-            self._failed(what, error)
+            self._log_error(what, error)
             return otherwise
 
-    def _failed(self, what: str, error: Exception) -> None:
+    def _log_error(self, what: str, error: Exception) -> None:
         self._counters.failed()
         foreseen = isinstance(error, ClientError | PagesUnusable)
-        self._said.warn(
+        self._warnings.warn(
             f"{what} {type(error).__name__}",
             f"{what} failed, SGLang goes on without these pages: {error}",
             None if foreseen else error,
@@ -421,8 +414,8 @@ def _name(pool_name: Any) -> str:
 
 
 def _at_ends(name: str) -> bool:
-    """Whether a pool has pages at the ends of prefixes only. Its pages are paths by themselves: where nothing leads up
-    to a page, no path could."""
+    """Whether a pool has pages at the ends of prefixes only. Such pages are paths of their own, since the pages before
+    them are missing."""
     return name in _AT_ENDS or name.endswith(_AT_ENDS_SUFFIX)
 
 
@@ -431,7 +424,7 @@ def _tensors(values: Sequence[Any]) -> Callable[[PoolPages, int], PagesAt]:
 
 
 def _server_args() -> Any:
-    """What SGLang was started with; None outside a server."""
+    """SGLang's `ServerArgs`; None outside a server."""
     from sglang.srt.runtime_context import get_server_args
 
     try:

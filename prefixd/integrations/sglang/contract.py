@@ -1,4 +1,4 @@
-"""What prefixd uses of SGLang, whatever the release, and what it knows of the class that it derives from."""
+"""The names that prefixd uses of every release of SGLang, and the methods of the class that it derives from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _in(where: str, names: str) -> frozenset[str]:
 
 
 def sglang_version() -> str:
-    """The version that is installed; "unknown" for sources on the path."""
+    """The installed version; "unknown" for sources on the path."""
     try:
         return version_of("sglang")
     except PackageNotFoundError:
@@ -61,10 +61,10 @@ KNOWN = _in("", "on_host_pools_registered")
 
 VERSION = sglang_version()
 RELEASE = find(VERSION)
-"""What is this release's."""
+"""The module of the installed release."""
 
 
 def check() -> None:
-    """Looks for what PrefixdHiCache uses. Raises ConfigError."""
+    """Checks that SGLang has the names that PrefixdHiCache uses. Raises ConfigError."""
     base = BaseClass(f"{_STORAGE}HiCacheStorage", CALLED, KNOWN)
     Contract("SGLang", VERSION, RELEASES.works_with, NAMES | RELEASE.NAMES, (base,)).check(log)

@@ -1,6 +1,6 @@
-"""SGLang's environment variables (0.5.23): which cannot change KV, and which of the others are known to.
+"""Sorts SGLang's environment variables (0.5.23) into ones that change KV and ones that cannot.
 
-SGLang has some 770, most of them switches between kernels: those that are not in the table are in the names, too.
+SGLang has some 770, most of them switches between kernels; variables that the table lacks go into the names too.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ TABLE = EnvironmentTable(
 
 
 def environment_in_name() -> dict[str, Any]:
-    """What of this process's environment goes into the names: what is set to another value than its default."""
+    """Values of this process's environment variables that go into the names: those that differ from their default."""
     from sglang.srt.environ import EnvField, Envs
 
     fields = {field.name: field for field in vars(Envs).values() if isinstance(field, EnvField)}

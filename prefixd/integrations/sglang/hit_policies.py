@@ -1,7 +1,7 @@
-"""At which lengths a prefix can be used when several pools have to have their pages of it.
+"""Computes the lengths at which a prefix can be used, where several pools need their pages of it.
 
-Beside the KV, a pool has either its pages of the whole prefix (a draft model's KV, an indexer) or those at its end (a
-window, a state). With KV of 6 pages, a window of 2 and a state:
+Beside the KV, a pool needs either its pages of the whole prefix (a draft model's KV, an indexer) or the ones at its end
+(a window, a state). With KV of 6 pages, a window of 2 and a state:
 
     page                0 1 2 3 4 5
     kv                  x x x x x x     usable up to 1 2 3 4 5 6
@@ -20,7 +20,7 @@ class TrailingPool:
 
     Args:
         pages: how many of the last pages of a prefix are needed.
-        there: tells of some pages whether they are cached; each is asked about once.
+        there: (pages) -> for each whether it is cached; called once for each page.
     """
 
     def __init__(self, pages: int, there: Callable[[Sequence[int]], Sequence[bool]]) -> None:
@@ -31,12 +31,12 @@ class TrailingPool:
     def allows(self, length: int) -> bool:
         """Whether a prefix of `length` pages can be used."""
         needed = range(max(0, length - self.pages), length)
-        if not self._has([length - 1]):  # most lengths fail here, and need no more questions
+        if not self._has([length - 1]):  # most lengths fail here, after one look-up
             return False
         return self._has(needed)
 
-    def look(self, pages: Sequence[int]) -> None:
-        """Asks about pages that will be needed, all at once."""
+    def look_up(self, pages: Sequence[int]) -> None:
+        """Looks up pages that will be needed, all at once."""
         self._has(pages)
 
     def _has(self, pages: Sequence[int]) -> bool:
@@ -47,15 +47,15 @@ class TrailingPool:
 
 
 def usable_lengths(most: int, pools: Sequence[TrailingPool], *, every: bool, step: int = 32) -> list[int]:
-    """Lengths up to `most` that all pools allow, in rising order; unless `every` is asked for, the longest alone.
+    """Lengths up to `most` that all pools allow, in rising order; the longest alone without `every`.
 
-    Ranks that each have their own pages have to find a length that all of them allow: they need every one.
+    Ranks with pages of their own have to agree on a length, so they need every one.
     """
     found: list[int] = []
     for length in range(most, 0, -1):
         if (most - length) % step == 0:  # the last pages of the next lengths, at once
             for pool in pools:
-                pool.look(range(max(0, length - step), length))
+                pool.look_up(range(max(0, length - step), length))
         if all(pool.allows(length) for pool in pools):
             found.append(length)
             if not every:

@@ -1,4 +1,4 @@
-"""The backend's logger, below SGLang's own, and what keeps it from saying the same thing at every call."""
+"""The backend's logger, below SGLang's own, and a limit of one warning of a kind a minute."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _EVERY_S = 60.0
 _KINDS = 256
 
 
-class SaidOnce:
-    """Says a trouble once a minute: a call that fails is made again and again, by three threads."""
+class RareWarnings:
+    """Logs a warning of a kind once a minute: three threads repeat a failing call again and again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,7 +22,7 @@ class SaidOnce:
         self._said: dict[str, float] = {}
 
     def warn(self, kind: str, text: str, error: BaseException | None = None) -> None:
-        """Logs `text` unless a trouble of this kind was logged within the last minute."""
+        """Logs `text` unless a warning of this kind was logged within the last minute."""
         with self._lock:
             now_s = self._clock()
             if now_s - self._said.get(kind, -_EVERY_S) < _EVERY_S:

@@ -1,14 +1,13 @@
-"""What can be said under "prefixd" in `--hicache-storage-backend-extra-config`."""
+"""Options of the backend, under "prefixd" in `--hicache-storage-backend-extra-config`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.options import Seconds
+from prefixd.integrations.engine.options import Seconds, parse_options
 
 SECTION = "prefixd"
 
@@ -21,8 +20,8 @@ class HiCacheOptions(BaseModel):
     address: str | None = None
     """The daemon's unix socket ("unix:/path"); by default where `prefixd serve` listens unless told otherwise."""
     model: str | None = None
-    """What tells these weights from others: the model's folder, which is then read by content, or a name of your own,
-    as "llama-3@2f1c". By default the folder or the name that SGLang was started with."""
+    """Identifies the weights: the model's folder, of which a digest is made, or a name of your own, as "llama-3@2f1c".
+    By default the folder or the name that SGLang was started with."""
     save: bool = True
     """Whether this engine gives the cache what it computes; false for one that only reads."""
     strict_version: bool = False
@@ -37,15 +36,4 @@ class HiCacheOptions(BaseModel):
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> HiCacheOptions:
         """The options in SGLang's extra configuration. Raises ConfigError with one line."""
-        given = (extra or {}).get(SECTION) or {}
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = ".".join(str(part) for part in first["loc"]) or SECTION
-            if first["type"] == "extra_forbidden":
-                known = ", ".join(cls.model_fields)
-                raise ConfigError(
-                    f'"{SECTION}" in the extra config has no option {name!r}; there are {known}'
-                ) from None
-            raise ConfigError(f'"{SECTION}" in the extra config: {name} = {first["input"]!r}: {first["msg"]}') from None
+        return parse_options(cls, (extra or {}).get(SECTION) or {}, f'"{SECTION}" in the extra config', SECTION)

@@ -1,4 +1,4 @@
-"""The pages of one of SGLang's host pools as bytes, and the copies between them and the daemon's arena.
+"""Copies the pages of SGLang's host pools from and to the daemon's arena.
 
 A page lies in its pool in one or several buffers, which `get_page_buffer_meta` names; in the arena they follow each
 other in the same order:
@@ -7,8 +7,8 @@ other in the same order:
     layer_first  K and V of each layer, far apart                arena  K0 V0 K1 V1 ...
     MLA          one buffer, or one a layer                      arena  C, or C0 C1 ...
 
-Where the buffers are evenly spaced, all of a page are one strided copy. Pools that cannot name their buffers (states in
-layer_first) are copied through a page of SGLang's own making. All copies are numpy's, which gives up the GIL.
+Evenly spaced buffers of a page are one strided copy. Pools that cannot name their buffers (states in layer_first) are
+copied through a page that SGLang makes. numpy makes all copies; it releases the GIL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
 
 RUN_BYTES = 32 << 20
 """Neighbours are copied together up to this size, so that an expired lease is noticed in time."""
@@ -38,15 +38,15 @@ class PoolPages(ABC):
     def __init__(self, pool: Any, page_bytes: int) -> None:
         self.pool = pool
         self.page_bytes = page_bytes
-        """Bytes of a page; 0 for a pool that has none of its own."""
+        """Bytes of a page; 0 for a pool without bytes of its own."""
         self.page_tokens = int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 1) or 1)
 
     @abstractmethod
     def at(self, host_indices: torch.Tensor, pages: int) -> PagesAt:
-        """`pages` pages by SGLang's token indices. Raises PagesUnusable."""
+        """`pages` pages at SGLang's token indices, ready to be copied. Raises PagesUnusable."""
 
     def _starts(self, host_indices: torch.Tensor, pages: int) -> torch.Tensor:
-        """The first token index of each page, checked."""
+        """The first token index of each page. Raises PagesUnusable unless the indices name whole pages of the pool."""
         tokens = self.page_tokens
         if getattr(host_indices, "ndim", 0) != 1:
             raise PagesUnusable("the host indices are no tensor of one dimension")
@@ -69,7 +69,7 @@ class PoolPages(ABC):
 def pages_of(pool: Any, *, flat: bool = False) -> PoolPages:
     """How the pages of a host pool are copied; `flat`: as the tensors that SGLang's `get_data_page` makes.
 
-    Raises PagesUnusable for a pool that this cannot tell.
+    Raises PagesUnusable for a pool that hands out neither buffers nor pages.
     """
     if not flat:
         tokens = int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 1) or 1)
@@ -91,7 +91,7 @@ def pages_of(pool: Any, *, flat: bool = False) -> PoolPages:
 
 
 class NoPages(PoolPages):
-    """A pool that has indices and no bytes: other pools have those."""
+    """A pool with indices and without bytes, which other pools have."""
 
     packing = "none"
 
@@ -106,7 +106,7 @@ class NoPages(PoolPages):
 
 
 class BufferPages(PoolPages):
-    """Pages that are copied from and to the pool's own memory, once."""
+    """Pages that are copied from and to the pool's own memory without a step between."""
 
     def __init__(self, pool: Any, page_bytes: int, buffers: int) -> None:
         super().__init__(pool, page_bytes)
@@ -129,7 +129,7 @@ class BufferPages(PoolPages):
 
 
 class Memory:
-    """The tensors of a pool, kept alive, as bytes that addresses are looked up in."""
+    """The tensors of a pool as bytes by address; keeps the tensors alive."""
 
     def __init__(self, pool: Any) -> None:
         arrays: dict[int, Bytes] = {}
@@ -157,7 +157,7 @@ class Memory:
             raise PagesUnusable("a page lies outside the pool's memory")
 
     def view(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bytes | None:
-        """Bytes from `address`, which is in a tensor, on; None for what reaches beyond that tensor."""
+        """A view from `address`, which is in a tensor; None if it would reach beyond that tensor."""
         place = int(np.searchsorted(self._begins, address, side="right")) - 1
         try:
             return np.ndarray(shape, np.uint8, self._arrays[place].data, address - int(self._begins[place]), strides)
@@ -176,7 +176,7 @@ def _tensors(values: Any, depth: int = 2) -> Iterator[torch.Tensor]:
 
 
 class BuffersAt(PagesAt):
-    """Pages of which each is a row of addresses."""
+    """Pages with a row of buffer addresses each."""
 
     def __init__(self, memory: Memory, addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]) -> None:
         memory.check(addresses.reshape(-1), nbytes.reshape(-1))
@@ -195,8 +195,8 @@ class BuffersAt(PagesAt):
             np.copyto(theirs, ours)
 
     def _pairs(self, arena: Bytes, places: Sequence[tuple[int, int]]) -> Iterator[tuple[Bytes, Bytes]]:
-        """(the pool's bytes, the arena's): one copy a page where its buffers are evenly spaced; else one a buffer,
-        neighbours together."""
+        """Pairs (the pool's bytes, the arena's bytes): one a page if its buffers are evenly spaced; else one a buffer,
+        with neighbours joined."""
         run: list[int] | None = None  # address, offset in the arena, bytes
         for page, offset in places:
             row, sizes = self._addresses[page], self._nbytes[page]
@@ -255,7 +255,7 @@ def _spaced(
 
 
 class FlatPages(PoolPages):
-    """Pages that SGLang packs and unpacks itself: one copy more."""
+    """Pages that SGLang packs and unpacks itself, which takes one copy more."""
 
     packing = "flat"
 
@@ -264,9 +264,9 @@ class FlatPages(PoolPages):
 
 
 class FlatAt(PagesAt):
-    """Pages by their first tokens."""
+    """Pages at their first token indices, which SGLang packs and unpacks."""
 
-    by_threads = False  # SGLang's own code copies, and may hold locks for the thread that calls it
+    by_threads = False  # SGLang's own code copies, and may hold locks of the calling thread
 
     def __init__(self, pool: Any, starts: Sequence[int], page_bytes: int) -> None:
         self._pool = pool
@@ -288,7 +288,7 @@ class FlatAt(PagesAt):
 
 
 class TensorsAt(PagesAt):
-    """Pages in tensors of SGLang's, which it packs and unpacks itself (its calls without interface v1)."""
+    """Pages in tensors that SGLang packs and unpacks itself (its calls without interface v1)."""
 
     def __init__(self, tensors: Sequence[Any], page_bytes: int) -> None:
         if not all(tensor is not None and tensor.is_contiguous() for tensor in tensors):
@@ -308,7 +308,7 @@ class TensorsAt(PagesAt):
 
 
 def _as_bytes(tensor: Any, page_bytes: int) -> Bytes:
-    """A page's tensor as bytes; of one that is not contiguous, a copy."""
+    """A page's tensor as bytes; a copy if the tensor is not contiguous."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
         raise PagesUnusable("a page is no tensor in host memory")
     array: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

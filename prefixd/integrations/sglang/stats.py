@@ -1,5 +1,5 @@
-"""How SGLang is told what the backend counts: samples for its own histograms (`get_stats`), and Prometheus counters
-that its port serves beside its own."""
+"""Hands the backend's counters to SGLang: samples for its own histograms (`get_stats`), and Prometheus counters that
+its port serves beside its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from functools import cache
 from typing import Any
 
 from prefixd.client import Tier
-from prefixd.integrations.engine.pages_by_key.counters import BY_TIER, COUNTERS, PageCounters
+from prefixd.integrations.engine.pages_by_key.page_counters import BY_TIER, COUNTERS, PageCounters
 
-_SAMPLES = 4096  # between two looks of SGLang's
+_SAMPLES = 4096  # kept between two calls of `get_stats`
 _LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank")
 
 
 class HiCacheCounters(PageCounters):
-    """Counts since the start, and what SGLang's histograms get since they were last asked for. For any thread.
+    """Counts since the start, and samples for SGLang's histograms since the last call for them. For any thread.
 
     Args:
-        config: SGLang's `HiCacheStorageConfig`, which says whether it has metrics at all.
+        config: SGLang's `HiCacheStorageConfig`, which switches its metrics on.
     """
 
     def __init__(self, config: Any) -> None:
@@ -36,8 +36,8 @@ class HiCacheCounters(PageCounters):
         self._sample("backup", new, nbytes, elapsed_s)
 
     def storage_metrics(self) -> Any:
-        """SGLang's `StorageMetrics` since the last call: pages a transfer, GB/s; and `prefixd`, all counts since the
-        start."""
+        """SGLang's `StorageMetrics` since the last call (pages a transfer, GB/s), with all counts since the start in
+        the attribute `prefixd`."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
@@ -65,9 +65,9 @@ class HiCacheCounters(PageCounters):
         self._samples = {f"{way}_{what}": [] for way in ("prefetch", "backup") for what in ("pgs", "bandwidth")}
 
 
-@cache  # a backend that is attached again counts on: a process can register a name once
+@cache  # a process can register a name once, so a backend that is attached again goes on with these counters
 def _prometheus() -> dict[str, Any]:
-    """Counters `sglang:prefixd_<name>`. Imported here: by then SGLang has said where its processes' counts meet."""
+    """Counters `sglang:prefixd_<name>`. The import is here since SGLang first sets the folder for all its processes."""
     from prometheus_client import Counter
 
     return {

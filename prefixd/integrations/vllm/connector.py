@@ -1,8 +1,8 @@
 """vLLM's KV connector to prefixd.
 
-vLLM makes one in its scheduler's process and one in every worker's. The first decides (`SchedulerHalf`), the others
-copy (`WorkerHalf`); what passes between them is `Orders` with every step, and `Report` back. What differs between
-releases of vLLM is in `releases`.
+vLLM makes one connector in its scheduler's process and one in every worker's. The first decides (`SchedulerHalf`), the
+others copy (`WorkerHalf`). The first sends `Orders` with every step, and the others answer with a `Report`. `releases`
+has the differences between releases of vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.geometry import check_failure_policy, computes_from_the_middle, read_geometry
 from prefixd.integrations.vllm.log import log
@@ -34,11 +34,11 @@ from prefixd_scheduler import Distance
 
 RELEASE.install()
 
-register()  # where VLLM_PLUGINS leaves the entry point out, for whoever is told the module's path
+register()  # for users that give the module's path, where VLLM_PLUGINS leaves the entry point out
 
 
 class PrefixdConnector(RELEASE.ReleaseConnector):
-    """KV blocks of vLLM, kept by prefixd. See docs/vllm.md; options: `ConnectorOptions`.
+    """Loads and saves vLLM's KV blocks in prefixd. `ConnectorOptions` are its options, docs/vllm.md is the guide.
 
     Raises ConfigError, which ends vLLM's start, for a configuration that cannot work.
     """
@@ -71,39 +71,39 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers that wait for their bytes must not be captured together."""
+        """True with `load` = "layerwise": layers that wait for their bytes must not be captured together."""
         return ConnectorOptions.parse(extra_config).load == "layerwise"
 
     # -- in the scheduler's process -------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind(gpu_block_pool)
+            self._scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.arrived(request)
+            self._scheduler.add_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.find(request, num_computed_tokens)
+        return self._scheduler.find_prefix(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self._scheduler.start_load(request, blocks.get_block_ids(), num_external_tokens)
 
     def hit_distances(self, request: Any, tokens: int) -> dict[Distance, int]:
-        """For `releases`: from how far away the tokens came that were loaded for a request."""
-        return {} if self._scheduler is None else self._scheduler.distances(request, tokens)
+        """For `releases`: the loaded tokens of a request by the distance of their tier."""
+        return {} if self._scheduler is None else self._scheduler.hit_distances(request, tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return Orders() if self._scheduler is None else self._scheduler.orders(scheduler_output)
+        return Orders() if self._scheduler is None else self._scheduler.make_orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and report is not None:
-            self._scheduler.reported(report)
+            self._scheduler.handle_report(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -112,8 +112,8 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None  # what is still to be saved is pinned
+            self._scheduler.finish_request(request, block_ids)
+        return False, None  # False: vLLM may free the blocks; those with saves under way are pinned
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.frees_soon
@@ -123,33 +123,33 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = None if self._scheduler is None else self._scheduler.events
-        return () if events is None else events.take()
+        return () if events is None else events.take_events()
 
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
-            self._scheduler.reset()
+            self._scheduler.reset_cache()
         return True
 
     def seen_prefix(self, request_id: str) -> SeenPrefix | None:
-        """What prefixd said last about the prompt of a waiting request; None when it was not asked or has not answered.
-        Never waits."""
+        """The last answer of prefixd about a waiting request's prompt; None without a question or an answer. Never
+        waits."""
         return None if self._scheduler is None else self._scheduler.lookups.seen(request_id)
 
     def prepare(self, request: Any, local_tokens: int) -> None:
-        """Has the lease got that a waiting request will want at its turn, which is near. Never waits.
+        """Starts the lease of a waiting request with a turn that is near. Never waits.
 
-        vLLM asks for it only when it has tokens left in a step to give away: with a long prompt in chunks, seldom.
+        vLLM itself asks for one only with tokens left in a step, which is seldom with a long prompt in chunks.
         """
         if self._scheduler is not None:
             self._scheduler.prepare(request, local_tokens)
 
     def prepared_requests(self) -> int:
-        """For how many waiting requests `prepare` is to be called."""
+        """The number of waiting requests to call `prepare` for."""
         return 0 if self._scheduler is None else self._scheduler.lookups.prefetched
 
     def ready_s(self, request: Any, local_tokens: int, seen: SeenPrefix) -> float:
-        """Estimated seconds of loading and computing until a waiting request has its first token, when vLLM's own cache
-        holds `local_tokens` of its prompt and prefixd what was `seen`."""
+        """Estimated seconds of loading and computing until a waiting request's first token, if vLLM's own cache holds
+        `local_tokens` of its prompt and prefixd the prefix `seen`."""
         return math.inf if self._scheduler is None else self._scheduler.ready_s(request, local_tokens, seen)
 
     # -- in a worker's process ------------------------------------------------------------------------------------
@@ -167,14 +167,14 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole blocks are saved once the step has computed all their layers."""
+        """Does nothing: whole blocks are saved once the step has computed all their layers."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.start_saves(self._orders())
 
     def loads_ended(self) -> tuple[set[str], dict[str, set[int]]]:
-        """For `releases`: requests whose loads have ended, and vLLM's blocks of those that failed as a whole."""
+        """For `releases`: requests with ended loads, and by request vLLM's blocks of loads that failed as a whole."""
         if self._worker is None:
             return set(), {}
         # Before 0.31 vLLM waits for saves only in steps that compute; in those it asks this before a draft computes.
@@ -183,7 +183,7 @@ class PrefixdConnector(RELEASE.ReleaseConnector):
         return self._worker.transfers.take_received()
 
     def blocks_failed(self) -> set[int]:
-        """For `releases`: vLLM's blocks that did not come, of loads of which a part can be used."""
+        """For `releases`: vLLM's blocks that did not come, of loads that can be used in part."""
         return set() if self._worker is None else self._worker.transfers.take_failed_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

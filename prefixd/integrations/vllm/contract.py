@@ -1,4 +1,4 @@
-"""What prefixd uses of vLLM, whatever the release, and what it knows of the classes that it derives from."""
+"""The names that prefixd uses of every release of vLLM, and the methods of the classes that it derives from."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ KNOWN = _in(
 _QUEUE = _in("", "add_request pop_request peek_request prepend_request prepend_requests remove_request remove_requests")
 
 RELEASE = find(vllm.__version__)
-"""What is this release's."""
+"""The module of the installed release."""
 
 
 def check_connector() -> None:
-    """Looks for what PrefixdConnector uses. Raises ConfigError."""
+    """Checks that vLLM has the names that PrefixdConnector uses. Raises ConfigError."""
     base = BaseClass(f"{_CONNECTOR}KVConnectorBase_V1", CALLED | RELEASE.CALLED, KNOWN)
     Contract("vLLM", vllm.__version__, WORKS_WITH, NAMES | RELEASE.NAMES, (base,)).check(log)
 
 
 def check_scheduler() -> None:
-    """Looks for what FastestPrefixFirstScheduler uses besides. Raises ConfigError."""
+    """Checks the further names that FastestPrefixFirstScheduler uses. Raises ConfigError."""
     queue = BaseClass("vllm.v1.core.sched.request_queue:RequestQueue", _QUEUE)
     Contract("vLLM", vllm.__version__, WORKS_WITH, SCHEDULER_NAMES, (queue,)).check(log)

@@ -1,6 +1,6 @@
-"""What vLLM's KV cache looks like: which of its groups prefixd keeps, and where their pages lie.
+"""Reads from vLLM's configuration which KV cache groups prefixd keeps, and where their pages lie.
 
-Reads vLLM's configuration objects and imports nothing of it.
+Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.copying.pages import GroupPages, PageRun
+from prefixd.integrations.engine.copying.group_pages import GroupPages, PageRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.options import DEFAULT_BLOCK_TOKENS
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -31,7 +31,7 @@ _REFUSED_PARALLELISM = {  # fields of vLLM's parallel_config, of the same names 
 def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Geometry | None:
     """The geometry; None for a model that prefixd does not keep (states and no attention, KV in host memory).
 
-    Raises ConfigError for what the connector cannot work with; the message names it.
+    Raises ConfigError that names an option with which the connector cannot work.
     """
     parallel = vllm_config.parallel_config
     for what, why in _REFUSED_PARALLELISM.items():
@@ -57,7 +57,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     if len(states) == len(specs):
         return None
     if any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups):
-        return None  # HiSparse: its blocks are counted in a pool of their own, which the connector is not told of
+        return None  # HiSparse has its blocks in a pool of their own, which vLLM hides from the connector
     unit = math.lcm(*(spec.block_size for spec in specs.values()))
     block_tokens = options.block_tokens or unit * math.ceil(DEFAULT_BLOCK_TOKENS / unit)
     if block_tokens % unit:
@@ -74,8 +74,8 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
         block_tokens = unit
     windows = {index: tokens for index, spec in specs.items() if (tokens := _window_tokens(spec)) is not None}
     if windows:
-        # vLLM lets go of what lies before a window: of a block that is longer, the first part before the last is
-        # computed, and the block's window bytes would never be there as a whole.
+        # vLLM frees blocks before a window. It would free the first part of a block longer than the window before it
+        # computes the last part, so the block's bytes would never be complete.
         window = min(windows.values())
         longest = max(unit, window // unit * unit)
         if options.block_tokens and block_tokens > longest:
@@ -99,10 +99,10 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
 
 
 def check_failure_policy(kv_transfer_config: Any) -> None:
-    """Raises ConfigError if vLLM is to fail requests whose prefix could not be loaded.
+    """Raises ConfigError if vLLM fails requests after a failed load of their prefix.
 
     Args:
-        kv_transfer_config: vLLM's own, not that of a child of MultiConnector: vLLM goes by its own.
+        kv_transfer_config: vLLM's own, which decides, and not the one of a child of MultiConnector.
     """
     if kv_transfer_config.kv_load_failure_policy != "recompute":
         raise ConfigError(
@@ -121,8 +121,8 @@ def _state_spec(spec: Any) -> Any:
 
 
 def _is_replicated(spec: Any) -> bool:
-    """Whether every tensor-parallel rank has the same bytes: latents (`MLAAttentionSpec`, `SlidingWindowMLASpec`), of
-    which all heads are made. vLLM 0.32 also says so itself (`max_tp_shards` = 1)."""
+    """Whether every tensor-parallel rank has the same bytes: latents (`MLAAttentionSpec`, `SlidingWindowMLASpec`), from
+    which each rank makes its heads. Since 0.32 vLLM also marks them with `max_tp_shards` = 1."""
     layers = getattr(spec, "kv_cache_specs", {}).values() or (spec,)
     return all(
         getattr(layer, "max_tp_shards", None) == 1
@@ -132,7 +132,7 @@ def _is_replicated(spec: Any) -> bool:
 
 
 def _window_tokens(spec: Any) -> int | None:
-    """Tokens that the next token of a group attends to, itself included; None where all before it are needed.
+    """Tokens that the next token of a group attends to, itself included; None if it needs all before it.
 
     vLLM keeps the last `sliding_window - 1` tokens, and for some drafts `extra_retained_tokens` more
     (`SlidingWindowManager.get_num_skipped_tokens`). A `FullAttentionSpec` may name a window too: vLLM then keeps all
@@ -150,8 +150,8 @@ def has_window(spec: Any) -> bool:
 
 
 def _check_layerwise(vllm_config: Any, groups: Sequence[Any]) -> None:
-    """A step that computes on bytes which then turn out not to have come has to be undone: where vLLM does not do that,
-    a token of it would reach the user."""
+    """Raises ConfigError where vLLM does not undo a step that computed on bytes of a failed load: the user would get a
+    wrong token."""
     if len(groups) > 1:
         raise ConfigError(
             f'load = "layerwise" needs a model with one KV cache group, and this one has {len(groups)}; use "async"'
@@ -174,15 +174,15 @@ def _check_layerwise(vllm_config: Any, groups: Sequence[Any]) -> None:
 
 
 def computes_from_the_middle(vllm_config: Any) -> bool:
-    """Whether vLLM can go on behind a prefix that it did not compute in the same step.
+    """Whether vLLM can compute behind a prefix that it did not compute in the same step.
 
-    Where it cannot (multi-head latent attention on a CPU without AMX), it turns both of these off itself.
+    Where it cannot (multi-head latent attention on a CPU without AMX), it turns both options off itself.
     """
     return bool(vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill)
 
 
 def read_pages(kv_cache_config: Any, kv_caches: Mapping[str, Any], geometry: Geometry) -> list[GroupPages]:
-    """Where the pages of every group are, given the tensors that vLLM has allocated (layer's name to tensor)."""
+    """The addresses of every group's pages, from the tensors that vLLM has allocated (layer's name to tensor)."""
     runs = _page_runs(kv_cache_config)
     pages = []
     for group in geometry.groups:

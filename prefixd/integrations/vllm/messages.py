@@ -1,4 +1,4 @@
-"""What the connector's two halves say to each other by way of vLLM."""
+"""Messages between the connector's scheduler half and worker half, which vLLM carries with its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefixd.integrations.engine.jobs import LoadJob, Outcomes, SaveJob
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What the workers are to do with one step."""
+    """Loads and saves that the workers make with one step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -20,17 +20,17 @@ class Orders(KVConnectorMetadata):
     step: int = 0
     """Its number."""
     ask_packing: bool = False
-    """The scheduler does not know yet how the workers' KV bytes lie; their report is to say it."""
+    """Asks the workers to report how their KV bytes lie in a page, which the scheduler does not know yet."""
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """What the workers have ended, with every step that computes something: also that it has."""
+    """Jobs that the workers have ended, and the number of the last step that has computed."""
 
     outcomes: Outcomes
     step: int
     packings: tuple[str, ...] = ()
-    """How the workers' KV bytes lie, as digests in the order of ranks; empty unless asked for."""
+    """Digests of how the workers' KV bytes lie in a page, in the order of ranks; empty unless asked for."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)

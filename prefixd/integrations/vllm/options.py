@@ -1,14 +1,13 @@
-"""What can be said in `kv_connector_extra_config`."""
+"""Options of the connector and of the scheduler, from vLLM's `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.options import EngineOptions
+from prefixd.integrations.engine.options import EngineOptions, parse_options
 from prefixd_scheduler import POLICIES
 
 
@@ -22,15 +21,15 @@ class ConnectorOptions(EngineOptions):
     """async: a request waits outside the batch until its prefix is there. layerwise: it joins the batch at once, and
     each layer waits for its own part of the prefix (models with one KV cache group)."""
     policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
-    """Order of the waiting queue under FastestPrefixFirstScheduler; see `prefixd_scheduler`."""
+    """Order of the waiting queue under FastestPrefixFirstScheduler, by a policy of `prefixd_scheduler`."""
     starvation_bound_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """For the policies that may starve: who has waited so long goes before all who have not."""
+    """For the policies that may starve: a request that has waited this long goes before all that have not."""
     look_ahead: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Waiting requests whose cached prefixes FastestPrefixFirstScheduler looks at again in a step: those next in order,
-    those that prefixd has not answered for, and the others in turn, so many of each."""
+    """How many waiting requests of each kind FastestPrefixFirstScheduler reads the cached prefixes of again in a step:
+    the next ones in order, those without an answer from prefixd, and the others in turn."""
 
     @model_validator(mode="after")
-    def _bound_for_who_starves(self) -> Self:
+    def _check_starvation_bound(self) -> Self:
         if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
             raise ValueError(f"the policy {self.policy} starves nobody; leave starvation_bound_s out")
         return self
@@ -38,12 +37,4 @@ class ConnectorOptions(EngineOptions):
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:
         """The options in vLLM's `kv_connector_extra_config`. Raises ConfigError with one line."""
-        try:
-            return cls.model_validate(dict(extra or {}))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = ".".join(str(part) for part in first["loc"]) or "the configuration"
-            if first["type"] == "extra_forbidden":
-                known = ", ".join(cls.model_fields)
-                raise ConfigError(f"kv_connector_extra_config has no option {name!r}; there are {known}") from None
-            raise ConfigError(f"kv_connector_extra_config: {name} = {first['input']!r}: {first['msg']}") from None
+        return parse_options(cls, dict(extra or {}), "kv_connector_extra_config", "the configuration")

@@ -1,5 +1,5 @@
-"""vLLM's name for the connector: `"kv_connector": "PrefixdConnector"` without a module path, also in MultiConnector's
-metrics, which know connectors by their names only."""
+"""Registers the connector's name with vLLM, for `"kv_connector": "PrefixdConnector"` without a module path and for
+MultiConnector's metrics, which know connectors by their names only."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def register() -> None:
         KVConnectorFactory.register_connector("PrefixdConnector", "prefixd.integrations.vllm", "PrefixdConnector")
     except ValueError:
         pass  # it is registered already
-    except Exception as error:  # it would end every vLLM here; who uses the connector hears of it in contract.py
+    except Exception as error:  # raising would end every vLLM here; contract.py reports it to users of the connector
         log.debug("prefixd: this vLLM is not told the connector's name: %r", error)

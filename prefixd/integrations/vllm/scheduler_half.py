@@ -1,4 +1,4 @@
-"""The connector in vLLM's scheduler: decides what is loaded and saved."""
+"""The connector in vLLM's scheduler: decides which blocks are loaded and saved."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from prefixd.client import ClientError, NamespaceSpec
-from prefixd.integrations.engine.copying.pages import NO_BLOCK
-from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.connector_counters import ConnectorCounters
+from prefixd.integrations.engine.copying.group_pages import NO_BLOCK
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.engine.saving.branches import Branches
 from prefixd.integrations.engine.saving.save_queue import EngineRequest, SaveQueue
-from prefixd.integrations.engine.steps import StepTimes
-from prefixd.integrations.engine.waiting.lookups import Lookups
+from prefixd.integrations.engine.step_times import StepTimes
+from prefixd.integrations.engine.waiting.prefix_lookups import Lookups
 from prefixd.integrations.engine.waiting.ready import time_to_ready
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders, Report
@@ -35,41 +35,41 @@ from prefixd.integrations.vllm.naming.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.naming.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.naming.model_name import Adapters, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.wishes import NO_WISHES, RequestWishes, read_wishes
+from prefixd.integrations.vllm.request_options import NO_REQUEST_OPTIONS, RequestOptions, read_request_options
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
 
 if TYPE_CHECKING:
     from prefixd.integrations.vllm.kv_events import BlockEvents
 
-_NULL_BLOCK = 0  # vLLM's id for "no block here": outside the group's window, or freed
+_NULL_BLOCK = 0  # vLLM's id of a missing block: outside the group's window, or freed
 _PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
 _BUSY_PATIENCE_S = 0.002
-_IDLE_PATIENCE_S = 0.02  # when nothing runs that waiting would hold up
-_UNLEASED_S = 0.05  # a lease takes as long as a step of a small model, and what was in memory just now still is
+_IDLE_PATIENCE_S = 0.02  # in steps that compute nothing
+_UNLEASED_S = 0.05  # a lease takes as long as a step of a small model, and recently matched memory is still there
 _YOUNG_SAVE_S = 0.05
-_TOLD_S = 0.2  # after blocks were saved, until the daemon has told of them
+_EVENTS_S = 0.2  # after a save, time in which the daemon sends the change for KV events
 _LEAST_OBSERVED_TOKENS = 32
 _COMPLAINT_S = 60.0
 
-# What loads are taken to cost until enough of them were seen: one that was held up by chance must not count for all.
+# Assumed costs of loads until enough were observed: a single load that was delayed by chance must not count for all.
 _ASSUMED_BYTES_PER_S = {Distance.CPU: 2e9, Distance.DISK: 3e8, Distance.REMOTE: 1e8}
 _ASSUMED_OVER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """A load that the workers have been told to make."""
+    """A load job that the workers have."""
 
     blocks: int
     distance: Distance
     start: int
-    """The first token that is loaded."""
+    """The first loaded token."""
     lease_s: float
-    """How long it took to get its lease."""
+    """Seconds that the daemon took for its lease."""
 
 
 class SchedulerHalf:
-    """Decides what is loaded and saved."""
+    """Looks up the prefixes of requests, makes load and save jobs, and learns from the workers' reports."""
 
     def __init__(
         self,
@@ -119,74 +119,74 @@ class SchedulerHalf:
         version = vllm.__version__ if options.strict_version else None
         self._model_facts = model_name(vllm_config, version, environment_in_name())
         self._reset_mark = ""  # ends the names of namespaces after a reset
-        self._model = ""  # until the workers have said how their bytes lie
+        self._model = ""  # until the workers have reported how their bytes lie
         self._unnamed: dict[str, Any] = {}  # requests that came before that
-        self._hits: dict[str, int] = {}  # where the tokens found for a request begin
+        self._hits: dict[str, int] = {}  # by request, the first token that was found for it
         self._requests: dict[str, Any] = {}
         self._contents = MediaContents(
             2 * kv_cache_config.num_blocks,
-            believed=vllm_config.ec_transfer_config is None,  # its embeddings go by the identifiers of other processes
+            believed=vllm_config.ec_transfer_config is None,  # else embeddings come under other processes' identifiers
         )
         self._media: dict[str, RequestMedia] = {}
-        self._wishes: dict[str, RequestWishes] = {}
+        self._request_options: dict[str, RequestOptions] = {}
         self._complained_s = -math.inf
         self._new_loads: list[LoadJob] = []
         self._loading: dict[str, _Loading] = {}
-        self._loaded = Outcomes()  # by some of the ranks
+        self._loaded = Outcomes()  # loads that some of the ranks have ended
         self._regret = Regret()
         self.counters = ConnectorCounters()
         self._steps = StepTimes()
-        self._uncertain_step = 0  # the last step with loads that it waits for itself; 0: all of them have ended
+        self._uncertain_step = 0  # the last step that computes on bytes it waits for; 0: all such steps have ended
         self._last_save_s = 0.0
 
-    def bind(self, blocks: Any) -> None:
+    def bind_block_pool(self, blocks: Any) -> None:
         self._blocks = blocks
 
     def name_model(self, packings: Sequence[str]) -> None:
-        """The workers have said how their bytes lie, each in a digest: namespaces have names from now on, and the
-        daemon is asked about the requests that have waited for that."""
-        # Engines that cut prompts otherwise share nothing; under one name the daemon would refuse the second of them.
+        """Names the model, by the workers' digests of how their bytes lie, and looks up the requests that have waited
+        for the name."""
+        # Engines with other block sizes share nothing; under one name the daemon would refuse the second of them.
         packing = "-".join(dict.fromkeys(packings))
         self._model = f"{self._model_facts}/{self._geometry.block_tokens}/{packing}{self._reset_mark}"
         if self.events is not None:
             self.events.begin(self._geometry.spec(self._model, b""))
         unnamed, self._unnamed = self._unnamed, {}
         for request in unnamed.values():
-            self.arrived(request)
+            self.add_request(request)
             if request.num_computed_tokens:  # one that reads no cache has not waited
-                self.lookups.began(request.request_id)
+                self.lookups.note_turn(request.request_id)
                 self.lookups.refuse(request.request_id)
 
-    def arrived(self, request: Any) -> None:
+    def add_request(self, request: Any) -> None:
         if not self._model:
             self._unnamed[request.request_id] = request
             return
         if request.resumable:
-            self._contents.distrust()  # what else it will bring is not shown to connectors
-        self._media_of(request)  # of every request: vLLM's caches have the media of all
+            self._contents.distrust()  # vLLM does not show connectors the media that such a request brings later
+        self._media_of(request)  # for every request, since vLLM's caches have the media of all
         spec = self._spec(request)
         if spec is None:
             return
         self._requests[request.request_id] = request
         if self.events is not None:
-            self.events.arrived(spec, request)
+            self.events.note_request(spec, request)
         tokens = request.prompt_token_ids
-        wishes, wrong = read_wishes(request.kv_transfer_params, len(tokens))
-        if wishes != NO_WISHES:
-            self._wishes[request.request_id] = wishes
+        options, wrong = read_request_options(request.kv_transfer_params, len(tokens))
+        if options != NO_REQUEST_OPTIONS:
+            self._request_options[request.request_id] = options
         if wrong:
-            self._complain(
+            self._warn_rarely(
                 "prefixd: of the kv_transfer_params of request %r is ignored: %s", request.request_id, "; ".join(wrong)
             )
-        self.lookups.add(request.request_id, spec, self._known(request, tokens))
+        self.lookups.add(request.request_id, spec, self._known_tokens(request, tokens))
 
-    def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+    def find_prefix(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self._unnamed:
             return None, False  # the next step's report has the name
         if request.skip_reading_prefix_cache or (request.num_preemptions and request.request_id in self._loading):
             return 0, False
         most = self._geometry.most_loadable(request.num_tokens)
-        found = self.lookups.hit(request.request_id, local_tokens, most)
+        found = self.lookups.loadable_tokens(request.request_id, local_tokens, most)
         if not found:
             return found, False
         self._hits[request.request_id] = local_tokens
@@ -202,10 +202,10 @@ class SchedulerHalf:
             self._cost, request.num_tokens, local_tokens, seen, lambda tokens: self._geometry.nbytes(-(-tokens // each))
         )
 
-    def allocated(self, request: Any, tables: tuple[list[int], ...], external_tokens: int) -> None:
+    def start_load(self, request: Any, tables: tuple[list[int], ...], external_tokens: int) -> None:
         request_id = request.request_id
         start = self._hits.pop(request_id, None)
-        self.lookups.began(request_id)
+        self.lookups.note_turn(request_id)
         self._retain_cached(request)
         if request_id not in self.lookups or request_id in self._loading:
             return
@@ -214,25 +214,25 @@ class SchedulerHalf:
             distance = max(self.lookups.sources(request_id, start, external_tokens), default=Distance.CPU)
             self._loading[request_id] = _Loading(job.blocks, distance, start, self.lookups.lease_s(request_id))
             self._new_loads.append(job)
-            self.lookups.loading(request_id)
+            self.lookups.end_partial_lease(request_id)
         else:
             self.lookups.refuse(request_id)
 
-    def distances(self, request: Any, external_tokens: int) -> dict[Distance, int]:
+    def hit_distances(self, request: Any, external_tokens: int) -> dict[Distance, int]:
         loading = self._loading.get(request.request_id)
         return self.lookups.sources(request.request_id, loading.start if loading else 0, external_tokens)
 
-    def orders(self, step: Any) -> Orders:
+    def make_orders(self, step: Any) -> Orders:
         now_s = self._clock()
         number = self._steps.begin(step.total_num_scheduled_tokens, now_s)
         if step.has_sync_kv_loads:
             self._uncertain_step = number
         for request_id in step.preempted_req_ids or ():
-            self.saves.end(request_id)
+            self.saves.stop(request_id)
             if (request := self._requests.get(request_id)) is not None:
-                self.lookups.again(request_id, self._known(request, request.all_token_ids))
-        # What a step computes on bytes that it still waits for, from prefixd or from a connector beside it, is saved
-        # when the step has ended: they may fail to come, and vLLM lets other requests of the step compute on them too.
+                self.lookups.note_preempted(request_id, self._known_tokens(request, request.all_token_ids))
+        # Blocks that a step computes on bytes that it still waits for, from prefixd or from a connector beside it, are
+        # saved after the step: the bytes may fail to come, and other requests of the step may compute on them too.
         has = step.kv_connector_block_state
         if self._options.save and self.link.up and not self._uncertain_step and has is not None:
             tables_of = RELEASE.tables_of(has)
@@ -245,12 +245,12 @@ class SchedulerHalf:
         self.lookups.idle = idle = step.total_num_scheduled_tokens == 0
         self.lookups.patience_s = _IDLE_PATIENCE_S if idle else _BUSY_PATIENCE_S
         loads, self._new_loads = self._new_loads, []
-        saves = self.saves.take()
+        saves = self.saves.take_jobs()
         if saves:
             self._last_save_s = now_s
         return Orders(loads, saves, idle, number, not self._model)
 
-    def reported(self, report: Report) -> None:
+    def handle_report(self, report: Report) -> None:
         if report.packings and not self._model:
             self.name_model(report.packings)
         if report.step >= self._uncertain_step:
@@ -270,7 +270,7 @@ class SchedulerHalf:
             del self._loaded.loads[request_id]
             loading = self._loading.pop(request_id)
             if outcome.failed_blocks:
-                self.lookups.failed(request_id)
+                self.lookups.note_failed_load(request_id)
             else:
                 nbytes = self._geometry.nbytes(loading.blocks)
                 self._cost.observe_load(loading.distance, nbytes, loading.lease_s + outcome.elapsed_s)
@@ -281,9 +281,9 @@ class SchedulerHalf:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether vLLM is to make steps though it has no requests: for saves, and for events to be taken with one."""
-        tells = self.events is not None and (self.events.waiting or self._clock() - self._saved_s < _TOLD_S)
-        return self.saves.under_way or tells
+        """Whether vLLM must make steps without requests: for saves under way, and to take events."""
+        has_events = self.events is not None and (self.events.waiting or self._clock() - self._saved_s < _EVENTS_S)
+        return self.saves.under_way or has_events
 
     def close(self) -> None:
         """Ends the session."""
@@ -293,34 +293,34 @@ class SchedulerHalf:
 
     @property
     def frees_soon(self) -> bool:
-        """Whether blocks that are short are about to be let go by saves."""
+        """Whether saves are about to unpin blocks."""
         return self.saves.under_way and self._clock() - self._last_save_s < _YOUNG_SAVE_S
 
-    def finished(self, request: Any, tables: tuple[list[int], ...]) -> None:
+    def finish_request(self, request: Any, tables: tuple[list[int], ...]) -> None:
         request_id = request.request_id
         self._unnamed.pop(request_id, None)
         known = self._requests.pop(request_id, None)
         if known is not None and request_id in self.saves and self._options.save and self.link.up:
-            # The last token was sampled and not computed.
+            # The last token was sampled, so its KV is not computed.
             computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
             computed = min(computed, self._sure_tokens(request))
             cached = partial(self._cached, request)
-            self.saves.finish(request_id, self._saved(request), tables, computed, cached)
-        self.saves.end(request_id)
+            self.saves.finish(request_id, self._engine_request(request), tables, computed, cached)
+        self.saves.stop(request_id)
         if self._sure_tokens(request) < request.num_tokens:
             self.counters.unsure_media()
         self._media.pop(request_id, None)
         self._hits.pop(request_id, None)
-        self._wishes.pop(request_id, None)
+        self._request_options.pop(request_id, None)
         self.lookups.forget(request_id)
 
-    def reset(self) -> None:
-        """vLLM's cache is to be forgotten, as after a change of weights: from now on this engine has namespaces of its
-        own, until it is started again."""
+    def reset_cache(self) -> None:
+        """Gives this engine namespaces of its own until its next start, as vLLM drops its cache (after a change of
+        weights)."""
         self.saves.clear()
         self.lookups.clear()
         self._requests.clear()
-        self._wishes.clear()
+        self._request_options.clear()
         self._names.clear()
         if self.events is not None:
             self.events.reset()
@@ -348,9 +348,9 @@ class SchedulerHalf:
         return spec
 
     def _retain_cached(self, request: Any) -> None:
-        """What is cached of the request's prompt gets its priorities at its turn; what is saved, with that."""
-        wishes = self._wishes.get(request.request_id, NO_WISHES)
-        if not wishes.retention:
+        """Sets a request's priorities on the cached blocks of its prompt; saves carry them for the other blocks."""
+        options = self._request_options.get(request.request_id, NO_REQUEST_OPTIONS)
+        if not options.retention:
             return
         seen, spec = self.lookups.seen(request.request_id), self._spec(request)
         if spec is None or seen is None or not seen.tokens:
@@ -358,25 +358,25 @@ class SchedulerHalf:
         tokens = np.asarray(self._identified(request)[: seen.tokens], np.uint32)
 
         async def retain() -> int:
-            return await (await self.link.cache(spec)).retain(tokens, wishes.retention)
+            return await (await self.link.cache(spec)).retain(tokens, options.retention)
 
         self.link.start(retain).add_done_callback(self._retained)
 
     def _retained(self, done: Future[int]) -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, ClientError):
-            self._complain("prefixd: cached blocks do not get the priorities that a request asks for: %s", error)
+            self._warn_rarely("prefixd: cached blocks do not get the priorities that a request asks for: %s", error)
         else:
             self.link.report(done)
 
-    def _complain(self, message: str, *about: object) -> None:
-        """Now and then: what requests ask for wrongly must not fill the log."""
+    def _warn_rarely(self, message: str, *about: object) -> None:
+        """Logs a warning at most every `_COMPLAINT_S`: wrong options of requests must not fill the log."""
         if self._clock() - self._complained_s > _COMPLAINT_S:
             self._complained_s = self._clock()
             log.warning(message, *about)
 
     def _cached(self, request: Any, group: int, number: int) -> int:
-        """The block that vLLM's own cache has as the request's block of that number in a group; else the null block."""
+        """The id of a request's block, by its number in a group, in vLLM's own cache; else the null block."""
         each = self._block_tokens[group] // self.saves.hash_tokens
         hashes = request.block_hashes
         if (number + 1) * each > len(hashes):
@@ -385,27 +385,26 @@ class SchedulerHalf:
         return int(found[0].block_id) if found else _NULL_BLOCK
 
     def _identified(self, request: Any, tokens: Sequence[int] | None = None) -> Sequence[int]:
-        """The request's token ids (None: all of them) as prefixd is told them. Slice it: to list all costs more."""
+        """The request's token ids (None: all) with ids that stand for its media. Slice it: listing all is slow."""
         tokens = request.all_token_ids if tokens is None else tokens
         media = self._media_of(request)
         return tokens if media is None else MediaTokens(tokens, media.media, self._geometry.block_tokens)
 
-    def _known(self, request: Any, tokens: Sequence[int]) -> list[int]:
-        """Of these first token ids of the request those before a medium whose content is not known, as prefixd is told
-        them."""
+    def _known_tokens(self, request: Any, tokens: Sequence[int]) -> list[int]:
+        """The first of `tokens`, up to a medium of unknown content, with ids that stand for media."""
         media = self._media_of(request)
         known = len(tokens) if media is None else int(min(len(tokens), media.known_tokens))
         return list(self._identified(request, tokens)[:known])
 
     def _media_of(self, request: Any) -> RequestMedia | None:
-        """What the request's media are; None where it has none. Its first call for a request is that of its arrival."""
+        """The request's media; None without any. The first call for a request is made at its arrival."""
         if not request.mm_features:
             return None
         media = self._media.get(request.request_id)
         if media is None:
             media = self._media[request.request_id] = self._contents.of(request.mm_features)
             if math.isfinite(self._contents.sure_tokens(media)):
-                self._complain(
+                self._warn_rarely(
                     "prefixd: request %r is not saved from its media on: their content cannot be told, or a medium "
                     "with other content had the same identifier (uuid) before. Give each medium a uuid of its own, and "
                     "leave --mm-processor-cache-type at lru; media of sessions with streaming input, and beside an "
@@ -415,13 +414,13 @@ class SchedulerHalf:
         return media
 
     def _sure_tokens(self, request: Any) -> int:
-        """How many of the request's tokens have KV that is of its media for sure."""
+        """How many of the request's tokens have KV that certainly belongs to its media."""
         media = self._media_of(request)
         sure = math.inf if media is None else self._contents.sure_tokens(media)
         return int(min(sure, request.num_tokens))
 
-    def _saved(self, request: Any) -> EngineRequest:
-        """What `SaveQueue` reads of the request."""
+    def _engine_request(self, request: Any) -> EngineRequest:
+        """The request as `SaveQueue` reads it."""
         saved: EngineRequest = request
         return MediaRequest(self._identified(request), request.block_hashes) if request.mm_features else saved
 
@@ -448,7 +447,7 @@ class SchedulerHalf:
             last - first,
             tuple(ids),
             self._options.load == "layerwise",
-            self.lookups.take_found(request.request_id),
+            self.lookups.take_counted_match(request.request_id),
         )
 
     def _advance(
@@ -458,8 +457,8 @@ class SchedulerHalf:
         tables_of: Callable[[str], Any],
         states: Sequence[tuple[int, int, int]],
     ) -> None:
-        request, wishes = self._requests.get(request_id), self._wishes.get(request_id, NO_WISHES)
-        if request is None or wishes.read_only:
+        request, options = self._requests.get(request_id), self._request_options.get(request_id, NO_REQUEST_OPTIONS)
+        if request is None or options.read_only:
             return
         if request_id not in self.saves:
             seen = self.lookups.seen(request_id)
@@ -468,13 +467,13 @@ class SchedulerHalf:
                 return
             each = self._geometry.block_tokens // self.saves.hash_tokens
             branch = self._branches.follow(request.block_hashes[each - 1 :: each]) * self._geometry.block_tokens
-            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, wishes.retention)
+            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, options.retention)
         computed = min(request.num_computed_tokens + tokens, self._sure_tokens(request))
-        self.saves.advance(request_id, self._saved(request), _Tables(request_id, tables_of), computed, states)
+        self.saves.advance(request_id, self._engine_request(request), _Tables(request_id, tables_of), computed, states)
 
 
 class _Tables:
-    """A request's block ids, which vLLM lists when it is asked: too long a list to make in every step."""
+    """A request's block ids, listed at the first use: the list is too long to make in every step."""
 
     def __init__(self, request_id: str, tables_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
         self._request_id = request_id

@@ -1,7 +1,7 @@
-"""What the connector counts, on its way to vLLM's log and metrics.
+"""Hands the connector's counters to vLLM's log and metrics.
 
-Scheduler and workers each count their own; vLLM carries a worker's counts to the front end with every step, sums them
-over the ranks, and offers them as Prometheus counters.
+Scheduler and workers each have counters; vLLM carries a worker's counts to the front end with every step, sums them
+over the ranks, and serves them as Prometheus counters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from prefixd.integrations.engine.counters import COUNTERS
+from prefixd.integrations.engine.connector_counters import COUNTERS
 
 
 class PrefixdStats(KVConnectorStats):

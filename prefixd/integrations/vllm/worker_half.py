@@ -1,4 +1,4 @@
-"""The connector in a worker of vLLM's: copies between its KV cache and the daemon's memory."""
+"""The connector in one of vLLM's workers: copies between its KV cache and the daemon's memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import vllm
 
-from prefixd.integrations.engine.copying.device import fence_of, page_copies_of
-from prefixd.integrations.engine.copying.transfers import Transfers
-from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.connector_counters import ConnectorCounters
+from prefixd.integrations.engine.copying.block_transfers import Transfers
+from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.vllm.geometry import layer_names, read_pages
@@ -23,7 +23,7 @@ _IDLE_POLL_S = 0.005
 
 
 class WorkerHalf:
-    """Copies."""
+    """Loads and saves this rank's blocks as the scheduler half orders."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, options: ConnectorOptions) -> None:
         self._vllm_config = vllm_config
@@ -58,7 +58,7 @@ class WorkerHalf:
         self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal, copies)
 
     def start_loads(self, orders: Orders) -> None:
-        """Before the step is submitted; on a GPU an earlier one may still use the blocks that are loaded into."""
+        """Starts a step's loads before vLLM submits it; on a GPU an earlier step may still use the target blocks."""
         if not orders.loads:
             return
         fence = fence_of(self._ordinal)
@@ -71,7 +71,7 @@ class WorkerHalf:
             self.transfers.wait_for_layer(place)
 
     def start_saves(self, orders: Orders) -> None:
-        """After the step was submitted; on a GPU it may still be computing. Again for the same step it does nothing."""
+        """Starts a step's saves after vLLM submitted it (a GPU may still compute it); does nothing the second time."""
         if orders.step == self._saved_step:
             return
         self._saved_step = orders.step

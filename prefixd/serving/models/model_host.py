@@ -33,7 +33,7 @@ from prefixd.serving.text.tokenization import TextCodec
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads, step_back
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Done, Hello
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import FramePool, SwapError, started_threads
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from prefixd.worker_protocol.protocol import (
     ToWorker,
     from_worker,
 )
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import (
     FrameId,
     FramePool,

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 
 from prefixd.serving.models.worker_channel import WorkerChannel
-from prefixd.worker_protocol.settings import WorkerSettings, encode_settings
+from prefixd.worker_protocol.worker_settings import WorkerSettings, encode_settings
 from prefixd_swap import OutOfMemoryError, started_threads
 
 _REMEDIES = {

@@ -30,7 +30,7 @@ from prefixd.worker.spec.probe import PROBE_NAME, AttentionLayer, probe, registe
 from prefixd.worker.spec.tiles import tile_tokens
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import Hello, ImageShape, SlidingWindow
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.geometry import ELEMENT_BYTES, KvGeometry, Layout
 
 _NO_LIMIT = 1 << 16

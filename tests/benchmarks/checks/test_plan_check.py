@@ -13,9 +13,9 @@ from benchmarks.checks import plan_check
 from benchmarks.common.harness import BenchmarkError
 from prefixd.cli.demo.runner import settings_for
 from prefixd.planner import calibrate
-from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import Calibration
-from prefixd.workloads.figures import Quantiles
+from prefixd.planner.plan_figures import PlanFigures
+from prefixd.workloads.latency_figures import Quantiles
 from prefixd.workloads.text_analysis import TextAnalysis
 
 ROUND = PlanFigures(

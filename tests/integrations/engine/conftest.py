@@ -16,10 +16,10 @@ import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import MatchResult, Retention
-from prefixd.integrations.engine.copying.device import Fence, computed_already
-from prefixd.integrations.engine.copying.pages import GroupPages, PageRun
-from prefixd.integrations.engine.copying.transfers import Transfers
-from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.connector_counters import ConnectorCounters
+from prefixd.integrations.engine.copying.block_transfers import Transfers
+from prefixd.integrations.engine.copying.cuda_device import Fence, computed_already
+from prefixd.integrations.engine.copying.group_pages import GroupPages, PageRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, SaveJob
 from prefixd.integrations.engine.link import Link

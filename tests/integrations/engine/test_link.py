@@ -390,7 +390,7 @@ def test_a_search_that_breaks_is_said_and_goes_on(
     daemon: DaemonProcess, make_link: MakeLink, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody who waits for the first answer waits for ever."""
-    real, broken = Link.ask, [True]
+    real, broken = Link.probe, [True]
 
     async def ask(link: Link) -> None:
         if broken:
@@ -398,7 +398,7 @@ def test_a_search_that_breaks_is_said_and_goes_on(
             raise ZeroDivisionError("a defect")
         await real(link)
 
-    monkeypatch.setattr(Link, "ask", ask)
+    monkeypatch.setattr(Link, "probe", ask)
     link = make_link(daemon.address)
     assert not link.wait_first()
     wait_until(lambda: link.up)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits, held_blocks
 from prefixd.integrations.engine.waiting.ready import time_to_ready
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import POLICIES, CostModel, Distance, QueuedRequest, create_policy
 
 BLOCK = 16
@@ -199,7 +199,7 @@ def test_a_refresh_looks_at_so_many_and_in_turn_at_all() -> None:
 def test_taking_from_an_empty_queue() -> None:
     order = order_of("relaxed-fpf", 4)
     order.refresh(NOW, 1)
-    assert len(order) == 0 and names(order) == "" and order.to_load(3) == []
+    assert len(order) == 0 and names(order) == "" and order.next_to_load(3) == []
     with pytest.raises(IndexError, match="no request waits"):
         order.first()
 
@@ -403,8 +403,8 @@ def test_what_is_to_be_loaded_soon() -> None:
     for request in requests:
         order.add(request)
     wanted = [("b", 0), ("d", 2 * BLOCK), ("e", 0)]
-    assert [(r.request_id, tokens) for r, tokens in order.to_load(9)] == wanted
-    assert [r.request_id for r, _ in order.to_load(2)] == ["b", "d"]
+    assert [(r.request_id, tokens) for r, tokens in order.next_to_load(9)] == wanted
+    assert [r.request_id for r, _ in order.next_to_load(2)] == ["b", "d"]
 
 
 def test_ready_is_the_best_of_loading_and_computing() -> None:

@@ -132,7 +132,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.take(running)
 
     def take(self, running: Running) -> None:
-        for job in self.queue.take():
+        for job in self.queue.take_jobs():
             self.check(job, running)
             self.unacknowledged[job.id] = RANKS
 
@@ -178,7 +178,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
         del self.running[name]
-        self.queue.end(name)
+        self.queue.stop(name)
 
     @invariant()
     def no_more_are_pinned_than_may_be(self) -> None:
@@ -209,19 +209,19 @@ def test_a_block_is_saved_when_all_its_tokens_are_computed() -> None:
     request, blocks = a_request(range(40)), tables(40)
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", request, blocks, 15)
-    assert not saves.take() and pool.held == 0, "of a block that is not whole nothing is pinned"
+    assert not saves.take_jobs() and pool.held == 0, "of a block that is not whole nothing is pinned"
     saves.advance("r", request, blocks, 40)
-    (job,) = saves.take()
+    (job,) = saves.take_jobs()
     assert (job.first_block, job.blocks) == (0, 2)
     assert job.block_ids == ((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4))
-    assert saves.take() == []
+    assert saves.take_jobs() == []
 
 
 def test_what_is_cached_already_is_not_saved() -> None:
     saves = queue(pool := Pool(), ONE_GROUP)
     saves.begin("r", SPECS[0], 32, 1000)
     saves.advance("r", a_request(range(64)), tables(64)[:1], 63)
-    (job,) = saves.take()
+    (job,) = saves.take_jobs()
     assert (job.first_block, job.blocks) == (2, 1) and pool.held == 4
 
 
@@ -230,10 +230,10 @@ def test_saving_ends_where_the_engine_has_let_go_of_a_block() -> None:
     request, blocks = a_request(range(96)), tables(96)
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", request, blocks, 24)
-    assert len(saves.take()) == 1
+    assert len(saves.take_jobs()) == 1
     blocks[1][3] = 0
     saves.advance("r", request, blocks, 96)
-    assert saves.take() == []
+    assert saves.take_jobs() == []
     saves.acknowledge(0, RANKS)
     assert pool.held == 0
 
@@ -244,7 +244,7 @@ def test_what_a_window_has_passed_is_saved_without_its_group() -> None:
     blocks[1][:5] = [NO_BLOCK] * 5
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", request, blocks, 96)
-    body, window = saves.take()
+    body, window = saves.take_jobs()
     assert (body.first_block, body.blocks, body.groups) == (0, 6, (0,))
     assert body.block_ids == (tuple(range(1, 25)),)
     assert (window.first_block, window.blocks, window.groups) == (3, 3, (1,))
@@ -261,7 +261,7 @@ def test_of_a_model_with_windows_only_nothing_is_saved_behind_a_block_without_by
     blocks[0][0] = NO_BLOCK
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", a_request(range(64)), blocks, 64)
-    assert saves.take() == [] and pool.held == 0, "the cache takes a block only with the blocks before it"
+    assert saves.take_jobs() == [] and pool.held == 0, "the cache takes a block only with the blocks before it"
 
 
 def saved_blocks(jobs: Sequence[SaveJob], group: int) -> list[int]:
@@ -288,7 +288,7 @@ def test_of_a_window_the_ends_of_prompt_and_answer_are_saved_and_some_between() 
     blocks = tables(400)
     blocks[1][:44] = [NO_BLOCK] * 44  # the answer's end begins with block 23, of 8 tokens each: 46 and 47 are there
     finish(saves, 400, blocks, prompt=15 * 16 + 1)
-    jobs = saves.take()
+    jobs = saves.take_jobs()
     assert saved_blocks(jobs, 0) == list(range(25))
     assert saved_blocks(jobs, 1) == [4, 5, 10, 11, 13, 14, 23, 24]
     for job in jobs:
@@ -301,17 +301,17 @@ def test_an_end_that_the_engine_has_in_part_is_not_saved() -> None:
     blocks = tables(160)
     blocks[1][:17] = [NO_BLOCK] * 17
     finish(saves, 160, blocks, prompt=65, forgotten=[16])
-    assert saved_blocks(saves.take(), 1) == [2, 3], "the prompt's end"
+    assert saved_blocks(saves.take_jobs(), 1) == [2, 3], "the prompt's end"
     saves = queue(Pool(), WINDOWED, every=0)
     finish(saves, 160, blocks, prompt=65, forgotten=[15])
-    assert saved_blocks(saves.take(), 1) == [2, 3, 8, 9], "block 16 is null and still in the engine's cache"
+    assert saved_blocks(saves.take_jobs(), 1) == [2, 3, 8, 9], "block 16 is null and still in the engine's cache"
 
 
 def test_where_a_prompt_left_others_its_window_is_saved() -> None:
     saves = queue(Pool(), WINDOWED, every=0)
     saves.begin("r", SPECS[0], 0, 161, branch_tokens=64)
     saves.advance("r", a_request(range(161)), tables(161), 161)
-    assert saved_blocks(saves.take(), 1) == [2, 3, 8, 9]
+    assert saved_blocks(saves.take_jobs(), 1) == [2, 3, 8, 9]
 
 
 def test_states_are_saved_where_the_engine_has_them_and_a_likely_prefix_ends() -> None:
@@ -322,16 +322,16 @@ def test_states_are_saved_where_the_engine_has_them_and_a_likely_prefix_ends() -
     saves.begin("r", SPECS[0], 32, 128)  # the prompt's end is at 7 blocks, and there is a point at 3 and at 6
     offered = [(1, 50 + blocks, 16 * blocks) for blocks in (1, 2, 3, 4, 6)]
     saves.advance("r", request, blocks, 96, [*offered, (1, 70, 40), (1, NO_BLOCK, 96), (5, 71, 96)])
-    jobs = saves.take()
+    jobs = saves.take_jobs()
     assert saved_blocks(jobs, 0) == [2, 3, 4, 5]
     assert [(job.first_block, job.blocks, job.block_ids) for job in jobs if job.groups == (1,)] == [
         (2, 1, ((53,),)),
         (5, 1, ((56,),)),
     ]
     saves.advance("r", request, blocks, 112, [(1, 57, 112), (1, 58, 128)])
-    assert saved_blocks(saves.take(), 1) == [6], "the state after block 7 comes before the block itself"
+    assert saved_blocks(saves.take_jobs(), 1) == [6], "the state after block 7 comes before the block itself"
     saves.finish("r", request, blocks, 190, lambda group, number: 80 + number)
-    jobs = saves.take()
+    jobs = saves.take_jobs()
     assert saved_blocks(jobs, 0) == [7, 8, 9, 10]
     assert [(job.first_block, job.block_ids) for job in jobs if job.groups == (1,)] == [(10, ((90,),))]
     for job in range(20):
@@ -343,11 +343,11 @@ def test_an_end_is_not_saved_twice() -> None:
     """Nothing was generated that fills a block, or nothing at all was new."""
     saves = queue(Pool(), WINDOWED, every=0)
     finish(saves, 70, tables(70), prompt=65)
-    assert saved_blocks(saves.take(), 1) == [2, 3]
+    assert saved_blocks(saves.take_jobs(), 1) == [2, 3]
     saves = queue(Pool(), WINDOWED, every=0)
     saves.begin("r", SPECS[0], 64, 65)
     saves.finish("r", a_request(range(70)), tables(70), 70, lambda group, number: NO_BLOCK)
-    assert saves.take() == []
+    assert saves.take_jobs() == []
 
 
 def test_a_save_with_the_window_is_not_left_to_one_without_it() -> None:
@@ -358,7 +358,7 @@ def test_a_save_with_the_window_is_not_left_to_one_without_it() -> None:
     saves.advance("late", request, passed, 16)
     saves.begin("early", SPECS[0], 0, 1000)
     saves.advance("early", request, tables(16, 100), 16)
-    assert [job.groups for job in saves.take()] == [(0,), (1,)]
+    assert [job.groups for job in saves.take_jobs()] == [(0,), (1,)]
     assert pool.held == 4 + 2
 
 
@@ -367,11 +367,11 @@ def test_saving_waits_for_room_and_goes_on() -> None:
     request, blocks = a_request(range(64)), tables(64)[:1]
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", request, blocks, 64)
-    (job,) = saves.take()
+    (job,) = saves.take_jobs()
     assert job.blocks == 1 and pool.held == 4
     saves.acknowledge(job.id, 1)
     saves.advance("r", request, blocks, 64)
-    assert [(job.first_block, job.blocks) for job in saves.take()] == [(1, 1)]
+    assert [(job.first_block, job.blocks) for job in saves.take_jobs()] == [(1, 1)]
 
 
 def test_of_two_requests_with_one_prompt_one_saves_it() -> None:
@@ -382,21 +382,21 @@ def test_of_two_requests_with_one_prompt_one_saves_it() -> None:
         saves.advance(name, request, tables(32, start), 32)
     saves.begin("salted", SPECS[1], 0, 1000)
     saves.advance("salted", request, tables(32, 200), 32)
-    first, salted = saves.take()
+    first, salted = saves.take_jobs()
     assert (first.prefix.salt, salted.prefix.salt) == (b"", b"salt")
     assert not any(pool.references[block] for block in range(100, 108))
     saves.acknowledge(first.id, RANKS)
     saves.begin("later", SPECS[0], 0, 1000)
     saves.advance("later", request, tables(32, 300), 32)
-    assert len(saves.take()) == 1, "once it has ended the next may try again: it may have been dropped"
+    assert len(saves.take_jobs()) == 1, "once it has ended the next may try again: it may have been dropped"
 
 
 def test_a_job_is_over_when_every_rank_has_ended_it() -> None:
     saves = queue(pool := Pool())
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", a_request(range(16)), tables(16), 16)
-    (job,) = saves.take()
-    saves.end("r")
+    (job,) = saves.take_jobs()
+    saves.stop("r")
     saves.acknowledge(job.id, 1)
     assert saves.under_way and pool.held == 6, "the request has ended, its blocks are still read"
     saves.acknowledge(job.id, 1)
@@ -410,8 +410,8 @@ def test_blocks_are_given_back_from_the_end_of_the_prefix_on() -> None:
     saves = SaveQueue(ONE_GROUP, pool.pin, freed.extend, HASH_TOKENS, 1000, NO_BLOCK)
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", a_request(range(32)), tables(32)[:1], 32)
-    (job,) = saves.take()
-    saves.end("r")
+    (job,) = saves.take_jobs()
+    saves.stop("r")
     saves.acknowledge(job.id, 1)
     assert freed == [8, 7, 6, 5, 4, 3, 2, 1]
 
@@ -421,7 +421,7 @@ def test_clearing_ends_every_request_and_no_job() -> None:
     saves.begin("r", SPECS[0], 0, 1000)
     saves.advance("r", a_request(range(24)), tables(24), 24)
     saves.clear()
-    (job,) = saves.take()
+    (job,) = saves.take_jobs()
     assert pool.held == 6 and "r" not in saves
     saves.acknowledge(job.id, RANKS)
     assert pool.held == 0
@@ -430,5 +430,5 @@ def test_clearing_ends_every_request_and_no_job() -> None:
 def test_a_request_that_was_never_begun_is_nobodys_business() -> None:
     saves = queue(pool := Pool())
     saves.advance("r", a_request(range(16)), tables(16), 16)
-    saves.end("r")
-    assert saves.take() == [] and pool.held == 0 and "r" not in saves
+    saves.stop("r")
+    assert saves.take_jobs() == [] and pool.held == 0 and "r" not in saves

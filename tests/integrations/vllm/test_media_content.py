@@ -144,7 +144,7 @@ def test_names_are_forgotten_in_turn_and_then_nothing_is_sure(monkeypatch: pytes
     known.of([a_feature(pixels(1.0), "a")])
     known.of([a_feature(pixels(1.0), "d")])
     for name, sure in (("a", True), ("b", False), ("c", True)):
-        requests[name]._looked_at = -1
+        requests[name]._checked_conflicts = -1
         assert (known.sure_tokens(requests[name]) == math.inf) == sure
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.pages_by_key.pages import PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import PagesUnusable
 from prefixd.integrations.vllm.offloading.naming import own_name, prefix_groups, unsure_names
 from prefixd.integrations.vllm.offloading.options import TierOptions
 from prefixd.integrations.vllm.offloading.rows import Rows

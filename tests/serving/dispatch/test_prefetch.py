@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
 from prefixd.planner.hardware import MeasuredCosts, Way, Ways
-from prefixd.planner.models import LayerGroup, PlannedModel
+from prefixd.planner.planned_models import LayerGroup, PlannedModel
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
 from prefixd.planner.workload import PlannedRequest, Workload

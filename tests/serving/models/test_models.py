@@ -18,7 +18,7 @@ import torch
 from prefixd.cache.index.trie import DISK
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.slow import slow_but
 from tests.worker.tiny_models import LATENT, RECURRENT, WINDOWED, build_grouped

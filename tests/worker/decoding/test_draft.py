@@ -21,7 +21,7 @@ from prefixd.worker.model import CausalModel, choose_attention, load_model
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import Extend, passed_blocks
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.slow import slow_but
 from tests.worker.conftest import EOS, VOCAB, Rig, tiny_llama_config
 from tests.worker.tiny_models import GROUP_SIZES, build_grouped, build_recurrent

@@ -36,7 +36,7 @@ from prefixd.worker_protocol.protocol import (
     blocks_needed,
     passed_blocks,
 )
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.vmem import FrameId
 from tests.slow import slow_but

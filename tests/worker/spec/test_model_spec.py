@@ -14,7 +14,7 @@ from prefixd.worker.model import load_model
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import FullAttention, GroupShape
-from prefixd.worker_protocol.settings import WorkerSettings
+from prefixd.worker_protocol.worker_settings import WorkerSettings
 
 
 def spec_of(directory: Path, **settings: object):

@@ -1,1 +1,1 @@
-"""What changes the KV that an engine computes, and so is in the names of its namespaces."""
+"""Facts that change the KV that an engine computes and therefore go into the names of its namespaces."""

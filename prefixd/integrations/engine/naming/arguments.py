@@ -1,7 +1,7 @@
-"""Tables of an engine's arguments: which are in the name of its namespaces, and why the others need not be.
+"""Tables that say which of an engine's arguments go into the name of its namespaces, and why the others need not.
 
-A table knows every argument of the engine's version that it was written for; a test compares them. An argument of
-another version that it does not know goes into the name as soon as it has a value other than its default.
+A table has every argument of the engine's version that it was written for; a test compares them. An argument that only
+another version has goes into the name as soon as its value differs from its default.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument as the engine has it."""
+    """One of an engine's arguments and its value."""
 
     name: str
-    """For arguments in sections with the sections before it: "model_config.dtype"."""
+    """With the sections that it is in: "model_config.dtype"."""
     value: Any
     default: Any
 
 
 class ArgumentTable:
-    """What is known of an engine's arguments. Names of arguments are separated by blanks; a section stands for all that
-    is in it.
+    """Sorts an engine's arguments. Names of arguments are separated by blanks; a section stands for all its arguments.
 
     Args:
-        in_name: names of arguments whose values go into the name, by reason.
-        files: names of arguments that name files or folders, whose content goes into the name, by reason.
-        covered: names of arguments that lead to something else that is in the name, by what that is.
-        harmless: names of arguments that cannot change KV, by reason.
-        refused: what is wrong with an argument that must not be set, by its name.
+        in_name: arguments with values that go into the name, by reason.
+        files: arguments that name files or folders; their content goes into the name; by reason.
+        covered: arguments that another part of the name covers, by that part.
+        harmless: arguments that cannot change KV, by reason.
+        refused: by the name of an argument that must not be set, the reason and the remedy.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ArgumentTable:
         assert len(names) == len({*names}), f"twice in the table: {sorted(n for n in {*names} if names.count(n) > 1)}"
 
     def __contains__(self, name: str) -> bool:
-        """Whether an argument, or a section that it is in, is in the table."""
+        """Whether the table has an argument, or a section that it is in."""
         return self._find(name) is not None
 
     @property
@@ -68,8 +67,8 @@ class ArgumentTable:
         return frozenset({*self._in_name, *self._elsewhere, *self._refused})
 
     def facts(self, arguments: Iterable[Argument]) -> dict[str, Any]:
-        """What of the arguments goes into the name: those that are set. An argument that an older version of the engine
-        lacks is there as one that is not set.
+        """The arguments that go into the name: those that are set. So an argument that an older version of the engine
+        lacks counts as not set.
 
         Raises:
             ConfigError: an argument is set that is refused.
@@ -97,8 +96,8 @@ class ArgumentTable:
 
 
 def content_of(paths: Any) -> Any:
-    """What is in a file or folder of this host ("/path", "name=/path"), as a digest; of anything else, as of a model's
-    name, that itself. Of lists and mappings it is that of each value."""
+    """Digests of the files and folders of this host that `paths` names ("/path", "name=/path"); anything else, such as
+    a model's name, stays as it is. Lists and mappings keep their form."""
     if isinstance(paths, Mapping):
         return {name: content_of(path) for name, path in paths.items()}
     if isinstance(paths, list | tuple):
@@ -113,7 +112,7 @@ def content_of(paths: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, equal in every process for equal values. Of code it is the place where that stands."""
+    """A value as JSON types, equal in every process for equal values; of a class or function its qualified name."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, str | int | float | bool | None):

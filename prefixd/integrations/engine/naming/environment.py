@@ -1,6 +1,6 @@
 """Environment variables of an engine that go into the name of its namespaces.
 
-As with arguments (`ArgumentTable`): a variable that is set and that the table does not know goes into the name.
+As with arguments (`ArgumentTable`), a variable that is set and missing from the table goes into the name.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import re
 from collections.abc import Iterable, Mapping
 
 NUMBERS = "NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE HIPBLASLT_ALLOW_TF32"
-"""Variables of libraries below every engine that change what is computed."""
+"""Variables of libraries below every engine that change the numbers that are computed."""
 
 _OF_KUBERNETES = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
 _ADDRESS_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://")
 
 
 class EnvironmentTable:
-    """What is known of an engine's environment variables. Names are separated by blanks; `A_*` stands for all that
+    """Sorts an engine's environment variables. Names are separated by blanks; `A_*` stands for all variables that
     begin with `A_` and are not in the table themselves.
 
     Args:
-        prefix: what the engine's names begin with, as "VLLM_".
+        prefix: the beginning of the engine's own names: "VLLM_".
         in_name: names of variables whose values go into the name, by reason.
         harmless: names of variables that cannot change KV, by reason.
     """
@@ -33,7 +33,7 @@ class EnvironmentTable:
         assert not self._in_name & self._harmless, f"twice in the table: {sorted(self._in_name & self._harmless)}"
 
     def __contains__(self, name: str) -> bool:
-        return self._place(name) is not None
+        return self._find(name) is not None
 
     @property
     def names(self) -> frozenset[str]:
@@ -41,13 +41,14 @@ class EnvironmentTable:
         return self._in_name | self._harmless
 
     def counted(self, environ: Mapping[str, str], registered: Iterable[str], log: logging.Logger) -> list[str]:
-        """Which variables that are set go into the name. An engine's are those that it has registered, and others that
-        begin as they do, for its plugins read such; but none that Kubernetes sets for a service of such a name.
+        """Names of the set variables that go into the namespaces' name. An engine reads the ones that it registers, and
+        its plugins others with its prefix. Kubernetes sets variables with that prefix for a service of such a name;
+        these are left out.
 
         Args:
             environ: all variables that are set, as `os.environ`.
-            registered: names of those that the engine says that it reads.
-            log: is told which ones the table does not know.
+            registered: names of the variables that the engine says that it reads.
+            log: gets one line with the variables that the table lacks.
         """
         engine_reads = {*registered, *NUMBERS.split()}
         counted, unknown = [], []
@@ -55,10 +56,10 @@ class EnvironmentTable:
             of_kubernetes = _OF_KUBERNETES.search(name) or _ADDRESS_OF_KUBERNETES.match(value)
             if name not in engine_reads and (not name.startswith(self._prefix) or of_kubernetes):
                 continue
-            place = self._place(name)
-            if place not in self._harmless:
+            entry = self._find(name)
+            if entry not in self._harmless:
                 counted.append(name)
-            if place is None:
+            if entry is None:
                 unknown.append(name)
         if unknown:
             log.warning(
@@ -68,7 +69,7 @@ class EnvironmentTable:
             )
         return counted
 
-    def _place(self, name: str) -> str | None:
+    def _find(self, name: str) -> str | None:
         if name in self.names:
             return name
         families = [each for each in self.names if each.endswith("*") and name.startswith(each[:-1])]

@@ -1,3 +1,5 @@
-"""For engines that name a page by a hash over all tokens up to its end, and hand over no tokens: their keys as prompts
-(`chains`), and their pages moved by the thread that asks (`page_store`, `shared_copies`). `pages` is what an engine's
-folder implements."""
+"""Stores pages of engines that name a page by a hash over all tokens up to its end and hand over no tokens.
+
+`chains` turns keys into prompts; `page_store` and `shared_copies` move pages in the thread that asks for them; an
+engine's folder implements `engine_pages`.
+"""

@@ -1,7 +1,7 @@
-"""Keys of pages as prompts of prefixd.
+"""Turns keys of pages into prompts of prefixd.
 
 The engine names a page by a hash over (the key of the page before it, the page's tokens), so a key names the whole
-prefix. prefixd's blocks have token ids, which it compares. So the 32 bytes of a key, its digest, are the 8 token ids of
+prefix. prefixd compares the token ids of its blocks. So the 32 bytes of a key, its digest, serve as the 8 token ids of
 the page's block, and a prompt is the digests of its pages one after the other:
 
     digests     d0         d1         d2          32 bytes each
@@ -19,7 +19,7 @@ _STARTS = 1 << 12
 
 
 class Chain:
-    """The pages of a prompt from its start: `before` pages that lead up to a call's, then the call's own."""
+    """The pages of a prompt from its start: `before` pages that precede the call's, then the call's own."""
 
     __slots__ = ("before", "path")
 
@@ -40,10 +40,10 @@ class Chain:
 
 
 class Chains:
-    """Where in their prompts pages lie: by what the engine says, or else by what it has said before.
+    """Finds the pages before a call's pages: the engine names them, or they were learned from earlier calls.
 
-    A key has one parent, so a link that was learned once stays true. What is wrong here costs hits and no more: the
-    daemon compares the digests of all pages of a path.
+    A key has one parent, so a learned link stays true. A wrong link costs hits and nothing else: the daemon compares
+    the digests of all pages of a path.
     """
 
     def __init__(self, links: int = _LINKS) -> None:
@@ -55,8 +55,8 @@ class Chains:
         """The chain of a call's pages.
 
         Args:
-            digests: the pages' own, one after the other.
-            before: those of the pages that lead up to them; none where the engine does not say which these are.
+            digests: of the call's pages, one after the other.
+            before: digests of the pages that precede them; empty if the engine does not name these.
         """
         with self._lock:
             before = before or self._ancestors(digests[:KEY_BYTES])
@@ -65,17 +65,17 @@ class Chains:
         return chain
 
     def _ancestors(self, digest: bytes) -> bytes:
-        """The path that leads up to a page, as far as it is known."""
+        """The known part of the path before a page."""
         above: list[bytes] = []
         while (parent := self._parents.get(digest)) is not None:
             if len(above) >= self._limit:
-                return b""  # a circle: somebody gave keys in no order
+                return b""  # a circle: the engine named keys out of order
             above.append(parent)
             digest = parent
         return b"".join(reversed(above))
 
     def _learn(self, chain: Chain) -> None:
-        """From the last page back to the first whose link is known."""
+        """Learns links from the last page backwards, until a link is known already."""
         for index in range(len(chain) - 1, 0, -1):
             page, parent = chain.page(index), chain.page(index - 1)
             if self._parents.get(page) == parent and index <= chain.before:
@@ -87,12 +87,12 @@ class Chains:
 
 
 class Starts:
-    """Pages at which a stored path begins though others precede them in their prompt.
+    """Pages at which a stored path begins although others precede them in their prompt.
 
-    An engine hands over a page once. When the daemon has lost the pages before it (it was restarted, one was damaged on
-    disk), nothing could ever be stored behind them while the engine holds them itself. So the page begins a path of its
-    own: its key names the whole prefix, so it is right wherever it lies. Who looks for it has to know where its path
-    begins; after a restart of the engine the pages are computed, and stored, from the first one on.
+    An engine hands over a page once. If the daemon has lost the pages before it (it was restarted, one was damaged on
+    disk), it could not store anything behind them while the engine holds them. So the page begins a path of its own:
+    its key names the whole prefix, so it is right at any position. A look-up has to know where the path begins; after a
+    restart the engine computes, and stores, pages from the first one on.
     """
 
     def __init__(self, limit: int = _STARTS) -> None:
@@ -101,7 +101,7 @@ class Starts:
         self._pages: dict[bytes, None] = {}
 
     def add(self, page: bytes) -> None:
-        """A path begins with `page`."""
+        """Notes that a path begins with `page`."""
         with self._lock:
             self._pages.pop(page, None)
             self._pages[page] = None
@@ -109,7 +109,7 @@ class Starts:
                 del self._pages[next(iter(self._pages))]
 
     def drop(self, page: bytes) -> None:
-        """No path begins with `page` any more."""
+        """Forgets that a path began with `page`."""
         with self._lock:
             self._pages.pop(page, None)
 
@@ -117,6 +117,6 @@ class Starts:
         return page in self._pages
 
     def of(self, chain: Chain, page: int) -> list[int]:
-        """Where paths that have page `page` of `chain` may begin, the nearest first; 0, the prompt's start, is last."""
+        """Starts of the paths that may have page `page` of `chain`, the nearest first; 0, the prompt's start, last."""
         found = [index for index in range(page, 0, -1) if chain.page(index) in self._pages] if self._pages else []
         return [*found, 0]

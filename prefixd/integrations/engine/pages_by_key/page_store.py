@@ -1,12 +1,12 @@
-"""One pool's pages in one namespace of prefixd: which are there, bring them, keep them.
+"""Looks up, loads and saves the pages of one pool in one namespace of prefixd.
 
 The engine's threads call and wait; they also make the copies, so that the link's thread is free for the others. A call
 is cut into slices of some pages, each with a lease or a reservation of its own:
 
-    load    Acquire -> copy out -> Release     that the release succeeds proves that the bytes were the right ones
+    load    Acquire -> copy out -> Release     a release that succeeds proves that the bytes were the right ones
     save    Reserve -> copy in -> Commit
 
-so that one that is too slow can end between two of them, with the pages that have come.
+A call that is too slow ends between two slices, with the pages that have come.
 """
 
 from __future__ import annotations
@@ -14,28 +14,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
-
-import numpy as np
+from typing import TypeAlias, TypeVar
 
 from prefixd.client import (
     AsyncLease,
     AsyncReservation,
     ClientError,
-    ExhaustedError,
-    LeaseLost,
     MatchResult,
     NamespaceSpec,
     Tier,
 )
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.chains import KEY_BYTES, Chain, Starts
-from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.page_grants import Grant, PageGrants, Wanted, tokens_of
 from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 
 T = TypeVar("T")
@@ -44,70 +41,45 @@ CopyPages: TypeAlias = Callable[[Bytes, Sequence[tuple[int, int]], Check], None]
 
 LOAD_BYTES = 128 << 20  # at first; two slices are under way at a time
 _LOAD_MOST_BYTES = 512 << 20
-_LOAD_S = 0.25  # that a slice should take: every slice costs two calls, and a load can end between two of them
+_LOAD_S = 0.25  # wanted time of a slice: a slice costs two calls, and a load can end between two slices
 SAVE_BYTES = 256 << 20
-SINGLES = 32  # pages by themselves that are asked for at a time
-_BYTES_PER_S = 100e6  # a transfer slower than this is given up
-_SAVE_PAUSE_S = 1.0
+SINGLES = 32  # pages that are paths of their own, in one batch of calls
 _CLEAR_S = 8.0
 _CLEAR_AGAIN_S = 0.02
-_ROOM_S = 2.0  # so long a load waits for room that others hold
+_ROOM_S = 2.0  # longest wait of a load for memory that others hold
 _ROOM_PAUSE_S = 0.02
-_WHERE_THEY_ARE = MatchResult(0, ())
-_TROUBLES = (LinkDown, ClientError, PagesUnusable)
+_EXPECTED_ERRORS = (LinkDown, ClientError, PagesUnusable)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a call's pages, in their order."""
+    """The result of a call that loads or saves pages."""
 
     done: list[bool]
-    """Whether a page is there, or is kept."""
+    """By page of the call, in order: whether it was loaded, or is kept."""
     nbytes: int = 0
     new: int = 0
-    """Pages that prefixd did not have."""
+    """Saved pages that prefixd did not have."""
     elapsed_s: float = 0.0
     cut: bool = False
-    """Whether it ended because its time was over."""
+    """Whether the call ended because its time was over."""
     error: Exception | None = None
-    """What ended it early."""
-
-    def failed(self, error: Exception) -> None:
-        """It ended early; what was done before stays."""
-        self.error = error
+    """The error that ended the call early; pages that were done before stay done."""
 
     @property
     def pages(self) -> int:
-        """Pages that are there, or are kept."""
+        """How many pages were loaded, or are kept."""
         return sum(self.done)
-
-
-@dataclass(slots=True)
-class Grant(Generic[H]):
-    """Some holds, the memory that they are in, and what is said of the copies under way."""
-
-    holds: list[H]
-    arena: Bytes
-    copying: ExitStack = field(default_factory=ExitStack)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Blocks of one path."""
-
-    path: bytes
-    first_block: int
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A slice of a call that the daemon has been asked for: pages `at` to `stop` of a chain."""
+    """A slice of a load under way: pages `at` to `stop` of a chain, and the lease that was asked for."""
 
     at: int
     stop: int
     begin: int
-    """Where its path begins."""
+    """Index of the page at which its path begins."""
     grant: Future[Grant[AsyncLease]]
 
 
@@ -115,12 +87,12 @@ class PageStore:
     """The pages of one pool.
 
     Args:
-        link: the line to the daemon.
+        link: the connection to the daemon.
         spec: the namespace; its one part is a page.
-        slice_s: the longest that a call goes on.
+        slice_s: time after which a call begins no further slice.
         copies: makes the copies.
         clock: seconds, monotonic.
-        load_bytes: bytes that are loaded at a time, at first.
+        load_bytes: bytes of the first slices of a load; later ones take about `_LOAD_S`.
     """
 
     def __init__(
@@ -141,14 +113,13 @@ class PageStore:
         self._slice = max(1, load_bytes // self.page_bytes)
         self._save_slice_pages = max(1, SAVE_BYTES // self.page_bytes)
         self._starts = Starts()
-        self._save_again_s = 0.0
+        self._grants = PageGrants(link, spec, clock)
 
     # -- which pages are there ------------------------------------------------------------------------------------
 
     def leading(self, chain: Chain) -> Counter[Tier]:
-        """How many pages of a call, from its first on, are cached, by the tier that they are in. Raises LinkDown,
-        ClientError."""
-        return self._wait(self._link.start(partial(self._leading, chain)))
+        """Counts the cached pages of a call, from its first on, by tier. Raises LinkDown, ClientError."""
+        return self._grants.wait(self._link.start(partial(self._leading, chain)))
 
     async def _leading(self, chain: Chain) -> Counter[Tier]:
         cache = await self._link.cache(self.spec)
@@ -158,7 +129,7 @@ class PageStore:
         while at < len(chain):
             found = at
             for begin in self._starts.of(chain, at):
-                match = await cache.match(_tokens(chain.part(begin)), counted=counted)
+                match = await cache.match(tokens_of(chain.part(begin)), counted=counted)
                 counted = False
                 if not match.blocks and begin:
                     self._starts.drop(chain.page(begin))  # it was evicted
@@ -174,33 +145,32 @@ class PageStore:
         return hits
 
     def each(self, digests: bytes) -> list[bool]:
-        """Which pages are cached that are paths by themselves. Raises LinkDown, ClientError."""
-        return self._wait(self._link.start(partial(self._each, digests)))
+        """For pages that are paths of their own, which are cached. Raises LinkDown, ClientError."""
+        return self._grants.wait(self._link.start(partial(self._each, digests)))
 
     async def _each(self, digests: bytes) -> list[bool]:
         cache = await self._link.cache(self.spec)
         there: list[bool] = []
         pages = list(_pages(digests))
         for first in range(0, len(pages), SINGLES):
-            found = await asyncio.gather(*(cache.match(_tokens(page)) for page in pages[first : first + SINGLES]))
+            found = await asyncio.gather(*(cache.match(tokens_of(page)) for page in pages[first : first + SINGLES]))
             there += [match.blocks > 0 for match in found]
         return there
 
     def clear(self) -> None:
-        """Has the daemon drop all of them. Raises LinkDown, ClientError."""
-        self._wait(self._link.start(self._clear, _CLEAR_S))
+        """Drops all pages of the namespace. Raises LinkDown, ClientError."""
+        self._grants.wait(self._link.start(self._clear, _CLEAR_S))
 
     async def _clear(self) -> None:
         while await self._link.evict(self.spec):
-            await asyncio.sleep(_CLEAR_AGAIN_S)  # some are on their way to the disk
+            await asyncio.sleep(_CLEAR_AGAIN_S)  # the daemon is writing some to the disk
 
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load(self, chain: Chain, pages: PagesAt) -> Outcome:
-        """Brings the pages of a call, from its first on, into the engine's memory, until one is missing or time
-        is over.
+        """Loads the pages of a call, from its first on, until one is missing or time is over.
 
-        While a slice is copied the daemon leases the next, and is told of the end of the one before.
+        While a slice is copied the daemon leases the next slice and releases the one before.
         """
         outcome = Outcome([False] * (len(chain) - chain.before))
         ending: list[tuple[range, Future[list[bool]]]] = []
@@ -211,78 +181,74 @@ class PageStore:
             room_until_s = self._clock() + _ROOM_S
             try:
                 while at < len(chain):
-                    asked, ahead = ahead or self._ahead(chain, at, step), None
-                    begin, grant = self._found(chain, asked)
+                    asked, ahead = ahead or self._lease_slice(chain, at, step), None
+                    begin, grant = self._find_slice(chain, asked)
                     lease = grant.holds[0]
                     if lease.blocks == asked.stop - at == step < len(chain) - at:
-                        ahead = self._ahead(chain, asked.stop, step, begin)
+                        ahead = self._lease_slice(chain, asked.stop, step, begin)
                     places = [(at - chain.before + block, lease.offset(block)) for block in range(lease.blocks)]
-                    self._copied(grant, partial(self._copy, pages, pages.load, grant, places))
-                    ended = self._link.spawn(partial(self._end, grant))
+                    self._grants.run_copy(grant, partial(self._copy, pages, pages.load, grant, places))
+                    ended = self._grants.start_end(grant)
                     if lease.blocks:
                         ending.append((range(at, at + lease.blocks), ended))
                         at += lease.blocks
                         room_until_s = self._clock() + _ROOM_S
                     elif lease.cached_blocks <= at - begin:
                         break
-                    # There is no room: first what is held here goes, then what others hold is waited for.
-                    elif self._collect(ending, outcome, chain):
+                    # There is no room: first release the slices held here, then wait for the memory of others.
+                    elif self._collect_releases(ending, outcome, chain):
                         if self._clock() >= room_until_s:
                             break
                         time.sleep(_ROOM_PAUSE_S)
                     if at < len(chain) and self._clock() >= until_s:
                         outcome.cut = True
                         break
-            except _TROUBLES as error:
-                outcome.failed(error)
+            except _EXPECTED_ERRORS as error:
+                outcome.error = error
             finally:
                 if ahead is not None:
-                    ahead.grant.add_done_callback(self._give_back_grant)
-            self._collect(ending, outcome, chain)
+                    ahead.grant.add_done_callback(self._grants.give_back_late)
+            self._collect_releases(ending, outcome, chain)
             outcome.nbytes = outcome.pages * self.page_bytes
         if outcome.nbytes >= LOAD_BYTES // 2 and outcome.elapsed_s > 0:
             nbytes = min(_LOAD_S * outcome.nbytes / outcome.elapsed_s, _LOAD_MOST_BYTES)
             self._slice = max(1, int(nbytes) // self.page_bytes)
         return outcome
 
-    def _collect(self, ending: list[tuple[range, Future[list[bool]]]], outcome: Outcome, chain: Chain) -> bool:
-        """Waits for the ends of slices and notes which pages count; True when there were none to wait for."""
+    def _collect_releases(self, ending: list[tuple[range, Future[list[bool]]]], outcome: Outcome, chain: Chain) -> bool:
+        """Waits for the releases of slices and notes the pages that count; returns True if there was none."""
         waited, ending[:] = list(ending), []
         for pages, ended in waited:
             try:
-                came = self._wait(ended)[0]
-            except _TROUBLES as error:
-                outcome.failed(error)
+                came = self._grants.wait(ended)[0]
+            except _EXPECTED_ERRORS as error:
+                outcome.error = error
                 continue
             for page in pages:
                 outcome.done[page - chain.before] = came
         return not waited
 
-    def _ahead(self, chain: Chain, at: int, step: int, begin: int | None = None) -> Ahead:
-        """Has `step` pages from page `at` on leased, or as many as there are; their path begins at `begin` (None: the
-        nearest that may have them)."""
+    def _lease_slice(self, chain: Chain, at: int, step: int, begin: int | None = None) -> Ahead:
+        """Asks for a lease of `step` pages, or the rest, from page `at` on, in the path that begins at page `begin`
+        (None: the nearest start of a path)."""
         stop = min(at + step, len(chain))
         if begin is None:
             begin = self._starts.of(chain, at)[0]
         wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
-        limit_s = self._limit_s(wanted.blocks)
-        return Ahead(at, stop, begin, self._link.start(partial(self._acquire, [wanted], counted=True), limit_s))
+        return Ahead(at, stop, begin, self._grants.start_lease(wanted))
 
-    def _found(self, chain: Chain, asked: Ahead) -> tuple[int, Grant[AsyncLease]]:
-        """Where the path begins that has the slice, and the lease; one of no blocks where none has it."""
-        begin, grant = asked.begin, self._wait(asked.grant)
+    def _find_slice(self, chain: Chain, asked: Ahead) -> tuple[int, Grant[AsyncLease]]:
+        """The start of the path that has the slice, and the slice's lease; without blocks if no path has it."""
+        begin, grant = asked.begin, self._grants.wait(asked.grant)
         others = [other for other in self._starts.of(chain, asked.at) if other != begin]
         while not grant.holds[0].blocks and grant.holds[0].cached_blocks <= asked.at - begin and others:
-            self._given_back(grant)
+            self._grants.give_back(grant)
             begin = others.pop(0)
-            grant = self._wait(self._ahead(chain, asked.at, asked.stop - asked.at, begin).grant)
+            grant = self._grants.wait(self._lease_slice(chain, asked.at, asked.stop - asked.at, begin).grant)
         return begin, grant
 
     def load_each(self, digests: bytes, pages: PagesAt) -> Outcome:
-        """As `load`, for pages that are paths by themselves: each that is there comes, the last first.
-
-        Of a window the pages at its end are the ones that shorter windows have, too.
-        """
+        """As `load`, for pages that are paths of their own: loads every cached one."""
         all_pages = list(_pages(digests))
         outcome = Outcome([False] * len(all_pages))
         with _timed(outcome, self._clock):
@@ -295,40 +261,39 @@ class PageStore:
                 wanted = [Wanted(page, 0, 1) for page in all_pages[first : first + step]]
                 try:
                     came = self._load_singles(wanted, first, pages)
-                except _TROUBLES as error:
-                    outcome.failed(error)
+                except _EXPECTED_ERRORS as error:
+                    outcome.error = error
                     break
                 outcome.done[first : first + len(came)] = came
             outcome.nbytes = outcome.pages * self.page_bytes
         return outcome
 
     def _load_singles(self, wanted: Sequence[Wanted], first: int, pages: PagesAt) -> list[bool]:
-        grant = self._acquired(wanted)
+        grant = self._grants.lease(wanted)
 
         def copy() -> None:
             for place, lease in enumerate(grant.holds):
                 if lease.blocks:
                     pages.load(grant.arena, [(first + place, lease.offset(0))], lease.check)
 
-        self._copied(grant, copy)
-        released = self._ended(grant)
+        self._grants.run_copy(grant, copy)
+        released = self._grants.end(grant)
         return [ok and lease.blocks > 0 for ok, lease in zip(released, grant.holds, strict=True)]
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def save(self, chain: Chain, pages: PagesAt) -> Outcome:
-        """Gives prefixd the pages of a call that it does not have, from the first on, until there is no room or time is
-        over."""
+        """Saves the pages of a call that prefixd does not have, from the first on, until room or time is over."""
         outcome = Outcome([False] * (len(chain) - chain.before))
         with _timed(outcome, self._clock):
             until_s = self._clock() + self._slice_s
             at = chain.before
-            while at < len(chain) and self._may_save():
+            while at < len(chain) and self._grants.may_save:
                 stop = min(at + self._save_slice_pages, len(chain))
                 try:
                     kept, new = self._save_slice(chain, at, stop, pages)
-                except _TROUBLES as error:
-                    outcome.failed(error)
+                except _EXPECTED_ERRORS as error:
+                    outcome.error = error
                     break
                 outcome.new += new
                 for page in range(at, kept):
@@ -343,41 +308,41 @@ class PageStore:
         return outcome
 
     def _save_slice(self, chain: Chain, at: int, stop: int, pages: PagesAt) -> tuple[int, int]:
-        """Keeps pages `at` to `stop`: up to which page they are kept now, and how many are new."""
-        begin, grant = self._room(chain, at, stop)
+        """Saves pages `at` to `stop`; returns the page up to which they are kept now, and how many are new."""
+        begin, grant = self._reserve_slice(chain, at, stop)
         if grant is None:
             return at, 0
         reservation = grant.holds[0]
         if not reservation.blocks:
-            self._given_back(grant)
+            self._grants.give_back(grant)
             return stop, 0
         first = begin + reservation.first_block
         places = [(first - chain.before + block, reservation.offset(block)) for block in range(reservation.blocks)]
-        self._copied(grant, partial(self._copy, pages, pages.save, grant, places))
-        if not self._ended(grant)[0]:
+        self._grants.run_copy(grant, partial(self._copy, pages, pages.save, grant, places))
+        if not self._grants.end(grant)[0]:
             return at, 0
         return first + reservation.blocks, reservation.blocks
 
-    def _room(self, chain: Chain, at: int, stop: int) -> tuple[int, Grant[AsyncReservation] | None]:
-        """Where the path of pages `at` to `stop` begins, and slots for them; None where there are none now."""
+    def _reserve_slice(self, chain: Chain, at: int, stop: int) -> tuple[int, Grant[AsyncReservation] | None]:
+        """The start of the path of pages `at` to `stop`, and their slots; None if there is no room now."""
         for begin in self._starts.of(chain, at):
-            grant = self._reserved([Wanted(chain.part(begin, stop), at - begin, stop - at)])
+            grant = self._grants.reserve([Wanted(chain.part(begin, stop), at - begin, stop - at)])
             if grant is None or not grant.holds[0].blocks or grant.holds[0].first_block >= at - begin:
                 return begin, grant
-            self._given_back(grant)  # prefixd has lost pages before these
+            self._grants.give_back(grant)  # prefixd has lost pages before these
             self._starts.drop(chain.page(begin))
         self._starts.add(chain.page(at))
-        return at, self._reserved([Wanted(chain.part(at, stop), 0, stop - at)])
+        return at, self._grants.reserve([Wanted(chain.part(at, stop), 0, stop - at)])
 
     def save_each(self, digests: bytes, pages: PagesAt) -> Outcome:
-        """As `save`, for pages that are paths by themselves."""
+        """As `save`, for pages that are paths of their own."""
         all_pages = list(_pages(digests))
         outcome = Outcome([False] * len(all_pages))
         with _timed(outcome, self._clock):
             until_s = self._clock() + self._slice_s
             step = min(self._slice, SINGLES)
             for first in range(0, len(all_pages), step):
-                if not self._may_save():
+                if not self._grants.may_save:
                     break
                 if first and self._clock() >= until_s:
                     outcome.cut = True
@@ -385,8 +350,8 @@ class PageStore:
                 wanted = [Wanted(page, 0, 1) for page in all_pages[first : first + step]]
                 try:
                     kept, new = self._save_singles(wanted, first, pages)
-                except _TROUBLES as error:
-                    outcome.failed(error)
+                except _EXPECTED_ERRORS as error:
+                    outcome.error = error
                     break
                 outcome.new += new
                 outcome.done[first : first + len(kept)] = kept
@@ -394,7 +359,7 @@ class PageStore:
         return outcome
 
     def _save_singles(self, wanted: Sequence[Wanted], first: int, pages: PagesAt) -> tuple[list[bool], int]:
-        if (grant := self._reserved(wanted)) is None:
+        if (grant := self._grants.reserve(wanted)) is None:
             return [False] * len(wanted), 0
 
         def copy() -> None:
@@ -402,156 +367,18 @@ class PageStore:
                 if reservation.blocks:
                     pages.save(grant.arena, [(first + place, reservation.offset(0))], reservation.check)
 
-        self._copied(grant, copy)
-        committed = self._ended(grant)
+        self._grants.run_copy(grant, copy)
+        committed = self._grants.end(grant)
         new = sum(ok and reservation.blocks > 0 for ok, reservation in zip(committed, grant.holds, strict=True))
         return committed, new
 
-    def _may_save(self) -> bool:
-        return not self._link.draining and self._clock() >= self._save_again_s
-
-    # -- grants ---------------------------------------------------------------------------------------------------
-
-    def _acquired(self, wanted: Sequence[Wanted]) -> Grant[AsyncLease]:
-        blocks = sum(each.blocks for each in wanted)
-        return self._wait(self._link.start(partial(self._acquire, wanted), self._limit_s(blocks)))
-
-    async def _acquire(self, wanted: Sequence[Wanted], *, counted: bool = False) -> Grant[AsyncLease]:
-        """Leases; `counted`: they count as found, of pages that `leading` has counted as asked for."""
-        cache = await self._link.cache(self.spec)
-        return await self._all(
-            [
-                cache.acquire(
-                    _tokens(each.path),
-                    first_block=each.first_block,
-                    max_blocks=each.blocks,
-                    counted=False,
-                    found=_WHERE_THEY_ARE if counted else None,
-                )
-                for each in wanted
-            ]
-        )
-
-    def _reserved(self, wanted: Sequence[Wanted]) -> Grant[AsyncReservation] | None:
-        """Slots; None when there are none now."""
-        blocks = sum(each.blocks for each in wanted)
-        return self._wait(
-            self._link.start(partial(self._reserve, wanted), self._limit_s(blocks) + self._link.timeout_s)
-        )
-
-    async def _reserve(self, wanted: Sequence[Wanted]) -> Grant[AsyncReservation] | None:
-        cache = await self._link.cache(self.spec)
-        try:
-            async with asyncio.timeout(self._link.timeout_s):
-                return await self._all(
-                    [cache.reserve(_tokens(each.path), first_block=each.first_block) for each in wanted]
-                )
-        except TimeoutError:
-            # It waits for the disk. What cannot be kept now is computed again one day; the engine does not wait.
-            self._save_again_s = self._clock() + _SAVE_PAUSE_S
-            await self._link.ask()  # unless it is away
-            return None
-        except ExhaustedError:
-            self._save_again_s = self._clock() + _SAVE_PAUSE_S
-            return None
-
-    async def _all(self, asked: Sequence[Coroutine[Any, Any, H]]) -> Grant[H]:
-        """What was asked for; where one fails, or time is over, the others are given back."""
-        tasks = [asyncio.create_task(each) for each in asked]
-        try:
-            holds = await asyncio.gather(*tasks)
-            arena = self._link.arena
-            if arena is None:
-                raise LeaseLost("the session ended before the copy began")
-            grant = Grant(holds, arena.bytes_at(0, arena.nbytes))
-            try:
-                for hold in holds:
-                    grant.copying.enter_context(hold.copying())
-            except BaseException:
-                grant.copying.close()
-                raise
-            return grant
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-                task.add_done_callback(self._give_back_late)
-            raise
-
-    def _give_back_late(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._link.give_back(task.result())
-
     def _copy(self, pages: PagesAt, way: CopyPages, grant: Grant[H], places: Sequence[tuple[int, int]]) -> None:
-        """Copies the pages of a grant of one hold."""
+        """Copies the pages of a grant with one hold in one direction (`pages.load` or `pages.save`)."""
         check = grant.holds[0].check
         if pages.by_threads:
             self._copies.copy(lambda some: way(grant.arena, some, check), places, len(places) * self.page_bytes)
         else:
             way(grant.arena, places, check)
-
-    def _copied(self, grant: Grant[H], copy: Callable[[], None]) -> None:
-        """Copies; where that fails, nothing of it counts."""
-        try:
-            copy()
-        except BaseException:
-            self._given_back(grant)
-            raise
-
-    def _ended(self, grant: Grant[H]) -> list[bool]:
-        """Ends the holds: of each, whether what was copied counts."""
-        return self._wait(self._link.spawn(partial(self._end, grant)))
-
-    def _give_back_grant(self, asked: Future[Grant[AsyncLease]]) -> None:
-        """For what was asked for ahead and is not needed any more."""
-        if not asked.cancelled() and asked.exception() is None:
-            self._given_back(asked.result())
-
-    def _given_back(self, grant: Grant[H]) -> None:
-        """Ends the holds; nothing that was copied counts."""
-
-        async def end() -> None:
-            grant.copying.close()
-            for hold in grant.holds:
-                self._link.give_back(hold)
-
-        self._link.spawn(end).add_done_callback(self._link.report)
-
-    async def _end(self, grant: Grant[H]) -> list[bool]:
-        grant.copying.close()
-        limit_s = self._limit_s(sum(hold.blocks for hold in grant.holds))
-
-        async def end() -> list[bool]:
-            return await asyncio.gather(*(_end_one(hold) for hold in grant.holds))
-
-        try:
-            return await self._link.guard(end, limit_s)
-        except BaseException:
-            for hold in grant.holds:
-                self._link.give_back(hold)  # unless it has ended
-            raise
-
-    def _limit_s(self, blocks: int) -> float:
-        """How long the daemon may take for a call that may have to wait for the blocks' bytes."""
-        return self._link.timeout_s + blocks * self.page_bytes / _BYTES_PER_S
-
-    def _wait(self, future: Future[T]) -> T:
-        """The result; the link's thread bounds the wait."""
-        try:
-            return future.result()
-        except CancelledError as error:
-            raise LinkDown("the backend was closed during the call") from error
-
-
-async def _end_one(hold: AsyncLease | AsyncReservation) -> bool:
-    """Whether what was copied under it counts. Raises what says that the daemon is away."""
-    try:
-        if isinstance(hold, AsyncReservation):
-            result = await hold.commit()
-            return result.committed + result.duplicates >= hold.blocks
-        await hold.release()
-    except LeaseLost:
-        return False
-    return True
 
 
 @contextmanager
@@ -562,17 +389,12 @@ def _timed(outcome: Outcome, clock: Callable[[], float]) -> Iterator[None]:
 
 
 def _tiers_behind(match: MatchResult, blocks: int) -> Counter[Tier]:
-    """Of what was found behind the first `blocks` blocks, how many are in which tier."""
+    """Counts the blocks of a match behind its first `blocks` blocks, by tier."""
     tiers: Counter[Tier] = Counter()
     for run in match.runs:
         tiers[run.tier] += max(0, run.blocks - blocks)
         blocks = max(0, blocks - run.blocks)
     return +tiers
-
-
-def _tokens(path: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """The token ids that stand for the pages of a path."""
-    return np.frombuffer(path, "<u4")
 
 
 def _pages(digests: bytes) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Copies that the caller's thread and others make together: one thread reaches a part of what memory can move."""
+"""Shares copies between the caller's thread and helpers: one thread reaches a part of the memory's bandwidth."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from prefixd_swap import OutOfMemoryError, started_threads
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 8 << 20  # handing out less costs more than it saves
+_CHUNK_BYTES = 8 << 20  # a smaller chunk takes a helper longer to begin than to copy
 
 
 class SharedCopies:
-    """Copies on the caller's thread and on `beside` others, which start with the first copy that is worth it.
+    """Copies on the caller's thread and on `beside` helpers, which start with the first copy of two chunks.
 
-    Nobody waits for another's copy: a caller whose helpers are busy copies everything itself, as it does while the
+    A caller never waits for another caller's copy: it copies everything itself while the helpers are busy, while the
     system gives this process no threads, and while the interpreter ends.
     """
 
@@ -30,9 +30,9 @@ class SharedCopies:
         self._closed = False
 
     def copy(self, copy: Callable[[Sequence[T]], None], items: Sequence[T], nbytes: int) -> None:
-        """Has `copy` called with every item once, in runs of neighbours; `nbytes` is what they have together.
+        """Calls `copy` with runs of neighbouring items, each item once; `nbytes` is the sum of their bytes.
 
-        However it ends, no call is under way any more then. What one raises is raised here, and no further one begins.
+        When it returns or raises, no call is under way. The first error is raised here and ends the copy.
         """
         count = min(len(items), nbytes // _CHUNK_BYTES)
         if count <= 1:
@@ -49,7 +49,7 @@ class SharedCopies:
             raise work.error
 
     def close(self) -> None:
-        """Ends the threads once they are idle; later copies are their callers' alone."""
+        """Ends the helpers once they are idle; later copies run on their callers' threads alone."""
         with self._starting:
             self._closed = True
             threads, self._threads = self._threads, None
@@ -67,26 +67,26 @@ class SharedCopies:
 
 
 class _Work(Generic[T]):
-    """Chunks of one copy, which several threads take one after the other."""
+    """The chunks of one copy, which several threads work off."""
 
     def __init__(self, copy: Callable[[Sequence[T]], None], chunks: Sequence[Sequence[T]]) -> None:
         self.error: BaseException | None = None
-        """What ended a helper."""
+        """The error that ended a helper."""
         self._copy = copy
         self._chunks = iter(chunks)
-        self._over = False
+        self._finished = False
         self._helpers = 0
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Copies chunks until none is left, or one has failed."""
+        """Copies chunks until none is left or one has failed."""
         while (chunk := self._next()) is not None:
             self._copy(chunk)
 
     def help(self) -> None:
-        """As `run`, on another thread than the caller's; nothing where `finish` came first."""
+        """As `run`, on a helper; does nothing after `finish`."""
         with self._changed:
-            if self._over:
+            if self._finished:
                 return
             self._helpers += 1
         try:
@@ -99,12 +99,12 @@ class _Work(Generic[T]):
                 self._changed.notify_all()
 
     def finish(self) -> None:
-        """Has no further chunk begin, and waits for those under way, also when it is interrupted meanwhile."""
+        """Stops handing out chunks and waits for those under way, even if the wait is interrupted."""
         interrupted: BaseException | None = None
         while True:
             try:
                 with self._changed:
-                    self._over = True
+                    self._finished = True
                     self._changed.wait_for(lambda: not self._helpers)
                 break
             except BaseException as error:
@@ -114,4 +114,4 @@ class _Work(Generic[T]):
 
     def _next(self) -> Sequence[T] | None:
         with self._changed:
-            return None if self._over or self.error is not None else next(self._chunks, None)
+            return None if self._finished or self.error is not None else next(self._chunks, None)

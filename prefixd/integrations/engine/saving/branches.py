@@ -1,4 +1,4 @@
-"""Where a prompt leaves those before it: what other prompts shared, later ones are likely to share too."""
+"""Finds where a prompt parts from earlier ones: later prompts are likely to share the same beginning."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ _MOST_KEYS = 1 << 17
 
 
 class Branches:
-    """Remembers the blocks of this engine's latest prompts, by keys that each stand for the prefix up to a block."""
+    """The block keys of this engine's latest prompts; a key stands for the prefix up to the end of its block."""
 
     def __init__(self, most_keys: int = _MOST_KEYS) -> None:
         self._most_keys = most_keys
-        self._known: dict[Hashable, None] = {}  # the longest unused first
+        self._known: dict[Hashable, None] = {}  # the least recently used first
 
     def follow(self, keys: Sequence[Hashable]) -> int:
-        """The blocks that a prompt has in common with an earlier one and then leaves; 0 where it leaves none.
+        """How many blocks a prompt shares with earlier ones before it parts from them; 0 if all of it is known.
 
         Args:
             keys: of the prompt's full blocks, in order.
         """
         common = next((place for place, key in enumerate(keys) if key not in self._known), len(keys))
-        for key in reversed(keys):  # a prefix is forgotten from its end
+        for key in reversed(keys):  # so that the end of a prefix is dropped first
             self._known.pop(key, None)
             self._known[key] = None
         while len(self._known) > self._most_keys:

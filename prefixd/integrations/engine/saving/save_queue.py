@@ -1,12 +1,12 @@
-"""The scheduler's half, writing: which of the engine's blocks are given to the cache, and when.
+"""Decides in the scheduler which of the engine's blocks are saved, and when.
 
-The engine's blocks are pinned (their reference counts raised) when the step that completes the prefixd block that they
-belong to is scheduled, until the workers have acknowledged its save. So nothing that the scheduler does with the
-request meanwhile, preempting or finishing it, or sliding a window past the block, can change the bytes before they are
-copied. Nothing is pinned but for a save that is under way: vLLM empties its cache only while nobody holds a block.
+The queue pins the engine's blocks (raises their reference counts) when the engine schedules the step that completes a
+prefixd block, and unpins them when the workers have acknowledged its save. So preempting or finishing the request, or
+sliding a window past the block, cannot change the bytes before they are copied. Only saves under way pin blocks: vLLM
+empties its cache only while no block is held.
 
-Of layers that need all of a prefix every block is saved; of the others the ends of prefixes that are likely to be asked
-for (`ResumePoints`).
+Every block is saved for layers that need all of a prefix. For the others the ends of prefixes are saved that are likely
+to be asked for (`ResumePoints`).
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from prefixd.integrations.engine.saving.resume_points import ResumePoints
 
 
 class Tables(Protocol):
-    """A request's block ids, by the engine's groups; looked up only where a block is complete."""
+    """A request's block ids, by the engine's groups; read only when a block is complete."""
 
     def __getitem__(self, group: int, /) -> Sequence[int]: ...
 
 
 class EngineRequest(Protocol):
-    """What is read of an engine's request."""
+    """The fields of an engine's request that are read here."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and what was generated so far."""
+        """The prompt and the tokens generated so far."""
 
     @property
     def block_hashes(self) -> Sequence[Hashable]:
-        """The engine's own hash of the prefix that ends with each `hash_tokens` tokens; empty where it makes none."""
+        """The engine's hash of the prefix after each `hash_tokens` tokens; empty if it makes none."""
 
 
 @dataclass(slots=True)
 class Saving:
-    """One request's blocks on their way into the cache."""
+    """How far one request's blocks are saved."""
 
     spec: NamespaceSpec
     first: int
-    """Blocks that were cached when it began."""
+    """Blocks that were cached when saving began."""
     points: ResumePoints
     block: int
     """The next prefixd block to save."""
     tokens: array[int] = field(default_factory=lambda: array("I"), repr=False)
-    """The request's token ids as far as jobs have needed them: to list all of a long prompt's takes milliseconds."""
+    """The request's token ids as far as jobs have needed them: listing all of a long prompt takes milliseconds."""
     retention: tuple[Retention, ...] = ()
     """Priorities of the prompt's blocks."""
     over: bool = False
-    """The engine has let go of bytes of `block` without which no prefix that contains it can be used."""
+    """The engine has freed bytes of `block` that every longer prefix needs."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of which the bytes of the same groups are saved."""
+    """Consecutive blocks that are saved for the same groups."""
 
     first_block: int
     groups: tuple[int, ...]
     ids: list[list[int]]
-    """The engine's blocks, by group."""
+    """The engine's block ids, by group."""
     blocks: int = 0
 
     @property
@@ -82,16 +82,16 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class SaveQueue:
-    """Makes save jobs of the blocks that steps complete, and pins their memory.
+    """Makes save jobs of the blocks that steps complete, and pins these blocks.
 
     Args:
         geometry: how prefixd blocks are made of the engine's.
         pin: raises the reference counts of the engine's blocks, by id.
         unpin: lowers them.
         hash_tokens: tokens of each of the engine's block hashes.
-        most_pinned: no more of the engine's blocks are pinned at a time; beyond it, saving waits.
-        no_block: the engine's id for "no block here": outside a window, or freed.
-        every: see `ResumePoints`.
+        most_pinned: most of the engine's blocks that are pinned at a time; saving waits beyond.
+        no_block: the engine's id of a missing block: outside a window, or freed.
+        every: as in `ResumePoints`.
     """
 
     geometry: Geometry
@@ -110,7 +110,7 @@ class SaveQueue:
 
     @property
     def under_way(self) -> bool:
-        """Whether saves wait for their acknowledgement."""
+        """Whether workers have saves to acknowledge."""
         return bool(self._jobs)
 
     def __contains__(self, request_id: str) -> bool:
@@ -125,11 +125,11 @@ class SaveQueue:
         branch_tokens: int = 0,
         retention: tuple[Retention, ...] = (),
     ) -> None:
-        """From now on the request's blocks are saved, from the first on that is not cached.
+        """Begins to save a request's blocks, from the first uncached one on.
 
         Args:
-            prompt_tokens: what is known of it now; the rest it generates.
-            branch_tokens: how far other prompts are the same; 0: not known.
+            prompt_tokens: tokens that the request has now; later ones are generated.
+            branch_tokens: tokens that earlier prompts share before the request parts from them; 0: not known.
             retention: priorities of the prompt's blocks.
         """
         geometry = self.geometry
@@ -146,35 +146,35 @@ class SaveQueue:
         computed_tokens: int,
         states: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Takes the blocks that are complete when the step being scheduled has run.
+        """Makes jobs of the blocks that are complete after the step that is being scheduled.
 
         Args:
             request: the engine's.
             tables: its block ids, by the engine's groups.
-            computed_tokens: tokens whose KV is there then; no more than those that are known.
-            states: (group of the engine's, id, tokens) of the blocks that have the states after so many tokens then.
+            computed_tokens: tokens with KV after the step; not more than the request has.
+            states: (the engine's group, block id, tokens) of blocks that have the state after `tokens` tokens then.
         """
         saving = self._requests.get(request_id)
         if saving is None or saving.over:
             return
         geometry = self.geometry
         most = self.most_pinned - sum(geometry.block_tokens // group.block_tokens for group in geometry.groups)
-        runs: dict[tuple[int, ...], list[_Run]] = {geometry.body: []}  # in the order in which they are to be saved
-        # What is too much to be pinned now is saved when some blocks are let go.
+        runs: dict[tuple[int, ...], list[_Run]] = {geometry.body: []}  # in the order of saving
+        # Blocks beyond the limit are saved by a later step, when others are unpinned.
         while (saving.block + 1) * geometry.block_tokens <= computed_tokens and self._pinned <= most:
-            ids = self._available(tables, saving.block)
+            ids = self._available_ids(tables, saving.block)
             if ids is None:
                 saving.over = True
                 break
-            self._extend(runs, geometry.body, saving.block, ids)
+            self._pin_block(runs, geometry.body, saving.block, ids)
             for tail in geometry.tails:
                 if not tail.state and saving.points.need(saving.block, tail.span):
-                    self._extend(runs, tail.groups, saving.block, ids)
+                    self._pin_block(runs, tail.groups, saving.block, ids)
             saving.block += 1
-        for block, ids in self._states(saving, states).items():
+        for block, ids in self._wanted_states(saving, states).items():
             for tail in geometry.tails:
                 if tail.state and all(group in ids for group in tail.groups):
-                    self._extend(runs, tail.groups, block, ids)
+                    self._pin_block(runs, tail.groups, block, ids)
         for of_groups in runs.values():
             for run in of_groups:
                 self._make_job(request, saving, run)
@@ -187,28 +187,28 @@ class SaveQueue:
         computed_tokens: int,
         cached: Callable[[int, int], int],
     ) -> None:
-        """The request has ended: takes what is complete, and the end of it all, which a longer prompt may continue.
+        """Makes jobs of an ended request's complete blocks, and of its end, which a longer prompt may continue.
 
         Args:
-            cached: of a group of the engine's, by index, and the number of one of its blocks of the request, the id
-                under which the engine still has the bytes, though the request has let go of them; else `no_block`.
+            cached: (index of the engine's group, number of a block of the request) -> id under which the engine's
+                cache still has the block, although the request has freed it; else `no_block`.
         """
         self.advance(request_id, request, tables, computed_tokens)
         saving = self._requests.get(request_id)
         if saving is not None and saving.block > saving.first and saving.block not in saving.points:
             for tail in self.geometry.tails:
-                run = self._end(saving.block, tail, tables, cached)
+                run = self._tail_run(saving.block, tail, tables, cached)
                 if run is not None:
                     self._make_job(request, saving, run)
-        self.end(request_id)
+        self.stop(request_id)
 
-    def take(self) -> list[SaveJob]:
-        """The jobs that are new since the last call."""
+    def take_jobs(self) -> list[SaveJob]:
+        """Returns the jobs that are new since the last call."""
         ready, self._ready = self._ready, []
         return ready
 
     def acknowledge(self, job_id: int, ranks: int) -> None:
-        """So many more ranks have ended a job."""
+        """Notes that `ranks` more ranks have ended a job; unpins its blocks after the last one."""
         job = self._jobs.get(job_id)
         if job is None:
             return
@@ -216,37 +216,37 @@ class SaveQueue:
         if job.ranks_left <= 0:
             del self._jobs[job_id]
             self._keys.difference_update(job.keys)
-            self._release(job.pinned)
+            self._unpin(job.pinned)
 
-    def end(self, request_id: str) -> None:
-        """The request is over or was preempted: no more of its blocks are saved."""
+    def stop(self, request_id: str) -> None:
+        """Saves no more blocks of a request that has ended or was preempted."""
         self._requests.pop(request_id, None)
 
     def clear(self) -> None:
-        """No request's blocks are saved any more; jobs under way are."""
+        """Saves no more blocks of any request; jobs under way go on."""
         self._requests.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _available(self, tables: Tables, block: int) -> dict[int, list[int]] | None:
-        """The engine's blocks of one prefixd block, by place of their group; None where they are of no use.
+    def _available_ids(self, tables: Tables, block: int) -> dict[int, list[int]] | None:
+        """The engine's block ids of one prefixd block, by index of their group; None if a needed group has freed some.
 
-        A group whose window has passed the block is left out: longer prefixes do not need its bytes. A prefix needs the
-        bytes of all other groups. States are not found here: which block of a table has which is the engine's affair.
+        A group with a window that has passed the block is left out: longer prefixes do not need its bytes. A prefix
+        needs the bytes of all other groups. States are left out too: the engine says which block has a state.
         """
         available: dict[int, list[int]] = {}
         for place, group in enumerate(self.geometry.groups):
             if group.state:
                 continue
-            ids = self._ids(tables[group.index], block, group.block_tokens)
+            ids = self._block_ids(tables[group.index], block, group.block_tokens)
             if ids is not None:
                 available[place] = ids
             elif group.window_tokens is None:
                 return None
         return available or None
 
-    def _states(self, saving: Saving, states: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, list[int]]]:
-        """Of the states that the engine has, those to be saved: by prefixd block, the ids by place of their group."""
+    def _wanted_states(self, saving: Saving, states: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, list[int]]]:
+        """The states to be saved: by prefixd block, block ids by index of their group."""
         places = {group.index: place for place, group in enumerate(self.geometry.groups)}
         wanted: dict[int, dict[int, list[int]]] = {}
         for index, block_id, tokens in states:
@@ -256,10 +256,10 @@ class SaveQueue:
                 wanted.setdefault(blocks - 1, {})[places[index]] = [block_id]
         return wanted
 
-    def _extend(
+    def _pin_block(
         self, runs: dict[tuple[int, ...], list[_Run]], groups: tuple[int, ...], block: int, ids: Mapping[int, list[int]]
     ) -> None:
-        """Adds a block to the runs of `groups`, as far as there are ids of them, and pins it."""
+        """Adds a block to the runs of `groups`, for the groups that have ids of it, and pins it."""
         there = tuple(group for group in groups if group in ids)
         if not there:
             return
@@ -273,8 +273,8 @@ class SaveQueue:
             of_run += ids[group]
         run.blocks += 1
 
-    def _end(self, blocks: int, tail: Tail, tables: Tables, cached: Callable[[int, int], int]) -> _Run | None:
-        """What a prefix of so many blocks needs of the tail's groups, pinned; None where the engine lacks some."""
+    def _tail_run(self, blocks: int, tail: Tail, tables: Tables, cached: Callable[[int, int], int]) -> _Run | None:
+        """The blocks that a prefix of `blocks` blocks needs of the tail's groups, pinned; None if some are missing."""
         wanted: dict[int, list[list[int]]] = {}
         first = max(0, blocks - tail.span)
         for place in tail.groups:
@@ -291,11 +291,11 @@ class SaveQueue:
                 wanted.setdefault(block, []).append(ids)
         runs: dict[tuple[int, ...], list[_Run]] = {}
         for block, of_groups in wanted.items():
-            self._extend(runs, tail.groups, block, dict(zip(tail.groups, of_groups, strict=True)))
+            self._pin_block(runs, tail.groups, block, dict(zip(tail.groups, of_groups, strict=True)))
         return runs[tail.groups][0]
 
-    def _ids(self, table: Sequence[int], block: int, block_tokens: int) -> list[int] | None:
-        """A group's blocks of one prefixd block; None where they are not all there (any more)."""
+    def _block_ids(self, table: Sequence[int], block: int, block_tokens: int) -> list[int] | None:
+        """A group's block ids of one prefixd block; None if one is missing or freed."""
         count = self.geometry.block_tokens // block_tokens
         ids = list(table[block * count : (block + 1) * count])
         return ids if len(ids) == count and self.no_block not in ids else None
@@ -304,8 +304,8 @@ class SaveQueue:
         pinned = [block for ids in run.ids for block in ids]
         keys = self._block_keys(request, saving, run)
         if keys and keys[-1] in self._keys:
-            # Another request of the same prompt is saving them at this moment.
-            self._release(pinned)
+            # Another request with the same prompt is saving them at this moment.
+            self._unpin(pinned)
             return
         self._keys.update(keys)
         end = (run.first_block + run.blocks) * self.geometry.block_tokens
@@ -325,7 +325,7 @@ class SaveQueue:
         self._ready.append(job)
 
     def _block_keys(self, request: EngineRequest, saving: Saving, run: _Run) -> list[Hashable]:
-        """What tells the blocks from others, by the engine's own hashes; empty where it makes none."""
+        """Keys of the run's blocks, from the engine's own hashes; empty if it makes none."""
         hashes = request.block_hashes
         each = self.geometry.block_tokens // self.hash_tokens
         return [
@@ -334,8 +334,8 @@ class SaveQueue:
             if (block + 1) * each <= len(hashes)
         ]
 
-    def _release(self, ids: Sequence[int]) -> None:
-        """The last first, as vLLM frees a request's: it evicts in this order, and a prefix goes from its end."""
+    def _unpin(self, ids: Sequence[int]) -> None:
+        """Unpins blocks, the last first as vLLM frees a request's: vLLM evicts in this order, from a prefix's end."""
         if ids:
             self._pinned -= len(ids)
             self.unpin(ids[::-1])

@@ -1,1 +1,1 @@
-"""Waiting requests: what prefixd has of their prompts, and the order in which they go."""
+"""Waiting requests: their cached prefixes, and the order in which the engine begins them."""

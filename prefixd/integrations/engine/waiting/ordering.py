@@ -1,4 +1,4 @@
-"""The order of an engine's waiting queue, apart from the engine: what moves, what stays, and how long they wait."""
+"""Keeps an engine's waiting requests in the order of a policy and measures their waits; imports no engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from functools import partial
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import Header, Policy, QueuedRequest, RequestQueue
 
 
 class WaitingRequest(Protocol):
-    """What is read of an engine's request."""
+    """The fields of an engine's request that are read here."""
 
     request_id: str
     arrival_time: float
@@ -31,15 +31,15 @@ R = TypeVar("R", bound=WaitingRequest)
 
 
 def held_blocks(holds: Callable[[int], bool], count: int, guess: int = 0) -> int:
-    """How many of `count` blocks are held from the first on, in O(log count) questions.
+    """How many of `count` blocks are held from the first on, in O(log count) calls of `holds`.
 
-    As blocks are evicted from the end of a prefix, a held block is taken to mean that those before it are held too.
-    Where that is wrong the answer is some number n such that block n - 1 is held and block n is not.
+    Blocks are evicted from the end of a prefix, so a held block implies that those before it are held too. Where that
+    is wrong the result is a number n such that block n - 1 is held and block n is not.
 
     Args:
         holds: whether the block with this number, from 0, is held.
         count: how many blocks there are.
-        guess: the last answer, at most `count`; while it is still right two questions are enough, or one for 0.
+        guess: the last result, at most `count`; if it still holds, two calls are enough, or one for 0.
     """
     low, high = 0, count
     if guess and not holds(guess - 1):
@@ -59,7 +59,7 @@ def held_blocks(holds: Callable[[int], bool], count: int, guess: int = 0) -> int
 
 @dataclass(slots=True, eq=False)
 class _Known(Generic[R]):
-    """What was last known of a request that may move."""
+    """The last known cached tokens of a request that may move."""
 
     request: R
     queued: QueuedRequest
@@ -78,25 +78,25 @@ class PrefixOrder(Generic[R]):
     priorities each class has a front of its own. The others are kept in a `prefixd_scheduler.RequestQueue`: a change
     costs O(log n) and the first is found without looking at the others.
 
-    What is cached of a prompt is looked at when its request comes, and again by `refresh`, for a bounded number of
-    requests: so with n waiting, a change that no request near its turn sees is seen within n / `look_ahead` refreshes.
+    The cached prefix of a prompt is read when its request comes, and again by `refresh` for a bounded number of
+    requests: with n waiting, every change is noticed within n / `look_ahead` refreshes.
 
-    Requests that share a prefix which nobody has computed need no grouping here: an engine that enters a block into its
-    cache as it schedules it finds it for the next request of the same step.
+    Requests that share a prefix which is not computed yet need no grouping here: the engine enters a block into its
+    cache as it schedules it, and finds it for the next request of the same step.
 
     Args:
         policy: decides the order.
-        look_ahead: how many requests a refresh looks at: of those next in order, of those that prefixd has not answered
-            for, and of the others in turn, so many each.
+        look_ahead: how many requests a refresh reads of each kind: the next ones in order, those without an answer from
+            prefixd, and the others in turn.
         may_move: whether the engine has not begun the request.
         local_tokens: (request, last answer) -> tokens of its prompt that the engine's own cache holds.
-        seen: request -> what prefixd holds of its prompt; None while it has not answered.
-        prefix_key: (request, cached tokens > 0) -> something equal for requests with the same cached prefix; None where
-            so few tokens have no key.
-        ready_s: (request, tokens that the engine holds, what prefixd holds) -> estimated seconds to its first token.
+        seen: request -> the prefix of its prompt that prefixd holds; None before the first answer.
+        prefix_key: (request, cached tokens > 0) -> a key that requests with the same cached prefix share; None where
+            there are too few tokens for a key.
+        ready_s: (request, tokens that the engine holds, prefix that prefixd holds) -> estimated s to its first token.
         arrival_s: request -> when it arrived, the same at all times.
         deadline_s: request -> when its first token is due, on the clock of `arrival_s`.
-        by_priority: whether the requests' priorities count: classes then come in order.
+        by_priority: whether requests with a smaller priority number go before all others.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class PrefixOrder(Generic[R]):
         self._header = Header()  # in tokens
         self._known: dict[int, _Known[R]] = {}  # by the id in the queue
         self._ids: dict[str, int] = {}  # in the queue
-        self._unanswered: OrderedDict[int, None] = OrderedDict()  # who was looked at longest ago is first
+        self._unanswered: OrderedDict[int, None] = OrderedDict()  # the least recently refreshed first
         self._answered: OrderedDict[int, None] = OrderedDict()
-        self._taken: dict[str, _Known[R]] = {}  # since the last refresh; the engine may put them back
+        self._taken: dict[str, _Known[R]] = {}  # since the last refresh; the engine may return them
         self._begun_now: dict[str, R] = {}
         self._front: list[tuple[int, int]] = []  # (priority, place), ascending: as many as the engine runs at most
         self._begun: dict[tuple[int, int], R] = {}
@@ -138,10 +138,10 @@ class PrefixOrder(Generic[R]):
         self._ids_given = itertools.count()
         self._first_place = self._last_place = 0
 
-    # -- what comes and goes ------------------------------------------------------------------------------------
+    # -- the queue ----------------------------------------------------------------------------------------------
 
     def add(self, request: R) -> None:
-        """A request has come. One that may not move goes to the end of the front."""
+        """Adds a request. One that may not move goes to the end of the front."""
         if self._may_move(request):
             self._enter(request)
         else:
@@ -149,7 +149,7 @@ class PrefixOrder(Generic[R]):
             self._put_in_front(request, self._last_place)
 
     def put_back(self, request: R) -> None:
-        """A request that was taken comes back: before all others if the engine has begun it, else where it was."""
+        """Adds a taken request again: before all others if the engine has begun it, else at its former position."""
         self._begun_now.pop(request.request_id, None)
         if self._may_move(request):
             self._enter(request)
@@ -159,7 +159,7 @@ class PrefixOrder(Generic[R]):
             self._put_in_front(request, self._first_place)
 
     def first(self) -> R:
-        """The next request. Raises IndexError when none waits."""
+        """The next request. Raises IndexError if none waits."""
         known = self._first_known()
         if self._front and (known is None or self._front[0][0] <= known.queued.priority):
             return self._begun[self._front[0]]
@@ -168,7 +168,7 @@ class PrefixOrder(Generic[R]):
         return known.request
 
     def take(self) -> R:
-        """Takes out the next request. Raises IndexError when none waits."""
+        """Removes and returns the next request. Raises IndexError if none waits."""
         request = self.first()
         known = self._leave(request)
         if known is not None:
@@ -177,7 +177,7 @@ class PrefixOrder(Generic[R]):
         return request
 
     def remove(self, request: R) -> bool:
-        """Takes out a request that ended; whether it waited."""
+        """Removes a request that ended; returns whether it waited."""
         if request.request_id not in self:
             return False
         self._leave(request)
@@ -190,37 +190,37 @@ class PrefixOrder(Generic[R]):
         return len(self._queue) + len(self._begun)
 
     def __iter__(self) -> Iterator[R]:
-        """All of them, in order. Do not change anything meanwhile."""
+        """All requests in order. Nothing may change during the iteration."""
         begun = ((place[0], self._begun[place]) for place in self._front)
         moving = ((known.queued.priority, known.request) for known in self._in_order(len(self._queue)))
         return (request for _, request in heapq.merge(begun, moving, key=itemgetter(0)))  # equal: the front first
 
     @property
     def begun(self) -> list[R]:
-        """Those that were taken since the last refresh and did not come back, in the order in which they were taken."""
+        """Requests that were taken since the last refresh and not put back, in the order of taking."""
         return list(self._begun_now.values())
 
     # -- a step of the engine -----------------------------------------------------------------------------------
 
     def refresh(self, now_s: float, places: int) -> None:
-        """Looks again at what is cached of some requests, at the beginning of a step that can take `places` of them.
+        """Reads the cached prefixes of some requests again, at the beginning of a step of the engine.
 
         Args:
-            now_s: the present time on the clock of `arrival_s`; the order is that of this moment until the next.
-            places: how many may be taken.
+            now_s: the present time on the clock of `arrival_s`; it decides the order until the next refresh.
+            places: how many requests the step can begin.
         """
         self._now_s = now_s
         self._taken.clear()
         self._begun_now.clear()
         for known in self._in_order(min(places, self.look_ahead)):
-            self._look(known)
+            self._refresh_request(known)
         for line in (self._unanswered, self._answered):
             for number in list(itertools.islice(line, self.look_ahead)):
-                self._look(self._known[number])
+                self._refresh_request(self._known[number])
 
-    def to_load(self, limit: int) -> list[tuple[R, int]]:
-        """Of the next `look_ahead` in order, the first `limit` of which prefixd holds more than the engine does, each
-        with the tokens that the engine has."""
+    def next_to_load(self, limit: int) -> list[tuple[R, int]]:
+        """Of the next `look_ahead` requests the first `limit` with a longer prefix in prefixd than in the engine, each
+        with the tokens that the engine holds."""
         near = (
             (known.request, known.local_tokens)
             for known in self._in_order(self.look_ahead)
@@ -256,12 +256,12 @@ class PrefixOrder(Generic[R]):
         self._ids[request.request_id] = number
         self._known[number] = known
         self._queue.push(known.queued)
-        self._look(known)
+        self._refresh_request(known)
         if is_new:
             self._header.add(partial(self._key, request), known.queued.cached_tokens)
 
     def _leave(self, request: R) -> _Known[R] | None:
-        """Takes out a request that is there; what is known of one that may move."""
+        """Removes a waiting request; returns its `_Known` if it may move."""
         key = self._places.pop(request.request_id, None)
         if key is not None:
             del self._front[bisect_left(self._front, key)]
@@ -274,11 +274,11 @@ class PrefixOrder(Generic[R]):
         return self._known.pop(number)
 
     def _key(self, request: R, tokens: int) -> Hashable:
-        """Equal for requests whose first `tokens` tokens are equal, but for those of a block that is cut."""
+        """A key that requests with equal first `tokens` tokens share; tokens of a partial block do not count."""
         key = self._prefix_key(request, tokens)
         return ("alone", request.request_id) if key is None else key
 
-    def _look(self, known: _Known[R]) -> None:
+    def _refresh_request(self, known: _Known[R]) -> None:
         request, queued = known.request, known.queued
         known.local_tokens = self._local_tokens(request, known.local_tokens)
         known.seen = self._seen(request)
@@ -301,7 +301,7 @@ class PrefixOrder(Generic[R]):
 
 
 class Waits:
-    """How long requests waited until the engine began them, and what the promise of Relaxed-FPF rests on.
+    """How long requests waited until the engine began them, and the figures of Relaxed-FPF's bound.
 
     Attributes:
         longest_s: the longest such wait.
@@ -317,11 +317,11 @@ class Waits:
 
     @property
     def bound_s(self) -> float:
-        """What Relaxed-FPF promises from these figures: 4 * `most` * `slowest_s`."""
+        """The longest wait that Relaxed-FPF allows with these figures: 4 * `most` * `slowest_s`."""
         return 4 * self.most * self.slowest_s
 
     def waiting(self, count: int, now_s: float) -> None:
-        """`count` requests wait at the beginning of a step."""
+        """Notes that `count` requests wait at the beginning of a step."""
         self.most = max(self.most, count)
         if not count:
             self._since_s = None
@@ -329,8 +329,12 @@ class Waits:
             self._since_s = now_s
 
     def begun(self, arrivals_s: Iterable[float], now_s: float, more: bool) -> None:
-        """In the step that began at `now_s`, requests were begun that had arrived at `arrivals_s`, or resumed ones
-        (which have waited before and are not named); `more` says whether others still wait."""
+        """Notes the requests that a step at `now_s` began.
+
+        Args:
+            arrivals_s: when they had arrived; resumed requests, which waited before, are left out.
+            more: whether other requests still wait.
+        """
         if self._since_s is not None:
             self.slowest_s = max(self.slowest_s, now_s - self._since_s)
         self._since_s = now_s if more else None

@@ -1,14 +1,14 @@
-"""How much of a waiting request's cached prefix an engine loads, and how soon its first token can be there."""
+"""Decides how much of a waiting request's cached prefix an engine loads, and estimates the time to its first token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LoadPlan, PrefillCost, Stretch, plan_load
 
 _ASSUMED = PrefillCost(pass_s=0.0, token_s=1e-4)
-"""Computing on an engine whose steps were not observed yet: the order hardly depends on it."""
+"""Assumed until steps of the engine were observed; the order hardly depends on it."""
 
 
 def plan_prefix(
@@ -22,17 +22,17 @@ def plan_prefix(
     whole: bool = False,
     to_carry_out: bool = False,
 ) -> LoadPlan:
-    """What `prefixd_scheduler.plan_load` says for an engine, which does not load and compute at once.
+    """`prefixd_scheduler.plan_load` for an engine that loads a request's prefix before it computes the rest.
 
     Args:
-        cost: what was learned.
+        cost: learned costs of loading and computing.
         prompt_tokens: of the whole prompt.
-        local_tokens: those from the first on that the engine's own cache holds.
-        seen: what prefixd holds of the prompt.
-        nbytes: (tokens) -> bytes of so many tokens of a prefix.
+        local_tokens: from the first one on, tokens that the engine's own cache holds.
+        seen: the prefix that prefixd holds.
+        nbytes: (tokens) -> bytes of that many tokens of a prefix.
         block_tokens: length of a block.
-        whole: no beginning of the cached prefix can be used, only all of it (windows, states).
-        to_carry_out: see `plan_load`.
+        whole: the engine can only use all of the cached prefix, no part of it (windows, states).
+        to_carry_out: as for `plan_load`.
     """
     usable = None
     if whole:
@@ -47,7 +47,7 @@ def plan_prefix(
 
 
 def stretches(seen: SeenPrefix, local_tokens: int, nbytes: Callable[[int], int]) -> Sequence[Stretch]:
-    """The cached prefix by tier, the engine's own part at hand."""
+    """The cached prefix by tier; the engine's own part is a stretch in the GPU."""
     found = [Stretch(Distance.GPU, local_tokens, 0)] if local_tokens else []
     end = 0
     for distance, count in seen.runs:
@@ -61,10 +61,10 @@ def stretches(seen: SeenPrefix, local_tokens: int, nbytes: Callable[[int], int])
 def time_to_ready(
     cost: CostModel, prompt_tokens: int, local_tokens: int, seen: SeenPrefix, nbytes: Callable[[int], int]
 ) -> float:
-    """Estimated seconds of loading and computing until the first token, for putting requests in order.
+    """Estimated seconds of loading and computing until the first token, for ordering requests.
 
-    Computing that was not observed is assumed at 10,000 tokens a second, and what is loaded from a tier that was not
-    observed counts as at hand: a cache is there to be loaded from. Of the prompt at least one token is computed.
+    Before the first observation computing counts as 10,000 tokens a second and loading from a tier as free, so that
+    cached prefixes go first. At least one token of the prompt is computed.
     """
     if cost.compute_s(1) is None:
         cost = cost.computing_as(_ASSUMED)

@@ -1,5 +1,4 @@
-"""What differs between the releases of SGLang that prefixd works with: a file for each that differs from the one
-before.
+"""Code that differs between the releases of SGLang that prefixd works with: a file for each release with a difference.
 
 A file has `NAMES` for the contract, and `is_storage_writer`.
 """

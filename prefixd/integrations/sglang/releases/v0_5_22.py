@@ -8,5 +8,5 @@ NAMES = frozenset[str]()
 
 
 def is_storage_writer(config: Any) -> bool:
-    """Whether this rank writes the pages that all ranks have: its controller has only rank 0 write them."""
+    """Whether this rank writes the pages that all ranks have: SGLang's controller lets only rank 0 write them."""
     return not config.is_mla_model or config.tp_rank == 0

@@ -1,1 +1,1 @@
-"""What changes the KV that vLLM computes: the model's name, and token ids that stand for media."""
+"""Facts that change the KV that vLLM computes: they go into the model's name or into token ids that stand for media."""

@@ -1,6 +1,6 @@
 """Every argument of vLLM, as its configuration has it: in the name of the model, or why not.
 
-Sections are the fields of `VllmConfig` (0.32). Sections of which nothing can change KV stand as a whole.
+Sections are the fields of `VllmConfig` (0.32). A section that cannot change KV at all has one entry.
 """
 
 from __future__ import annotations
@@ -222,11 +222,11 @@ NAMED_OTHERWISE = {
     "spec_tokens": "speculative_config.num_speculative_tokens",
     "tokens_only": "model_config.skip_tokenizer_init",
 }
-"""Where the configuration has arguments that are no fields of it by the same name."""
+"""Fields of the configuration that have another name as arguments."""
 
 
 def arguments_of(config: Any, section: str = "") -> Iterator[Argument]:
-    """What a configuration of vLLM has, sections and all; of a section that the table has as a whole no more than that.
+    """The fields of a configuration of vLLM and of its sections; a section with an entry in the table is one argument.
 
     Args:
         config: a `VllmConfig`, or a section of one.

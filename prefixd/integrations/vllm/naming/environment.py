@@ -123,8 +123,8 @@ TABLE = EnvironmentTable(
 
 
 def environment_in_name() -> dict[str, Any]:
-    """What of this process's environment goes into the name of the model: what is set, to its default too, for vLLM
-    does not say its defaults."""
+    """Values of this process's environment variables that go into the model's name. Variables that are set to their
+    default count too, since vLLM does not tell its defaults."""
     from vllm import envs
 
     read = envs.environment_variables

@@ -1,12 +1,12 @@
-"""What stands for images and other media in the token ids that prefixd is told.
+"""Token ids that stand for images and other media in the prompts that prefixd gets.
 
-The placeholder tokens of two images are equal, and their KV is not. vLLM tells blocks apart by the media that lie in
-them (`kv_cache_utils._gen_mm_extra_hash_keys`): by their identifiers, and by where they begin in the block. Here the
-same is done with the content of the media, which identifiers do not tell (`media_content`): every id of a block that a
-medium reaches into is replaced by one drawn from a digest of the block's tokens, of the media and of where they begin.
+The placeholder tokens of two images are equal, and their KV is not. vLLM tells blocks apart by the media in them
+(`kv_cache_utils._gen_mm_extra_hash_keys`): by their identifiers, and by their offsets in the block. Here the content of
+the media takes the place of identifiers (`media_content`): every id of a block that a medium reaches into is replaced
+by one drawn from a digest of the block's tokens, of the media and of their offsets.
 
     tokens            5 6 7 8 | 9 I I I | I I 3 4 | 1 2 3 4      I: the model's placeholder, blocks of 4 tokens
-    prefixd is told   5 6 7 8 | a b c d | e f g h | 1 2 3 4      a-d: of "9 I I I", the image and where it begins
+    prefixd gets      5 6 7 8 | a b c d | e f g h | 1 2 3 4      a-d: of "9 I I I", the image and its offset
 
 A block has `block_tokens` ids of 32 bits, drawn with SHAKE-256: with blocks
 of 4 tokens or more, two different ones are taken for equal with a probability of 2^-128 at the most.
@@ -23,11 +23,11 @@ from prefixd.integrations.vllm.naming.media_content import Medium
 
 
 class MediaTokens(Sequence[int]):
-    """The token ids of a request as prefixd is told them. A last block that is not full has the ids that it has.
+    """The token ids of a request as prefixd gets them. A last block that is not full keeps its ids.
 
     Args:
         tokens: the ids as the model reads them.
-        media: what is in the prompt.
+        media: the media of the prompt.
         block_tokens: tokens of a prefixd block.
     """
 
@@ -70,7 +70,7 @@ class MediaTokens(Sequence[int]):
 
 @dataclass(frozen=True, slots=True)
 class MediaRequest:
-    """What `SaveQueue` reads of a request with media. vLLM's own block hashes contain the media."""
+    """A request with media as `SaveQueue` reads it. vLLM's own block hashes cover the media."""
 
     all_token_ids: Sequence[int]
     block_hashes: Sequence[Hashable]

@@ -1,14 +1,14 @@
-"""What the images and other media of a request are: digests of their content.
+"""Identifies the images and other media of a request by digests of their content.
 
-vLLM's own identifiers do not tell. They are hashes of the raw media in most modes, a count of the process's requests
-where vLLM has both its caches off, whatever the client says where it gives a uuid; and none of them contains the
-settings and the files of the processor. So here a medium is a digest of the features that the processor made of it,
-which are all that the model reads. vLLM hands them to its scheduler with the request, except when they lie in shared
-memory (`--mm-processor-cache-type shm`).
+vLLM's own identifiers do not do that. They are hashes of the raw media in most modes, a count of the process's requests
+if both of vLLM's caches are off, and any text that a client sends as a uuid; none of them covers the settings and files
+of the processor. So a medium is named by a digest of the features that the processor made of it: the model reads
+nothing else. vLLM hands them to its scheduler with the request, except when they are in shared memory
+(`--mm-processor-cache-type shm`).
 
-vLLM itself goes by its identifiers: it embeds what it has embedded under one before, and its prefix cache finds blocks
-by them. So once two contents have come under one identifier, nobody knows of which of them vLLM's blocks are, and none
-that a medium of that identifier reaches into, or that lies behind it, is saved any more.
+vLLM trusts its identifiers: it reuses embeddings by them, and its prefix cache finds blocks by them. So when two
+contents have come under one identifier, vLLM's blocks may be of either. From then on prefixd saves no block that a
+medium of that identifier reaches into or precedes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ _LEAST_REMEMBERED = 65536
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A medium and where it lies in the prompt."""
+    """A medium and its place in the prompt, in tokens."""
 
     content: str
-    """Equal for equal content, as far as that is known; else like no other."""
+    """Equal for equal known content; unique if the content is not known."""
     offset: int
-    """Its first token."""
     length: int
-    """In tokens."""
 
 
 @dataclass(slots=True)
@@ -52,18 +50,18 @@ class RequestMedia:
 
     media: tuple[Medium, ...]
     known_tokens: float
-    """What lies before the first medium of which the content is not known; infinite where there is none."""
+    """Tokens before the first medium of unknown content; infinite without one."""
     _identified: tuple[tuple[int, str], ...] = field(repr=False)
     _sure_tokens: float = float("inf")
-    _looked_at: int = -1
+    _checked_conflicts: int = -1
 
 
 class MediaContents:
-    """Says of requests what their media are.
+    """Finds the media of requests, and remembers the content of vLLM's identifiers.
 
     Args:
-        remembered: of how many identifiers it is remembered which content they had; more than vLLM can hold blocks of.
-        believed: False where what vLLM embeds may be of another process, which has identifiers of its own.
+        remembered: how many identifiers to remember; more than vLLM can hold blocks of.
+        believed: False if vLLM's embeddings may come from another process, which has identifiers of its own.
     """
 
     def __init__(self, remembered: int, *, believed: bool = True) -> None:
@@ -88,7 +86,7 @@ class MediaContents:
             if content is None:
                 known = min(known, place.offset)
             mask = getattr(place, "is_embed", None)
-            # Which of its tokens are embeddings; the others are text.
+            # The mask marks the tokens that are embeddings; the others are text.
             embedded = "" if mask is None else hashlib.sha256(np.packbits(np.asarray(mask, bool)).tobytes()).hexdigest()
             name = f"{feature.modality} {content or uuid4().hex} {embedded}"
             media.append(Medium(name, place.offset, place.length))
@@ -96,16 +94,16 @@ class MediaContents:
         return RequestMedia(tuple(media), known, identified)
 
     def sure_tokens(self, request: RequestMedia) -> float:
-        """How many of the request's tokens vLLM has computed from these media and from no others, as far as can be
-        told: those before the first medium whose identifier had another content before or since."""
-        if request._looked_at != self._conflicts:
-            request._looked_at = self._conflicts
+        """How many of the request's tokens vLLM has certainly computed from these media: the ones before the first
+        medium with an identifier that has had another content."""
+        if request._checked_conflicts != self._conflicts:
+            request._checked_conflicts = self._conflicts
             unsure = (at for at, identifier in request._identified if self._contents.get(identifier) is None)
             request._sure_tokens = min(unsure, default=float("inf"))
         return request._sure_tokens
 
     def distrust(self) -> None:
-        """Media come that are not shown here: from now on nothing is known of any."""
+        """Treats all media as unknown from now on, since vLLM receives some that it does not show here."""
         self._believed = False
         for identifier in self._contents:
             self._contents[identifier] = None
@@ -129,8 +127,8 @@ class _Digests:
         self._known: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 
     def of(self, item: Any) -> str | None:
-        """A digest of an item's content; None where it is not there."""
-        if item is None or "address" in item:  # as vLLM tells what lies in shared memory
+        """A digest of an item's content; None if the content is elsewhere."""
+        if item is None or "address" in item:  # in shared memory
             return None
         key = id(item)
         known = self._known.get(key)
@@ -146,8 +144,8 @@ class _Digests:
 
 
 def digest_of(value: Any) -> str | None:
-    """A cryptographic digest of nested tensors: other dtypes, shapes, names or bytes have another. None for what has
-    something in it whose content cannot be told."""
+    """A cryptographic digest of nested tensors, over dtypes, shapes, names and bytes; None if a value's content is
+    unknown."""
     hasher = _new_hash()
     try:
         for piece in _pieces(value):
@@ -158,11 +156,11 @@ def digest_of(value: Any) -> str | None:
 
 
 class _Unknown(Exception):
-    """Of a value, it cannot be told what it contains."""
+    """The content of a value is unknown."""
 
 
 def _pieces(value: Any) -> Iterable[Any]:
-    """Bytes that no other value has, in pieces: before everything of variable length stands how long it is."""
+    """Bytes that no other value has, in pieces; values of variable length begin with their length."""
     if isinstance(value, Mapping):
         yield b"m%d:" % len(value)
         for name in sorted(value):

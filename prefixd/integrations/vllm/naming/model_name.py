@@ -1,4 +1,4 @@
-"""What must be equal for the bytes of vLLM's KV blocks to be usable elsewhere: the model, its adapters, the packing.
+"""Names everything that must be equal to use vLLM's KV blocks elsewhere: the model, its adapters, the packing.
 
 Reads vLLM's configuration objects (0.32) and imports nothing of it.
 """
@@ -36,13 +36,13 @@ _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
 def model_name(vllm_config: Any, vllm_version: str | None = None, environment: Mapping[str, Any] | None = None) -> str:
-    """What the model is, for people to read and for caches to tell apart: its name, and a digest of all that decides
-    the values of its KV: weights, configuration, and the arguments in `TABLE` that are in the name.
+    """The model's name, and a digest of everything that decides the values of its KV: weights, configuration, and the
+    arguments that `TABLE` puts into the name. Example: "vllm/Llama-3.1-8B/3f0c...".
 
     Args:
         vllm_config: vLLM's.
-        vllm_version: its version, where another one is to have names of its own.
-        environment: see `environment_in_name`.
+        vllm_version: its version, if other versions must have other names.
+        environment: as from `environment_in_name`.
 
     Raises:
         ConfigError: an argument makes KV that no other engine could use.
@@ -60,21 +60,21 @@ def model_name(vllm_config: Any, vllm_version: str | None = None, environment: M
     if vllm_version is not None:
         facts["vllm"] = vllm_version
     rope = json.dumps(_plain(model.hf_config.to_dict()))
-    if "longrope" in rope or '"dynamic"' in rope:  # their positions depend on the longest prompt that is allowed
+    if "longrope" in rope or '"dynamic"' in rope:  # their positions depend on the longest allowed prompt
         facts["max_model_len"] = model.max_model_len
     digest = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
     return f"vllm/{Path(model.model).name}/{digest}"
 
 
 class Adapters:
-    """Says what LoRA adapters are: their names, digests of their files, and how vLLM reads those.
+    """Names LoRA adapters by their names, digests of their files, and how vLLM reads these.
 
-    Nothing tells a connector when vLLM loads an adapter (`add_lora`, or its first request), so a digest counts only for
-    files that are as they were before the engine could load any. Another adapter is this engine's alone.
+    A connector does not learn when vLLM loads an adapter (`add_lora`, or its first request), so a digest counts only
+    for files that are unchanged since before the engine's start. The prefixes of other adapters stay this engine's.
 
     Args:
         wall_ns: the clock of the files' times.
-        elapsed_s: one that nobody sets.
+        elapsed_s: a monotonic clock.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Adapters:
         self._start = wall_ns(), elapsed_s()
 
     def name(self, lora: Any) -> str:
-        """The name of a request's adapter, as it is when vLLM first uses it.
+        """The name of a request's adapter, with the files that it has at its first use.
 
-        vLLM reads its files again when it has let go of it meanwhile, and with `load_inplace`. Where they have changed
-        since, nobody knows of which of them the KV is: from then on it is this engine's alone.
+        vLLM reads the files again after it has unloaded the adapter, and with `load_inplace`. If they have changed, KV
+        may be of the old or the new files, so from then on the adapter's prefixes are this engine's alone.
 
         Args:
             lora: vLLM's `LoRARequest`.
@@ -132,7 +132,7 @@ class Adapters:
         return own
 
     def _loadable_ns(self) -> int:
-        """Before when a file must have been written to be the one that vLLM loads, by the clock as it is set now."""
+        """The wall-clock time before which a file must have been written to be the one that vLLM loads."""
         wall_ns, elapsed_s = self._start
         set_back_ns = min(0, self._wall_ns() - wall_ns - int((self._elapsed_s() - elapsed_s) * 1e9))
         return wall_ns + set_back_ns - _COARSEST_FILE_TIME_NS
@@ -147,7 +147,7 @@ def _fields(lora: Any) -> Iterator[Argument]:
 
 
 def _files_of(folder: Path) -> Any:
-    """What tells that files below a folder are the same; None where there is none, or one cannot be looked at."""
+    """The state of the files below a folder, for comparison; None without a folder, or if a file cannot be read."""
     try:
         return state_of_folder(folder) if folder.is_dir() else None
     except OSError:
@@ -155,13 +155,13 @@ def _files_of(folder: Path) -> Any:
 
 
 def packing(vllm_config: Any, kv_caches: Mapping[str, Any], versions: str) -> str:
-    """What decides how keys and values lie inside a page on this rank, as a digest: shapes, backends, processor, and
-    what the backend writes for keys and values that are known here.
+    """A digest of how keys and values lie inside a page on this rank: shapes, backends, processor, and the bytes that
+    the backend writes for known keys and values.
 
     Args:
         vllm_config: vLLM's.
         kv_caches: its tensors of pages, by layer.
-        versions: of vLLM and torch; they count where it cannot be seen what a backend writes.
+        versions: of vLLM and torch; they count if a backend's bytes cannot be read.
     """
     context = vllm_config.compilation_config.static_forward_context
     written: dict[str, str | None] = {}
@@ -169,8 +169,8 @@ def packing(vllm_config: Any, kv_caches: Mapping[str, Any], versions: str) -> st
     for name, tensor in sorted(kv_caches.items()):
         layer = context.get(name)
         backend = getattr(layer, "get_attn_backend", None)
-        # What lies outside a block (heads, in one layout) is further apart the more blocks there are: no two starts of
-        # an engine on a GPU may have the same number.
+        # Strides beyond a block (heads, in one layout) grow with the number of blocks, which differs between two starts
+        # of an engine on a GPU.
         inside = [stride if stride <= tensor.stride(0) else "outside" for stride in tensor.stride()]
         seen = repr(
             (
@@ -188,7 +188,7 @@ def packing(vllm_config: Any, kv_caches: Mapping[str, Any], versions: str) -> st
 
 def _written(layer: Any, pages: torch.Tensor, dtype: torch.dtype) -> str | None:
     """A digest of the pages that a layer's backend makes of known keys and values, in memory like that of `pages`; None
-    where it does not do so by vLLM's common call."""
+    if the backend lacks vLLM's common call."""
     update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
     heads, key_size = getattr(layer, "num_kv_heads", None), getattr(layer, "head_size", None)
     if update is None or heads is None or key_size is None:
@@ -199,7 +199,7 @@ def _written(layer: Any, pages: torch.Tensor, dtype: torch.dtype) -> str | None:
     scratch = memory.permute([order.index(dim) for dim in range(pages.dim())])
 
     def known(size: int, factor: int) -> torch.Tensor:
-        """(tokens, heads, size), of small whole numbers, which every type has."""
+        """[tokens, heads, size] of small whole numbers, which every dtype represents."""
         count = _PROBED_TOKENS * heads * size
         numbers = torch.arange(count, dtype=torch.int64) * factor % 127 + 1
         return numbers.reshape(_PROBED_TOKENS, heads, size).to(dtype).to(pages.device)
@@ -237,7 +237,7 @@ def _weights(name: str, model: Any, load: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Without what differs between two loads of the same model, and between two versions of transformers."""
+    """The value without fields that differ between two loads of a model, or between two versions of transformers."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if key not in _NOT_THE_MODEL}
     if isinstance(value, list | tuple):

@@ -2,8 +2,8 @@
 
     {"type": "PrefixdTier", "module_path": "prefixd.integrations.vllm.offloading"}
 
-vLLM copies between the GPU and its host pool; the tier copies between that pool and the daemon's memory. See
-docs/vllm.md.
+vLLM copies between the GPU and its host pool; the tier copies between that pool and the daemon's memory.
+docs/vllm.md is the user's guide.
 """
 
 from __future__ import annotations

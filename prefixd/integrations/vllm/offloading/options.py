@@ -1,14 +1,13 @@
-"""What can be said beside "type" and "module_path" in vLLM's `secondary_tiers`."""
+"""Options of the tier, beside "type" and "module_path" in vLLM's `secondary_tiers`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.options import Seconds
+from prefixd.integrations.engine.options import Seconds, parse_options
 
 
 class TierOptions(BaseModel):
@@ -26,12 +25,4 @@ class TierOptions(BaseModel):
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> TierOptions:
         """The options of a tier's entry. Raises ConfigError with one line."""
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = ".".join(str(part) for part in first["loc"])
-            if first["type"] == "extra_forbidden":
-                known = ", ".join(cls.model_fields)
-                raise ConfigError(f"PrefixdTier in secondary_tiers has no option {name!r}; there are {known}") from None
-            raise ConfigError(f"PrefixdTier in secondary_tiers: {name} = {first['input']!r}: {first['msg']}") from None
+        return parse_options(cls, dict(given), "PrefixdTier in secondary_tiers", "")

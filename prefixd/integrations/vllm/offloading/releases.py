@@ -1,4 +1,4 @@
-"""How the interface of vLLM's secondary tiers differs between its releases (0.29 to 0.33).
+"""Handles differences between the secondary tiers of vLLM's releases (0.29 to 0.33).
 
 0.29              a job names its chunks `block_ids`
 0.31              tiers are given a `backpressure_detector`; results have `transfer_bytes`
@@ -62,13 +62,13 @@ _KNOWN = frozenset(
 
 
 def check_release() -> None:
-    """Looks for what PrefixdTier uses. Raises ConfigError, with one line that names what is missing."""
+    """Checks that vLLM has the names that PrefixdTier uses. Raises ConfigError, with the missing ones in one line."""
     base = BaseClass(f"{_TIERS}base:SecondaryTierManager", _CALLED, _KNOWN)
     Contract("vLLM", vllm.__version__, WORKS_WITH, _NAMES, (base,)).check(log)
 
 
 def base_arguments(**arguments: Any) -> dict[str, Any]:
-    """Those of `arguments` that this release's `SecondaryTierManager` takes."""
+    """The members of `arguments` that this release's `SecondaryTierManager` takes."""
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
     known = inspect.signature(SecondaryTierManager.__init__).parameters
@@ -76,13 +76,13 @@ def base_arguments(**arguments: Any) -> dict[str, Any]:
 
 
 def chunk_ids(job: Any) -> list[int]:
-    """The places of a job's chunks in vLLM's host pool, in the order of its keys."""
+    """The row numbers of a job's chunks in vLLM's host pool, in the order of its keys."""
     ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return [int(chunk) for chunk in ids]
 
 
 def job_result(**fields: Any) -> Any:
-    """A `JobResult` with those of `fields` that this release's has."""
+    """A `JobResult` with the members of `fields` that this release's class has."""
     from vllm.v1.kv_offload.tiering.base import JobResult
 
     known = {field.name for field in dataclasses.fields(JobResult)}
@@ -90,9 +90,9 @@ def job_result(**fields: Any) -> Any:
 
 
 def callers_configuration() -> tuple[Any, Any]:
-    """vLLM's configuration and that of its KV cache, from the connector that is making the tier.
+    """vLLM's configuration and its KV cache's, from the stack frame of the connector that is making the tier.
 
-    vLLM gives a tier names and sizes only, which do not tell two models apart. Raises ConfigError outside of an
+    vLLM gives a tier names and sizes only, which do not distinguish two models. Raises ConfigError outside of an
     `OffloadingConnector`.
     """
     frame: FrameType | None = sys._getframe(1)

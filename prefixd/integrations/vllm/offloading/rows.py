@@ -1,4 +1,4 @@
-"""vLLM's host pool, as pages that are copied from and to the daemon's memory.
+"""Copies rows of vLLM's host pool from and to the daemon's memory.
 
 The pool is one table, and a chunk is one of its rows, with the bytes of all workers:
 
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefixd.integrations.engine.pages_by_key.pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
 
 
 class Rows:
-    """The pool's memory, until it is closed: vLLM cannot let go of memory that somebody else still refers to."""
+    """The pool's memory, until `close`: vLLM cannot free memory while other objects refer to it."""
 
     def __init__(self, pool: memoryview) -> None:
         self._bytes: Bytes | None = np.asarray(pool).view(np.uint8)
         self.count, self.row_bytes = self._bytes.shape
 
     def at(self, chunks: Sequence[int]) -> RowsAt:
-        """Some chunks of it. Raises PagesUnusable for one that the pool does not have."""
+        """Some chunks, ready to be copied. Raises PagesUnusable for a chunk outside of the pool."""
         if chunks and not 0 <= min(chunks) <= max(chunks) < self.count:
             raise PagesUnusable(f"chunks {min(chunks)} to {max(chunks)} of a pool of {self.count}")
         return RowsAt(self, chunks)
@@ -36,7 +36,7 @@ class Rows:
         return row
 
     def close(self) -> None:
-        """Lets go of the memory. No copy may be under way."""
+        """Drops the reference to the memory. No copy may be under way."""
         self._bytes = None
 
 

@@ -1,11 +1,11 @@
 """The secondary tier that vLLM's `OffloadingConnector` loads by its module path.
 
-    lookup                      answered by a thread of its own; until then vLLM asks again, one step later
-    submit_store, submit_load   one thread each; `get_finished_jobs` hands over what has ended
-    drain_jobs                  vLLM forgets its cache: from then on this engine's chunks are its own
+    lookup                      a thread of its own answers; until then vLLM asks again, one step later
+    submit_store, submit_load   one thread each; `get_finished_jobs` returns the ended jobs
+    drain_jobs                  vLLM drops its cache: from then on this engine's chunks are its own
 
-vLLM's scheduler calls from one thread, which never waits for the daemon. Whatever goes wrong, a chunk counts as not
-there, or not kept; vLLM then computes. What cannot work at all is said when vLLM starts, as an error.
+vLLM's scheduler calls from one thread, which never waits for the daemon. After any error a chunk counts as missing, or
+not kept, and vLLM computes. A configuration that cannot work raises an error when vLLM starts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from prefixd.client import ClientError
 from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.pages_by_key.engine_pages import PagesUnusable
 from prefixd.integrations.engine.pages_by_key.page_store import SINGLES, Outcome, PageStore
-from prefixd.integrations.engine.pages_by_key.pages import PagesUnusable
 from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.offloading.naming import namespace_of, own_name, prefix_groups
@@ -40,12 +40,12 @@ from prefixd.integrations.vllm.offloading.releases import (
 from prefixd.integrations.vllm.offloading.rows import Rows
 from prefixd_swap import started_threads
 
-_JOB_S = 10.0  # a job that takes longer ends with what has come: vLLM keeps room in its pool for the rest
+_JOB_S = 10.0  # a longer job ends with the chunks that have come: vLLM keeps memory of its pool for the rest
 _GROUP_BYTES = 4  # at the end of a key
 
 
 class PrefixdTier(SecondaryTierManager):
-    """vLLM's offloaded chunks in prefixd. See docs/vllm.md; options: `TierOptions`.
+    """Stores vLLM's offloaded chunks in prefixd. `TierOptions` are its options, docs/vllm.md is the guide.
 
     Raises ConfigError, which ends vLLM's start, for a configuration that cannot work.
     """
@@ -80,11 +80,11 @@ class PrefixdTier(SecondaryTierManager):
         self._loads = started_threads(1, "prefixd-tier-load")
         self._stores = started_threads(1, "prefixd-tier-store")
         self._jobs: dict[int, Future[None]] = {}
-        self._finished: deque[tuple[Any, Collection[bytes]]] = deque()  # results, and the keys that did not come
+        self._finished: deque[tuple[Any, Collection[bytes]]] = deque()  # results, and keys of chunks that did not come
         self._lookups = _Lookups(self, tier_type)
         self._requests: set[str] = set()
-        self._outdated: set[str] = set()  # requests that have computed before vLLM forgot its cache
-        self._told = ""
+        self._outdated: set[str] = set()  # requests that computed before vLLM dropped its cache
+        self._last_error = ""  # in the log
         log.info("prefixd: chunks of %d bytes are in %s (%s)", row_bytes, self._spec.name, self._spec.layout)
 
     # -- which chunks are there -----------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class PrefixdTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def cached(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which chunks are cached; for use in the thread of the lookups."""
+        """For each key whether its chunk is cached; for use in the thread of the lookups."""
         groups: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             groups.setdefault(int.from_bytes(key[-_GROUP_BYTES:], "big"), []).append(place)
@@ -109,9 +109,9 @@ class PrefixdTier(SecondaryTierManager):
                     for place, one in zip(some, found, strict=True):
                         there[place] = one
                     if group in self._prefix_groups and not all(found):
-                        break  # nothing behind the first that is missing can be used
+                        break  # chunks behind a missing one are useless
         except (LinkDown, ClientError) as error:
-            self._failed("lookup", error)
+            self._log_error("lookup", error)
         return there
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -142,19 +142,19 @@ class PrefixdTier(SecondaryTierManager):
         while self._finished:
             result, failed = self._finished.popleft()
             self._jobs.pop(result.job_id, None)
-            self._lookups.mark_miss(failed)  # or vLLM would have it loaded again and again
+            self._lookups.mark_miss(failed)  # otherwise vLLM would load them again and again
             results.append(result)
         return results
 
     def drain_jobs(self) -> None:
-        """Waits for all jobs. vLLM calls it before it forgets its cache, as after a change of weights."""
+        """Waits for all jobs. vLLM calls it before it drops its cache, as after a change of weights."""
         wait(list(self._jobs.values()))
         self._outdated |= self._requests
         self._spec = dataclasses.replace(self._spec, name=own_name(self._spec.name))
         self._store = PageStore(self._link, self._spec, _JOB_S, self._copies)
 
     def shutdown(self) -> None:
-        """Ends the session; jobs under way end first, others do not begin."""
+        """Ends the session after the jobs under way; cancels the others."""
         self._lookups.shutdown()
         for threads in (self._loads, self._stores):
             threads.shutdown(cancel_futures=True)
@@ -166,13 +166,13 @@ class PrefixdTier(SecondaryTierManager):
         self._jobs[job.job_id] = submit(self._run, job, list(job.keys), work)
 
     def _run(self, job: Any, keys: list[bytes], work: Callable[[], Outcome]) -> None:
-        """Does a job in its thread, and has its result ready whatever happens."""
+        """Runs a job in its thread and queues its result, also after an error."""
         try:
             outcome = work()
         except Exception as error:
             outcome = Outcome([False] * len(keys), error=error)
         if outcome.error is not None:
-            self._failed("load" if job.is_promotion else "store", outcome.error)
+            self._log_error("load" if job.is_promotion else "store", outcome.error)
         came = tuple(key for key, done in zip(keys, outcome.done, strict=True) if done)
         result = job_result(
             job_id=job.job_id,
@@ -185,7 +185,7 @@ class PrefixdTier(SecondaryTierManager):
         self._finished.append((result, failed))
 
     def _load(self, job: Any) -> Outcome:
-        """From the last chunk to the first: what is least recently used, and evicted first, is a prefix's end."""
+        """Loads from the last chunk to the first, so that a prefix's end is least recently used and evicted first."""
         keys, chunks = list(job.keys)[::-1], chunk_ids(job)[::-1]
         outcome = self._store.load_each(_digests(keys), self._rows.at(chunks))
         outcome.done.reverse()
@@ -194,10 +194,10 @@ class PrefixdTier(SecondaryTierManager):
     def _save(self, job: Any) -> Outcome:
         return self._store.save_each(_digests(job.keys), self._rows.at(chunk_ids(job)))
 
-    def _failed(self, what: str, error: Exception) -> None:
-        if isinstance(error, LinkDown) or self._told == f"{what} {error}":  # the link has said so
+    def _log_error(self, what: str, error: Exception) -> None:
+        if isinstance(error, LinkDown) or self._last_error == f"{what} {error}":  # the link logs LinkDown
             return
-        self._told = f"{what} {error}"
+        self._last_error = f"{what} {error}"
         trace = None if isinstance(error, ClientError | PagesUnusable) else error
         log.warning("prefixd: %s failed, vLLM goes on without these chunks: %s", what, error, exc_info=trace)
 
@@ -214,5 +214,5 @@ class _Lookups(AsyncLookupManager):
 
 
 def _digests(keys: Iterable[bytes]) -> bytes:
-    """A digest of 32 bytes for each key: vLLM's have a hash, whose length its algorithm decides, and the group."""
+    """A digest of 32 bytes for each key: vLLM's keys are a hash, of a length by its algorithm, and the group."""
     return b"".join(hashlib.sha256(b"prefixd offload key " + key).digest() for key in keys)

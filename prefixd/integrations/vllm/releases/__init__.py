@@ -1,6 +1,6 @@
-"""What differs between the releases of vLLM that prefixd works with: a file for each that differs from the one before.
+"""Code that differs between the releases of vLLM that prefixd works with: a file for each release with a difference.
 
-A file has `NAMES` and `CALLED` for the contract, `ReleaseConnector` (what PrefixdConnector derives from), `tables_of`
+A file has `NAMES` and `CALLED` for the contract, `ReleaseConnector` (the base class of PrefixdConnector), `tables_of`
 and `install`.
 """
 

@@ -1,11 +1,11 @@
-"""vLLM 0.29, whose scheduler learns here two things that 0.30 knows.
+"""vLLM 0.29: `install` adds two functions of 0.30 to its scheduler.
 
-**Failed loads.** They are told by their blocks alone, and one block table is all that it understands: where a model has
-several KV cache groups it ends with a ValueError. 0.30 is told the request, which it computes from the beginning
-(`KVConnectorTransferResults.failed_recving`); that is also right where a group has a window.
+**Failed loads.** A connector of 0.29 reports a failed load by its blocks, and the scheduler reads one block table only:
+with several KV cache groups it raises ValueError. A connector of 0.30 reports the request, which vLLM computes from the
+beginning (`KVConnectorTransferResults.failed_recving`); that is right with windows too.
 
-**Block tables.** A step shows those of requests that got new blocks. 0.30 shows that of every request
-(`KVConnectorBlockState.resolve_block_ids`); blocks that the last tokens of a step fill were got earlier.
+**Block tables.** A step of 0.29 has the tables of requests with new blocks only. A step of 0.30 has the table of every
+request (`KVConnectorBlockState.resolve_block_ids`): a block that a step fills may be older than the step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ CALLED = frozenset({"get_finished", "get_block_ids_with_load_errors"})
 
 
 class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
-    """Says in this release's way how loads have ended."""
+    """Reports ended loads as this release expects."""
 
     _failed_blocks: frozenset[int] = frozenset()
 
     def loads_ended(self) -> tuple[set[str], dict[str, set[int]]]:
-        """Requests whose loads have ended, and the engine's blocks of those among them that failed as a whole."""
+        """Requests with ended loads, and by request the engine's blocks of loads that failed as a whole."""
         raise NotImplementedError
 
     def blocks_failed(self) -> set[int]:
-        """Blocks that did not come, of loads of which a part can be used."""
+        """Blocks that did not come, of loads that can be used in part."""
         raise NotImplementedError
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -54,13 +54,13 @@ class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def tables_of(state: Any) -> Callable[[str], Sequence[Sequence[int]]]:
-    """Gives a request's block ids by group, of a step's `kv_connector_block_state`."""
+    """A function from a request's id to its block ids by group, from a step's `kv_connector_block_state`."""
     tables: Callable[[str], Sequence[Sequence[int]]] = state.resolve_block_ids  # by `install`
     return tables
 
 
 def install() -> None:
-    """Changes vLLM's scheduler. Again it changes nothing."""
+    """Changes vLLM's scheduler class, once."""
     if hasattr(Scheduler, "_taught_by_prefixd"):
         return
     Scheduler._taught_by_prefixd = True
@@ -95,8 +95,8 @@ def _recompute_failed_requests() -> None:
 
         groups = self.kv_cache_config.kv_cache_groups
         requests = list(requests)
-        # Asked about running requests, with `evict_blocks`: loads of another connector that the step has computed on.
-        # Those are vLLM's to undo, or to end with its ValueError; it ends with that also where none of them failed.
+        # `evict_blocks`: running requests, on loads of another connector that the step has computed on. vLLM undoes
+        # those, or raises its ValueError, which it raises also where none of them failed.
         one_table = len(groups) == 1 and (evict_blocks or not has_window(groups[0].kv_cache_spec))
         if one_table or (evict_blocks and any(map(lacks_bytes, requests))):
             return of_one_table(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)

@@ -16,14 +16,14 @@ CALLED = frozenset({"get_transfer_results", "get_block_ids_with_load_errors", "h
 
 
 class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
-    """Says in these releases' way how loads have ended."""
+    """Reports ended loads as these releases expect."""
 
     def loads_ended(self) -> tuple[set[str], dict[str, set[int]]]:
-        """Requests whose loads have ended, and the engine's blocks of those among them that failed as a whole."""
+        """Requests with ended loads, and by request the engine's blocks of loads that failed as a whole."""
         raise NotImplementedError
 
     def blocks_failed(self) -> set[int]:
-        """Blocks that did not come, of loads of which a part can be used."""
+        """Blocks that did not come, of loads that can be used in part."""
         raise NotImplementedError
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -35,10 +35,10 @@ class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def tables_of(state: Any) -> Callable[[str], Sequence[Sequence[int]]]:
-    """Gives a request's block ids by group, of a step's `kv_connector_block_state`."""
+    """A function from a request's id to its block ids by group, from a step's `kv_connector_block_state`."""
     tables: Callable[[str], Sequence[Sequence[int]]] = state.resolve_block_ids
     return tables
 
 
 def install() -> None:
-    """Nothing is to be done."""
+    """Does nothing: these releases need no change."""

@@ -23,10 +23,10 @@ _SOURCES = {
 
 
 class ReleaseConnector(v0_30.ReleaseConnector):
-    """As in 0.30, and says where hits came from."""
+    """As in 0.30, and reports the sources of hits."""
 
     def hit_distances(self, request: Any, tokens: int) -> dict[Distance, int]:
-        """From how far away the tokens came that were loaded for a request."""
+        """The loaded tokens of a request by the distance of their tier."""
         raise NotImplementedError
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:

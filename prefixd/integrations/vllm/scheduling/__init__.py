@@ -1,1 +1,1 @@
-"""vLLM's scheduler with a waiting queue in the order of a policy."""
+"""A scheduler for vLLM that keeps the waiting queue in the order of a policy."""

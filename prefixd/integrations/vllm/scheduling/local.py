@@ -1,4 +1,4 @@
-"""How much of a waiting prompt vLLM's own cache holds, asked without leaving a trace."""
+"""Reads how much of a waiting prompt vLLM's own cache holds, without changing its order or statistics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from prefixd.integrations.engine.waiting.ordering import held_blocks
 
 
 class LocalPrefixes:
-    """Asks vLLM's block pools for the blocks of a prompt: no block is touched, no statistics are recorded.
+    """Asks vLLM's block pools for the blocks of a prompt: touches no block, records no statistics.
 
-    It is an estimate for putting requests in order, some microseconds a request; vLLM makes its own exact and linear
-    look-up when it schedules one. The end of the prefix is found by bisection in a group with full attention, and
-    the other groups (sliding windows, states) are asked for the block that ends there: one without it could not go on
-    from there, which counts as nothing held.
+    The result is an estimate for ordering requests and takes some microseconds a request; vLLM makes its own exact and
+    linear look-up when it schedules one. A bisection finds the end of the prefix in a group with full attention. The
+    other groups (sliding windows, states) must have the block that ends there; otherwise nothing counts as held.
 
     Args:
         kv_cache_manager: vLLM's `KVCacheManager`.
@@ -30,7 +29,7 @@ class LocalPrefixes:
         self._others = [group for group in groups if group is not self._lead]
 
     def tokens(self, request: Any, last: int = 0) -> int:
-        """Tokens of a `vllm.v1.request.Request`, from the first on, that need not be computed; `last` as answered."""
+        """Tokens of a `vllm.v1.request.Request`, from the first on, that vLLM holds; `last` is the previous result."""
         lead = self._lead
         if lead is None or not self._manager.prefix_cache_lookup_enabled(request):
             return 0

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with its waiting queue in the order of a policy: for `--scheduler-cls`."""
+"""The scheduler class for vLLM's `--scheduler-cls`: it keeps the waiting queue in the order of a policy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm.v1.request import RequestStatus
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.waiting.arrivals import Arrivals
+from prefixd.integrations.engine.waiting.arrival_times import Arrivals
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits
 from prefixd.integrations.engine.waiting.ready import time_to_ready
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.scheduling.local import LocalPrefixes
@@ -28,34 +28,34 @@ from prefixd_scheduler import CostModel, create_policy
 class FastestPrefixFirstScheduler(Scheduler):
     """vLLM's scheduler with a waiting queue in the order of one of `prefixd_scheduler`'s policies.
 
-    The nearest prefix is one in vLLM's own cache; then come those that PrefixdConnector would load from the CPU tier,
-    from disk, and from a store that hosts share; then none. Without the connector only vLLM's own cache counts. All
-    else is vLLM's: what is begun, what it may use, what is preempted.
+    The nearest prefix is in vLLM's own cache; then come the CPU tier, the disk and the shared store, from which
+    PrefixdConnector loads; then none. Without the connector only vLLM's own cache counts. vLLM still decides which
+    requests begin, which blocks they get and which are preempted.
 
-    **Never moved**: a request that vLLM has begun (preempted, holding KV blocks) stays in front of those that it has
-    not, and whoever is loading its prefix goes first as always.
+    **Begun requests stay**: a request that vLLM has begun (preempted, holding KV blocks) stays in front of those that
+    it has not, and a request that is loading its prefix goes first as always.
 
-    **Kept, not made**: the order of any number of waiting requests is kept as they come and go (see `PrefixOrder`). At
-    the beginning of a step that can take requests, what is cached is looked at again for the next `look_ahead` of them,
-    for as many that prefixd has not answered for, and for as many of the others in turn.
+    **Cost**: `PrefixOrder` keeps the order as requests come and go. At the beginning of a step that can take requests
+    it reads the cached prefixes again of the next `look_ahead` requests, of as many without an answer from prefixd, and
+    of as many of the others in turn.
 
     **Waiting time** under Relaxed-FPF: if at most L requests wait at a time and one is begun at least every s seconds,
-    a request waits at most 4 * L * s (see `prefixd_scheduler.RelaxedFastestPrefixFirst`). A preemption puts one more
-    request before it. What vLLM has to pass over for a reason of its own (no place for a LoRA adapter, a grammar or a
-    look-up that is not ready) waits for that besides. The figures are in `waits` and in the log at shutdown. The
-    policies that may starve promise `starvation_bound_s` and L * s where that option is set, else nothing.
+    a request waits at most 4 * L * s (`prefixd_scheduler.RelaxedFastestPrefixFirst`). A preemption puts one more
+    request before it. Requests that vLLM has to pass over (no room for a LoRA adapter, a grammar or a look-up that is
+    not ready) wait for that besides. The figures are in `waits` and in the log at shutdown. The policies that may
+    starve promise `starvation_bound_s` plus L * s if that option is set, else nothing.
 
     **Deadlines**: seconds from its arrival in a request's `SamplingParams.extra_args["deadline_s"]` (over HTTP:
     `"vllm_xargs": {"deadline_s": 2.5}`), for the policy "deadline".
 
-    **Priorities**: with `--scheduling-policy priority` the classes come first, as in vLLM, and the order is one among
-    requests of a class. With "fcfs" vLLM ignores priorities, and so does this.
+    **Priorities**: with `--scheduling-policy priority` the classes come first, as in vLLM, and the policy orders the
+    requests of a class. With "fcfs" vLLM ignores priorities, and so does this scheduler.
 
-    **Time** is measured by a clock that nobody sets (`prefixd.base.clocks.elapsed_s`): steps of the wall clock change
-    neither order nor promise.
+    **Time** is measured by a monotonic clock (`prefixd.base.clocks.elapsed_s`): steps of the wall clock change neither
+    the order nor the bound.
 
-    Settings: `policy`, `starvation_bound_s` and `look_ahead` in the connector's `kv_connector_extra_config` (see
-    ConnectorOptions); inside MultiConnector too.
+    Settings: `policy`, `starvation_bound_s` and `look_ahead` in the connector's `kv_connector_extra_config`
+    (`ConnectorOptions`); inside MultiConnector too.
 
     Raises:
         ConfigError: an option is wrong, or the model needs a scheduler of its own.
@@ -63,7 +63,7 @@ class FastestPrefixFirstScheduler(Scheduler):
 
     clock: Callable[[], float] = staticmethod(elapsed_s)
     wall: Callable[[], float] = staticmethod(time.time)
-    """By which vLLM stamps a request's `arrival_time`."""
+    """The clock of vLLM's stamps (`Request.arrival_time`), in seconds since 1970."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # vLLM chooses between synchronous and asynchronous scheduling before it asks for the class, and each needs
@@ -119,14 +119,14 @@ class FastestPrefixFirstScheduler(Scheduler):
         log.info("waiting requests are kept in the order of %s", options.policy)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """A step: what is cached is looked at again for some of the waiting requests, then vLLM schedules."""
+        """Reads the cached prefixes of some waiting requests again, then schedules a step as vLLM does."""
         now_s = self.clock()
         self.waits.waiting(len(self.waiting), now_s)
         places = self.max_num_running_reqs - len(self.running)
         if not self.waiting or places <= 0:
             return super().schedule(*args, **kwargs)  # vLLM would not look at the queue
         self._order.refresh(now_s, places)
-        for request, local_tokens in self._order.to_load(self._prepared()):
+        for request, local_tokens in self._order.next_to_load(self._prepared()):
             self._prepare(request, local_tokens)
         output = super().schedule(*args, **kwargs)
         if begun := self._order.begun:
@@ -146,7 +146,7 @@ class FastestPrefixFirstScheduler(Scheduler):
 
 
 class AsyncFastestPrefixFirstScheduler(FastestPrefixFirstScheduler, AsyncScheduler):
-    """The same for asynchronous scheduling; FastestPrefixFirstScheduler becomes this where vLLM has chosen that."""
+    """FastestPrefixFirstScheduler for asynchronous scheduling, which takes its place where vLLM has chosen that."""
 
 
 _NOT_BEGUN = frozenset((RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR))
@@ -161,7 +161,7 @@ def _nothing_seen(request_id: str) -> SeenPrefix | None:
 
 
 def _due_after_s(request: Any) -> float:
-    """How long after its arrival its first token is due; infinite where that was not said."""
+    """Seconds from a request's arrival until its first token is due; infinite without a deadline."""
     extra = getattr(request.sampling_params, "extra_args", None) or {}
     if (given := extra.get("deadline_s")) is None:
         return math.inf
@@ -178,7 +178,7 @@ def _due_after_s(request: Any) -> float:
 
 
 def find_connector(connector: Any) -> Any:
-    """The PrefixdConnector that vLLM's connector is, or has as MultiConnector; None where there is none."""
+    """The PrefixdConnector: vLLM's connector itself, or one inside its MultiConnector; None if there is none."""
     if connector is None or hasattr(connector, "seen_prefix"):
         return connector
     children = getattr(connector, "_connectors", ())  # in 0.29 they have no public name

@@ -1,4 +1,4 @@
-"""vLLM's waiting queue, kept in the order of a policy."""
+"""vLLM's interface of a waiting queue, over a `PrefixOrder`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefixd.integrations.engine.waiting.ordering import PrefixOrder
 
 
 class PolicyRequestQueue(RequestQueue):
-    """What vLLM's scheduler does with its waiting queue, done to a `PrefixOrder`: O(log n) a change.
+    """Passes vLLM's changes of its waiting queue to a `PrefixOrder`: O(log n) a change.
 
     Args:
         order: keeps the requests.
@@ -30,16 +30,16 @@ class PolicyRequestQueue(RequestQueue):
         return self.order.first()
 
     def prepend_request(self, request: Any) -> None:
-        """What was preempted goes before all others; what was passed over goes where it was."""
+        """Puts a preempted request before all others, and one that vLLM passed over at its former position."""
         self.order.put_back(request)
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
-        """As `prepend_request` for each: the last of them is in front then, as in vLLM's own queue."""
+        """As `prepend_request` for each, so that the last one is in front, as in vLLM's own queue."""
         for request in requests:
             self.order.put_back(request)
 
     def remove_request(self, request: Any) -> None:
-        """Raises ValueError for one that does not wait, as vLLM's own queue does."""
+        """Removes a request. Raises ValueError for one that does not wait, as vLLM's own queue does."""
         if not self.order.remove(request):
             raise ValueError(f"the request {request.request_id} does not wait")
 

@@ -1,10 +1,9 @@
-"""A worker's half: copies between the engine's KV blocks and the daemon's arena, beside the model's steps.
+"""Copies between the engine's KV blocks and the daemon's arena in a worker, beside the model's steps.
 
-A load acquires leases of its own, one for each slice of its blocks, copies, and releases; that the release succeeds
-proves that the slice's bytes were the right ones from the first to the last. So a prompt may be longer than the
-daemon's memory. A save reserves, copies, commits. Neither is ever waited for by a step, but for loads that
-the step computes on (`LoadJob.waits`). Only calls to the daemon have a limit in time: what a copy or a step of the
-model takes says nothing about the daemon.
+A load acquires a lease for each slice of its blocks, copies, and releases; a release that succeeds proves that the
+slice's bytes were the right ones from the first to the last. So a prompt may be longer than the daemon's memory. A save
+reserves, copies and commits. A step waits only for loads that it computes on (`LoadJob.waits`). Only calls to the
+daemon have a time limit: the time of a copy or of a step of the model says nothing about the daemon.
 """
 
 from __future__ import annotations
@@ -23,35 +22,35 @@ from functools import partial
 import numpy as np
 
 from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
-from prefixd.integrations.engine.copying.device import ArenaPin, Fence, computed_already
-from prefixd.integrations.engine.copying.pages import NO_BLOCK, GroupPages
-from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.connector_counters import ConnectorCounters
+from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already
+from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
 
-_BYTES_PER_S = 100e6  # a transfer slower than this is given up
+_BYTES_PER_S = 100e6  # a slower transfer is given up
 _SAVE_PAUSE_S = 1.0
 _RETAIN_PAUSE_S = 60.0
-_ROOM_S = 2.0  # so long a slice of a load waits for room that others hold; then the rest is computed
+_ROOM_S = 2.0  # longest wait of a slice for memory that others hold; then the engine computes the rest
 _ROOM_PAUSE_S = 0.005
 _LONGEST_ROOM_PAUSE_S = 0.1
-_PIECES = 4096  # copied at a time: to list more of them would hold up the link's thread
+_PIECES = 4096  # copied at a time: listing more of them would hold up the link's thread
 
 
 class Transfers:
     """One rank's loads and saves.
 
     Args:
-        link: the line to the daemon.
-        geometry: how blocks are made.
+        link: the connection to the daemon.
+        geometry: how prefixd blocks are made of the engine's.
         pages: this rank's memory, one entry per group of `geometry`.
         rank: of this worker among the tensor-parallel ones.
-        engine: makes the copies page by page.
-        counters: what is counted.
-        ordinal: the CUDA device whose copies want the arena pinned; None on a CPU.
-        page_copies: makes them in batches instead, for pages on a device.
+        engine: copies page by page.
+        counters: count loads and saves.
+        ordinal: the CUDA device; its copies need the arena pinned. None on a CPU.
+        page_copies: copies in batches instead, for pages on a device.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Transfers:
         self._failed_requests: dict[str, set[int]] = {}
         self._failed_ids: set[int] = set()
         self._loading = 0
-        self._layers_there: dict[str, int] = {}  # of the loads that the present step waits for
+        self._layers_there: dict[str, int] = {}  # by request, layers that came, of loads that the step waits for
         self._saves: deque[tuple[SaveJob, Fence]] = deque()
         self._saving = False
         self._save_again_s = 0.0
@@ -96,9 +95,9 @@ class Transfers:
     # -- from the engine's thread -----------------------------------------------------------------------------------
 
     def load(self, job: LoadJob, fence: Fence = computed_already) -> None:
-        """Starts a load into blocks that nothing uses any more once `fence` returns.
+        """Starts a load into blocks that are unused once `fence` returns.
 
-        The bytes are there when the load is reported, so what is submitted from then on reads them, in any stream.
+        The bytes are there when the load is reported, so work that is submitted later reads them, in any stream.
         """
         with self._changed:
             self._loading += 1
@@ -107,7 +106,7 @@ class Transfers:
         began_s = time.monotonic()
         there = Progress()
         future = self._link.spawn(lambda: self._load(job, fence, there))
-        future.add_done_callback(lambda done: self._loaded(job, there, done, time.monotonic() - began_s))
+        future.add_done_callback(lambda done: self._report_load(job, there, done, time.monotonic() - began_s))
 
     def save(self, jobs: Sequence[SaveJob], fence: Fence) -> None:
         """Queues saves of blocks that are complete once `fence` returns."""
@@ -116,45 +115,45 @@ class Transfers:
             if self._saving or not self._saves:
                 return
             self._saving = True
-        self._link.spawn(self._drain).add_done_callback(self._link.report)
+        self._link.spawn(self._run_saves).add_done_callback(self._link.report)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Returns when every load that this step computes on has the layer's bytes, or has failed."""
+        """Waits until every load that this step computes on has the layer's bytes, or has failed."""
         with self._changed:
             self._changed.wait_for(lambda: all(there > layer for there in self._layers_there.values()))
 
     def wait_for_loads_of_step(self) -> None:
-        """Returns when every load that this step computes on has ended."""
+        """Waits until every load that this step computes on has ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._layers_there)
 
     def wait_for_any(self, timeout_s: float) -> None:
-        """Returns when something has ended, at the latest after `timeout_s`; at once when nothing is under way."""
+        """Waits until a load or save has ended, or for `timeout_s`; returns at once if none is under way."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._outcomes) or not (self._loading or self._saving), timeout_s)
 
     def take_received(self) -> tuple[set[str], dict[str, set[int]]]:
-        """Requests whose loads have ended since the last call, and the engine's blocks of those among them whose loads
-        failed as a whole."""
+        """Returns the requests with loads that ended since the last call, and for loads that failed as a whole the
+        engine's blocks by request."""
         with self._changed:
             received, failed = self._received, self._failed_requests
             self._received, self._failed_requests = set(), {}
             return received, failed
 
     def take_failed_ids(self) -> set[int]:
-        """The engine's blocks that have no valid bytes because their load failed."""
+        """Returns the engine's blocks that have no valid bytes since a load failed, and forgets them."""
         with self._changed:
             failed, self._failed_ids = self._failed_ids, set()
             return failed
 
     def take_outcomes(self) -> Outcomes:
-        """What has ended since the last call."""
+        """Returns the jobs that ended since the last call."""
         with self._changed:
             outcomes, self._outcomes = self._outcomes, Outcomes()
             return outcomes
 
     def close(self) -> None:
-        """Ends the session, and waits for the copies under way."""
+        """Ends the session and waits for the copies under way."""
         self._link.close()
         self._engine.close()
         if self._page_copies is not None:
@@ -165,11 +164,11 @@ class Transfers:
     # -- loads, in the link's thread --------------------------------------------------------------------------------
 
     async def _load(self, job: LoadJob, fence: Fence, there: Progress) -> None:
-        """Loads slice by slice, each under a lease of its own. No lease is held while the next is waited for."""
-        done, loads = 0, _Fenced(fence)
+        """Loads slice by slice, each under a lease of its own; holds no lease while it waits for the next."""
+        done, loads = 0, _FencedCopy(fence)
         slice_blocks = self._link.slice_blocks(self._geometry.block_bytes)
         while done < job.blocks:
-            lease = await self._room_for(job, done, min(slice_blocks, job.blocks - done))
+            lease = await self._lease_slice(job, done, min(slice_blocks, job.blocks - done))
             if lease is None:
                 return
             try:
@@ -183,9 +182,9 @@ class Transfers:
             if done == job.blocks or not self._geometry.needs_end:
                 there.blocks = done
 
-    async def _room_for(self, job: LoadJob, done: int, most: int) -> AsyncLease | None:
-        """A lease of blocks behind the first `done` of a job; waits for room, for a moment. None where nothing more of
-        the prefix can be had, or is of no use."""
+    async def _lease_slice(self, job: LoadJob, done: int, most: int) -> AsyncLease | None:
+        """Leases up to `most` blocks behind the first `done` of a job; waits up to `_ROOM_S` for room. None if no more
+        of the prefix is cached, or the lease would be useless."""
         pause_s, until_s = _ROOM_PAUSE_S, time.monotonic() + _ROOM_S
         while True:
             lease: AsyncLease | None
@@ -194,9 +193,9 @@ class Transfers:
             except ExhaustedError:  # the tenant holds as much as it may
                 lease = None
             if lease is not None:
-                # An older daemon leases what a prefix of the lease's length needs, not what one of the job's does.
-                of_no_use = self._geometry.needs_end and not lease.cached_blocks and lease.blocks < job.blocks
-                if lease.blocks and not of_no_use:
+                # An older daemon leases the bytes that a prefix of the lease's length needs, not of the job's length.
+                useless = self._geometry.needs_end and not lease.cached_blocks and lease.blocks < job.blocks
+                if lease.blocks and not useless:
                     return lease
                 if lease.blocks:
                     self._link.give_back(lease)
@@ -207,23 +206,23 @@ class Transfers:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_ROOM_PAUSE_S)
 
-    async def _load_slice(self, job: LoadJob, lease: AsyncLease, done: int, loads: _Fenced) -> int:
-        """Copies the blocks of a lease, which follow the first `done` of a job; returns how many bytes that was."""
-        await loads.may_begin()
+    async def _load_slice(self, job: LoadJob, lease: AsyncLease, done: int, loads: _FencedCopy) -> int:
+        """Copies the blocks of a lease, which follow the first `done` of a job; returns their bytes."""
+        await loads.wait()
         nbytes = 0
         groups = range(len(self._pages))
         whole = lease.blocks == job.blocks
-        async with self._arena(lease) as base:
-            for layers in self._stages(job) if whole else [None]:
+        async with self._mapped_arena(lease) as base:
+            for layers in self._layer_ranges(job) if whole else [None]:
                 for blocks in self._batches(lease.blocks, layers):
                     parts = [
                         part
                         for block in blocks
                         for part in self._parts_at(lease, base, block, groups, job.block_ids, done + block)
                     ]
-                    nbytes += await self._copy(parts, layers, Way.LOAD)
+                    nbytes += await self._copy(parts, layers, Direction.LOAD)
                 if layers is not None:
-                    self._layer_there(job.request_id, layers.stop)
+                    self._note_layers(job.request_id, layers.stop)
         return nbytes
 
     async def _acquire(self, job: LoadJob, done: int, most: int) -> AsyncLease:
@@ -238,19 +237,19 @@ class Transfers:
             found=job.found if self._counts_hits else None,
         )
 
-    def _stages(self, job: LoadJob) -> list[range | None]:
-        """All layers at once; one after the other for a step that waits for each."""
+    def _layer_ranges(self, job: LoadJob) -> list[range | None]:
+        """Layers to copy together: all at once, or one by one for a step that waits for each."""
         if not job.waits:
             return [None]
         return [range(layer, layer + 1) for layer in range(len(self._pages[0].layers))]
 
-    def _layer_there(self, request_id: str, layers: int) -> None:
+    def _note_layers(self, request_id: str, layers: int) -> None:
         with self._changed:
             # The last layer counts once the lease has proved that the bytes are right.
             self._layers_there[request_id] = min(layers, len(self._pages[0].layers) - 1)
             self._changed.notify_all()
 
-    def _loaded(self, job: LoadJob, there: Progress, done: Future[None], elapsed_s: float) -> None:
+    def _report_load(self, job: LoadJob, there: Progress, done: Future[None], elapsed_s: float) -> None:
         error = LinkDown("the engine ends") if done.cancelled() else done.exception()
         good = there.blocks
         if error is not None and not isinstance(error, LinkDown | LeaseLost):
@@ -277,7 +276,7 @@ class Transfers:
 
     # -- saves, one after the other, in the link's thread -----------------------------------------------------------
 
-    async def _drain(self) -> None:
+    async def _run_saves(self) -> None:
         while self._saves:
             job, fence = self._saves[0]
             groups = self._geometry.saved_by(self._rank, job.prefix.tokens, job.groups)
@@ -289,10 +288,10 @@ class Transfers:
                 pass  # counted below as dropped
             except (ClientError, SwapError) as error:
                 self._link.log.error("prefixd: %d blocks could not be saved: %s", job.blocks, error)
-            except Exception as error:  # whatever it is, the engine gets its blocks back
+            except Exception as error:  # after any error the engine gets its blocks back
                 self._link.log.error("prefixd: %d blocks could not be saved", job.blocks, exc_info=error)
             self._counters.saved(kept.nbytes)
-            # Bytes of other groups than the body's come to blocks that are counted already.
+            # Blocks are counted with the body's groups; saves of other groups add bytes to counted blocks.
             if groups and groups[0] in self._geometry.body:
                 self._counters.saved_blocks(kept.blocks, kept.duplicates, job.blocks - kept.blocks - kept.duplicates)
             with self._changed:
@@ -304,10 +303,10 @@ class Transfers:
                     return
 
     async def _save(self, job: SaveJob, groups: Sequence[int], fence: Fence, kept: Progress) -> None:
-        """Saves the bytes that a job has of `groups`."""
+        """Saves a job's bytes of `groups`."""
         if not self._link.up or self._link.draining or time.monotonic() < self._save_again_s:
             return
-        await _Fenced(fence).may_begin()
+        await _FencedCopy(fence).wait()
         spec = self._geometry.spec(job.prefix.name, job.prefix.salt)
         cache = await self._link.guard(partial(self._link.cache, spec))
         done = job.first_block
@@ -329,25 +328,25 @@ class Transfers:
                     return
                 kept.duplicates += reservation.first_block - done
                 skipped = reservation.first_block - job.first_block
-                async with self._arena(reservation) as base:
+                async with self._mapped_arena(reservation) as base:
                     for blocks in self._batches(reservation.blocks):
                         parts = [
                             part
                             for block in blocks
                             for part in self._parts_at(reservation, base, block, groups, block_ids, skipped + block)
                         ]
-                        await self._copy(parts, None, Way.SAVE)
-                wishes = job.retention if time.monotonic() >= self._retain_again_s else ()
+                        await self._copy(parts, None, Direction.SAVE)
+                retention = job.retention if time.monotonic() >= self._retain_again_s else ()
                 try:
-                    commit = partial(reservation.commit, retention=wishes)
+                    commit = partial(reservation.commit, retention=retention)
                     result = await self._link.guard(commit, self._limit_s(job))
-                except ExhaustedError as error:  # of a daemon that refuses the blocks with the priorities
-                    if not wishes:
+                except ExhaustedError as error:  # an older daemon refuses the blocks together with the priorities
+                    if not retention:
                         raise
-                    self._leave_priorities(str(error))
+                    self._pause_priorities(str(error))
                     continue
                 if result.retention_refused:
-                    self._leave_priorities(result.retention_refused)
+                    self._pause_priorities(result.retention_refused)
                 done = reservation.first_block + reservation.blocks
                 kept.blocks += result.committed
                 kept.nbytes += result.committed * block_bytes
@@ -362,44 +361,44 @@ class Transfers:
         first_block: int,
         groups: Sequence[int],
     ) -> AsyncReservation | None:
-        """Slots for the groups' parts of the blocks from `first_block` on; None when there are none now."""
+        """Reserves slots for the groups' parts of the blocks from `first_block` on; None if there is no room now."""
         parts = [self._parts[group] for group in groups]
         try:
             async with asyncio.timeout(self._link.timeout_s):
                 return await cache.reserve(tokens, first_block=first_block, parts=parts)
         except TimeoutError:
-            # It waits for the disk. What cannot be kept now is computed again one day; the engine does not wait.
+            # The daemon waits for the disk. The engine goes on; it computes the blocks again if it needs them.
             self._save_again_s = time.monotonic() + _SAVE_PAUSE_S
-            await self._link.ask()  # unless it is away
+            await self._link.probe()  # raises if the daemon is away
             return None
         except ExhaustedError:
             return None
 
     # -- both -------------------------------------------------------------------------------------------------------
 
-    def _leave_priorities(self, why: str) -> None:
-        """For a while nothing is wished for: the daemon would refuse it again."""
+    def _pause_priorities(self, why: str) -> None:
+        """Saves without priorities for `_RETAIN_PAUSE_S`, since the daemon would refuse them again."""
         self._retain_again_s = time.monotonic() + _RETAIN_PAUSE_S
         self._link.log.warning(
             "prefixd: for %g s blocks are saved without the priorities that requests ask for: %s", _RETAIN_PAUSE_S, why
         )
 
     def _limit_s(self, job: LoadJob | SaveJob, blocks: int | None = None) -> float:
-        """How long the daemon may take for a call that may have to wait for the bytes of so many of a job's blocks."""
+        """Time limit of a call that may wait for the bytes of `blocks` of a job's blocks (None: all)."""
         blocks = job.blocks if blocks is None else blocks
         whole = blocks * self._geometry.block_bytes
         nbytes = self._geometry.nbytes(blocks) if isinstance(job, LoadJob) else whole
         return self._link.timeout_s + nbytes / _BYTES_PER_S
 
     def _batches(self, blocks: int, layers: range | None = None) -> Iterator[range]:
-        """So many blocks as are copied at a time, until all are."""
+        """Splits blocks into ranges that are copied at a time, of about `_PIECES` pieces each."""
         pieces = self._pieces_a_block if layers is None else self._pieces_a_block // len(self._pages[0].layers)
         step = max(1, _PIECES // max(1, pieces))
         return (range(first, min(first + step, blocks)) for first in range(0, blocks, step))
 
     @asynccontextmanager
-    async def _arena(self, hold: AsyncLease | AsyncReservation) -> AsyncIterator[int]:
-        """The arena's address; it is mapped for as long as the context lasts, also when the session ends meanwhile."""
+    async def _mapped_arena(self, hold: AsyncLease | AsyncReservation) -> AsyncIterator[int]:
+        """The arena's address; it stays mapped for as long as the context lasts, even if the session ends meanwhile."""
         arena = self._link.arena
         if arena is None:
             raise LeaseLost("the session ended before the copy began")
@@ -410,7 +409,7 @@ class Transfers:
             del mapped
 
     async def _pin_early(self, pin: ArenaPin) -> None:
-        """So that the first load need not wait for it."""
+        """Pins the arena before the first load, which would wait for it."""
         if (arena := self._link.arena) is not None:
             async with pin.use(arena, _unchecked):
                 pass
@@ -424,9 +423,9 @@ class Transfers:
         block_ids: Sequence[Sequence[int]],
         place: int,
     ) -> list[PartAt]:
-        """Where the parts of block `block` of `hold`, which is block `place` of the job, lie on both sides.
+        """The parts of block `block` of `hold`, which is block `place` of the job, with their places on both sides.
 
-        Raises WindowMismatch where a lease lacks bytes that the engine needs. A reservation has all parts asked for.
+        Raises WindowMismatch if a lease lacks bytes that the engine needs. A reservation has all parts asked for.
         """
         hold.check()
         parts: list[PartAt] = []
@@ -443,16 +442,16 @@ class Transfers:
                 )
         return parts
 
-    async def _copy(self, parts: Sequence[PartAt], layers: range | None, way: Way) -> int:
-        """Copies `layers` of `parts`; returns how many bytes that was."""
+    async def _copy(self, parts: Sequence[PartAt], layers: range | None, direction: Direction) -> int:
+        """Copies `layers` of `parts`; returns the copied bytes."""
         if self._page_copies is not None:
-            return await self._copy_in_batches(self._page_copies, parts, layers, way)
+            return await self._copy_in_batches(self._page_copies, parts, layers, direction)
         pairs = [pair for part in parts for pair in self._pages[part.group].pairs(part.address, part.ids, layers)]
-        await self._engine.copy(pairs if way is Way.LOAD else [(theirs, ours) for ours, theirs in pairs])
+        await self._engine.copy(pairs if direction is Direction.LOAD else [(theirs, ours) for ours, theirs in pairs])
         return sum(ours.nbytes for ours, _ in pairs)
 
     async def _copy_in_batches(
-        self, copies: PageCopies, parts: Sequence[PartAt], layers: range | None, way: Way
+        self, copies: PageCopies, parts: Sequence[PartAt], layers: range | None, direction: Direction
     ) -> int:
         nbytes = 0
         for group, pages in enumerate(self._pages):
@@ -462,13 +461,13 @@ class Transfers:
             before, runs = pages.packed(layers)
             addresses = np.array([part.address for part in here], np.int64) + before * len(here[0].ids)
             packed = PackedPages(runs, np.array([part.ids for part in here], np.int64), addresses)
-            await (copies.scatter if way is Way.LOAD else copies.gather)(packed)
+            await (copies.scatter if direction is Direction.LOAD else copies.gather)(packed)
             nbytes += packed.nbytes
         return nbytes
 
 
-class Way(enum.Enum):
-    """Where the bytes go."""
+class Direction(enum.Enum):
+    """The direction of a copy."""
 
     LOAD = "to the engine"
     SAVE = "to the arena"
@@ -476,39 +475,39 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartAt:
-    """One part of one prefixd block on both sides."""
+    """One part of one prefixd block, in the arena and in the engine."""
 
     group: int
-    """Its place in the geometry."""
+    """Index in `Geometry.groups`."""
     address: int
-    """Where it begins in the arena."""
+    """Of its first byte in the arena."""
     ids: Sequence[int]
-    """The engine's blocks of it, in order."""
+    """The engine's block ids of the part, in order."""
 
 
 class WindowMismatch(Exception):
-    """The engine and the daemon do not mean the same blocks by a group's window."""
+    """The engine and the daemon disagree on the blocks that a group's window needs."""
 
 
-class _Fenced:
-    """A copy that may begin once nothing uses its blocks any more.
+class _FencedCopy:
+    """Delays a copy until its blocks are unused.
 
     Args:
-        fence: returns then.
+        fence: returns when they are.
     """
 
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
 
-    async def may_begin(self) -> None:
-        """Waits for it, the first time."""
+    async def wait(self) -> None:
+        """Waits for the fence at the first call."""
         fence, self._fence = self._fence, computed_already
         if fence is not computed_already:
             await asyncio.to_thread(fence)
 
 
 class Progress:
-    """How far a job got."""
+    """Blocks and bytes that a job has moved so far."""
 
     def __init__(self) -> None:
         self.blocks = 0

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from prefixd.client import Retention
-from prefixd.integrations.vllm.wishes import NO_WISHES, RequestWishes, read_wishes
+from prefixd.integrations.vllm.request_options import NO_REQUEST_OPTIONS, RequestOptions, read_request_options
 
 
 def test_both_are_read() -> None:
     asked = {"read_only": True, "retention": [{"start": 0, "end": 1024, "priority": 50, "ttl_s": 3600}]}
-    wishes, wrong = read_wishes({"prefixd": asked, "do_remote_prefill": False}, 5000)
-    assert (wishes, wrong) == (RequestWishes(True, (Retention(50, 0, 1024, 3600),)), [])
+    options, wrong = read_request_options({"prefixd": asked, "do_remote_prefill": False}, 5000)
+    assert (options, wrong) == (RequestOptions(True, (Retention(50, 0, 1024, 3600),)), [])
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"prefixd": {}}, "prefixd", 7])
-def test_without_wishes_there_are_none(params: Any) -> None:
-    assert read_wishes(params, 100) == (NO_WISHES, [])
+def test_without_options_there_are_none(params: Any) -> None:
+    assert read_request_options(params, 100) == (NO_REQUEST_OPTIONS, [])
 
 
 def test_ranges_end_with_the_prompt_at_the_latest() -> None:
@@ -28,8 +28,8 @@ def test_ranges_end_with_the_prompt_at_the_latest() -> None:
         {"priority": 3, "end": 4096},
         {"priority": 4, "start": 100},
     ]
-    wishes, wrong = read_wishes({"prefixd": {"retention": ranges}}, 100)
-    assert wishes.retention == (Retention(1, 0, 100), Retention(2, 32, 100), Retention(3, 0, 100))
+    options, wrong = read_request_options({"prefixd": {"retention": ranges}}, 100)
+    assert options.retention == (Retention(1, 0, 100), Retention(2, 32, 100), Retention(3, 0, 100))
     assert not wrong
 
 
@@ -62,16 +62,16 @@ def test_ranges_end_with_the_prompt_at_the_latest() -> None:
     ],
 )
 def test_what_is_wrong_is_named_and_left_out(asked: Any, said: str) -> None:
-    wishes, wrong = read_wishes({"prefixd": asked}, 100)
-    assert wishes == NO_WISHES
+    options, wrong = read_request_options({"prefixd": asked}, 100)
+    assert options == NO_REQUEST_OPTIONS
     assert len(wrong) == 1 and said in wrong[0]
 
 
 def test_what_is_right_beside_it_holds() -> None:
-    wishes, wrong = read_wishes({"prefixd": {"read_only": True, "retention": [{"priority": 1000}]}}, 100)
-    assert (wishes.read_only, wishes.retention, len(wrong)) == (True, (), 1)
-    wishes, wrong = read_wishes({"prefixd": {"read_only": 0, "retention": [{"priority": 5}]}}, 100)
-    assert (wishes.read_only, wishes.retention, len(wrong)) == (False, (Retention(5, 0, 100),), 1)
+    options, wrong = read_request_options({"prefixd": {"read_only": True, "retention": [{"priority": 1000}]}}, 100)
+    assert (options.read_only, options.retention, len(wrong)) == (True, (), 1)
+    options, wrong = read_request_options({"prefixd": {"read_only": 0, "retention": [{"priority": 5}]}}, 100)
+    assert (options.read_only, options.retention, len(wrong)) == (False, (Retention(5, 0, 100),), 1)
 
 
 def test_what_is_said_is_short_and_one_line_whatever_was_sent() -> None:
@@ -83,7 +83,7 @@ def test_what_is_said_is_short_and_one_line_whatever_was_sent() -> None:
         {"retention": [{nasty: 1, "priority": 1}]},
         nasty,
     ):
-        _, wrong = read_wishes({"prefixd": asked}, 100)
+        _, wrong = read_request_options({"prefixd": asked}, 100)
         assert wrong and all(len(line) < 400 and line.isprintable() for line in wrong)
-    _, wrong = read_wishes({"prefixd": {str(number): 1 for number in range(1000)}}, 100)
+    _, wrong = read_request_options({"prefixd": {str(number): 1 for number in range(1000)}}, 100)
     assert len(wrong) == 3

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.integrations.engine.copying.device import fence_of, page_copies_of
+from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd_swap import PageCopies, create_copy_engine, create_memory, register_host, unregister_host
 from prefixd_swap.copies import pinning

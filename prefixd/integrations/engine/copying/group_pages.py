@@ -1,8 +1,8 @@
-"""Where the bytes of an engine's KV blocks are, and the copies between them and the daemon's arena.
+"""Lists the addresses of an engine's KV blocks and of their copies in the daemon's arena.
 
-A prefixd block is several of the engine's blocks, and a part of it is what one KV group has of them on one rank. Its
-bytes lie in the arena layer by layer, within a layer one engine's block after the other; what is inside a block's page
-is never looked at (on a CPU vLLM packs keys and values as its instruction set wants them).
+A prefixd block consists of several of the engine's blocks; a part is the bytes of one KV group of them on one rank. In
+the arena a part lies layer by layer, within a layer one engine's block after the other. The bytes inside a page are
+never interpreted (on a CPU vLLM packs keys and values as its instruction set wants them).
 
         arena, one part of a prefixd block of 4 engine's blocks    layer 0: b0 b1 b2 b3    layer 1: b0 b1 b2 b3    ...
 """
@@ -21,7 +21,7 @@ __all__ = ["NO_BLOCK", "GroupPages", "PageRun"]
 class GroupPages:
     """One KV group's memory on this rank.
 
-    `layers` has a layer's runs of pages, in the order in which the model computes its layers.
+    `layers` has the runs of pages of each layer, in the order in which the model computes its layers.
     """
 
     layers: tuple[tuple[PageRun, ...], ...]
@@ -29,11 +29,11 @@ class GroupPages:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one of the engine's blocks has in all layers."""
+        """Bytes of one of the engine's blocks in all layers."""
         return sum(run.nbytes for layer in self.layers for run in layer)
 
     def packed(self, layers: range | None = None) -> tuple[int, tuple[PageRun, ...]]:
-        """Bytes that one of the engine's blocks has in a part before `layers` (None: all), and the runs of these."""
+        """For one of the engine's blocks: bytes of the layers before `layers` (None: all), and the runs of `layers`."""
         wanted = range(len(self.layers)) if layers is None else layers
         before = sum(run.nbytes for layer in self.layers[: wanted.start] for run in layer)
         return before, tuple(run for layer in self.layers[wanted.start : wanted.stop] for run in layer)
@@ -41,12 +41,12 @@ class GroupPages:
     def pairs(
         self, arena_address: int, block_ids: Sequence[int], layers: range | None = None
     ) -> Iterator[tuple[Span, Span]]:
-        """(the engine's bytes, the arena's bytes) for one part of one prefixd block.
+        """Pairs (the engine's span, the arena's span) for one part of one prefixd block.
 
         Args:
-            arena_address: where the part begins.
-            block_ids: the engine's blocks of it, in order; `NO_BLOCK` leaves one out.
-            layers: which layers; None: all.
+            arena_address: the first byte of the part.
+            block_ids: the engine's blocks of the part, in order; `NO_BLOCK` leaves one out.
+            layers: the layers to copy; None: all.
         """
         wanted = range(len(self.layers)) if layers is None else layers
         at = arena_address

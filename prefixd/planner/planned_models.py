@@ -1,4 +1,4 @@
-"""Models by name: what their keys and values take, and what computing a token takes."""
+"""Models by name: bytes of their keys and values, and operations of computing a token."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What a plan needs to know of a model.
+    """A model's sizes, from which a plan computes memory and time.
 
     Attributes:
-        name: as it is chosen.
+        name: by which a user chooses it.
         groups: its layers with attention.
-        parameters: of all weights.
-        active_parameters: of those that one token goes through: fewer in a mixture of experts.
+        parameters: number of all weights.
+        active_parameters: number of the weights that one token passes; smaller in a mixture of experts.
         query_heads: of each layer, with `head_dim` numbers each as the keys have.
-        context_tokens: the longest sequence that it was made for.
+        context_tokens: the longest sequence that it supports.
         source: where these figures are published.
         element_bytes: of a weight, and of a number of a key.
     """
@@ -71,7 +71,7 @@ class PlannedModel:
 
     @cached_property
     def attention(self) -> tuple[tuple[int | None, float, float], ...]:
-        """Of each group its window, and for each token that a token attends to: operations, and bytes read."""
+        """For each group its window, and the operations and read bytes for each token that a token attends to."""
         return tuple(
             (
                 group.window,
@@ -82,7 +82,7 @@ class PlannedModel:
         )
 
     def kv(self, block_tokens: int, step_tokens: int) -> tuple[KvShape, int]:
-        """How its blocks lie in frames, and the bytes of a frame: the largest that all groups' blocks are made of."""
+        """The model's blocks in frames, and the bytes of a frame: the largest size that divides all groups' blocks."""
         frame_bytes = math.gcd(*(block_tokens * self._group_bytes(group) for group in self.groups))
         shapes = tuple(
             GroupShape(
@@ -188,7 +188,7 @@ def find_model(name: str) -> PlannedModel:
 
 
 def _described(path: Path) -> PlannedModel:
-    """As the worker reads the directory: in a process of its own, which imports torch."""
+    """Reads the directory as the worker does, in a process of its own, which imports torch."""
     command = [sys.executable, "-m", "prefixd.planner.describe_model", str(path.resolve())]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=_DESCRIBE_S, check=False)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import WEIGHT_CLASSES, Distance, prompt_weight
 
 TIERS = st.lists(st.sampled_from([Distance.GPU, Distance.CPU, Distance.DISK]), max_size=20)

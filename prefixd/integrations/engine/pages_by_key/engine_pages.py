@@ -1,4 +1,4 @@
-"""What an engine says of its pages: how each is copied from and to the daemon's arena."""
+"""The interface by which an engine's pages are copied from and to the daemon's arena."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Check = Callable[[], None]
 
 
 class PagesUnusable(PrefixdError):
-    """Pages that the engine names cannot be copied: they are not in its memory, or have other sizes than its pages."""
+    """The engine named pages that cannot be copied: outside of its memory, or of another size than its pages."""
 
 
 class PagesAt(ABC):
     """Some pages, ready to be copied."""
 
     by_threads = True
-    """Whether several threads may copy different ones at once."""
+    """Whether several threads may copy different pages at once."""
 
     @abstractmethod
     def load(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        """Copies from the arena: `places` are (page, byte offset in the arena); `check` is called before each copy and
-        raises when it may not be made any more."""
+        """Copies pages from the arena: `places` has (page, byte offset in the arena). Calls `check` before each copy;
+        it raises once the lease has ended."""
 
     @abstractmethod
     def save(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        """As `load`, the other way."""
+        """Copies pages to the arena; arguments as `load`."""

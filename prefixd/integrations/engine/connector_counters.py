@@ -1,4 +1,4 @@
-"""The connector's counters."""
+"""Counters of a connector's loads and saves, which an engine's metrics report."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COUNTERS = {
 
 
 class ConnectorCounters:
-    """Counts since the last `take`, from any thread. See `COUNTERS`."""
+    """Values of `COUNTERS` since the last `take`, counted from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
 
     def loaded(self, nbytes: int, elapsed_s: float, failed_blocks: int) -> None:
-        """A load has ended."""
+        """Counts a load that ended."""
         self._add(
             loads=1,
             load_failures=int(failed_blocks > 0),
@@ -39,27 +39,27 @@ class ConnectorCounters:
         )
 
     def judged(self, waited_s: float, lost_s: float) -> None:
-        """A request got what was loaded for it, after so long, so much of it lost against computing."""
+        """Counts a request's wait for its load, and the part of it that computing would have saved."""
         self._add(load_wait_seconds=waited_s, load_regret_seconds=lost_s)
 
     def abandoned(self, leases: int) -> None:
-        """So many more leases were given up."""
+        """Counts leases that were given up."""
         self._add(abandoned_leases=leases)
 
     def saved(self, nbytes: int) -> None:
-        """So many bytes of a save are in the cache now, and were not before."""
+        """Counts the bytes of a save that were not cached before."""
         self._add(saved_bytes=nbytes)
 
     def saved_blocks(self, blocks: int, duplicates: int, dropped: int) -> None:
-        """A save of all that a longer prefix needs of its blocks has ended."""
+        """Counts the blocks of a save that a longer prefix needs."""
         self._add(saved_blocks=blocks, duplicate_blocks=duplicates, dropped_blocks=dropped)
 
     def unsure_media(self) -> None:
-        """A request has ended that was not saved from its media on."""
+        """Counts an ended request that was not saved from its media on."""
         self._add(unsure_media=1)
 
     def take(self) -> dict[str, float]:
-        """The counts since the last call that are not 0."""
+        """Returns the counts that are not 0, and starts again from 0."""
         with self._lock:
             values, self._values = self._values, {}
         return values

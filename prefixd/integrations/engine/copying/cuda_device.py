@@ -1,6 +1,6 @@
-"""What an engine on CUDA needs beside copies: the arena registered with the driver, and fences in the compute stream.
+"""Registers the arena with the CUDA driver, and makes fences in an engine's compute stream.
 
-`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver.
+`make gpu-check` tests it on a GPU; elsewhere the tests use a stand-in driver.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from prefixd.integrations.engine.geometry import Geometry
 from prefixd_swap import HostPin, PageCopies, StreamMark, SwapError
 
 Fence = Callable[[], None]
-"""Blocks until what it was made after has been computed; called in a thread."""
+"""Blocks until the work that was submitted before the fence has been computed; called in a thread."""
 
 
 def computed_already() -> None:
-    """The fence on a CPU, where a step has computed when it returns."""
+    """The fence on a CPU: a step has computed when it returns."""
 
 
 def fence_of(ordinal: int | None, stream: int | None = None) -> Fence:
-    """A fence after what was submitted by now to a stream of CUDA device `ordinal`; for None, a CPU's.
+    """A fence behind the work submitted so far to a stream of CUDA device `ordinal`; None: a CPU's fence.
 
-    `stream` is a handle; None: the one that torch computes in.
+    `stream` is a handle; None: the stream that torch computes in.
     """
     if ordinal is None:
         return computed_already
@@ -36,8 +36,8 @@ def fence_of(ordinal: int | None, stream: int | None = None) -> Fence:
 
 
 def page_copies_of(ordinal: int | None, geometry: Geometry, log: logging.Logger) -> PageCopies | None:
-    """What copies blocks in batches on CUDA device `ordinal`; None, and blocks are copied page by page, on a CPU and
-    where the device has no room for the buffers, which is logged."""
+    """The batch copies of CUDA device `ordinal`. None on a CPU, and with a log line where the device has no room for
+    the buffers; then blocks are copied page by page."""
     if ordinal is None:
         return None
     try:
@@ -50,12 +50,12 @@ def page_copies_of(ordinal: int | None, geometry: Geometry, log: logging.Logger)
 class ArenaPin:
     """Keeps the arena that is in use registered with CUDA, so that copies run at full speed beside the model.
 
-    For one event loop. Registering touches every page, which takes a while: it happens in a thread, slice by slice, and
-    nobody waits for it.
+    For one event loop. Registering touches every page and takes a while, so a thread does it slice by slice while
+    copies already run.
 
     Args:
         ordinal: the CUDA device.
-        log: told when the arena could not be registered.
+        log: gets a warning if the arena could not be registered.
     """
 
     def __init__(self, ordinal: int, log: logging.Logger) -> None:
@@ -63,24 +63,23 @@ class ArenaPin:
         self._log = log
         self._arena: Arena | None = None
         self._pin: HostPin | None = None
-        self._bytes: Any = None  # keeps the mapping while CUDA knows it, also past its session's end
-        self._one = asyncio.Lock()
+        self._bytes: Any = None  # keeps the mapping while it is registered, also past its session's end
+        self._changing = asyncio.Lock()
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
 
     @asynccontextmanager
     async def use(self, arena: Arena, check: Callable[[], None]) -> AsyncIterator[None]:
-        """Has `arena` being registered, in place of an earlier one once nobody uses that, for as long as the context
-        lasts.
+        """A context in which `arena` is registered, or being registered. Waits until no context uses an earlier arena.
 
-        `check` raises when the arena is not to be used any more.
+        `check` raises if the arena must not be used any more.
         """
-        async with self._one:
+        async with self._changing:
             if self._arena is not arena:
                 await self._unused.wait()
                 check()
-                await asyncio.to_thread(self._change, arena)
+                await asyncio.to_thread(self._replace, arena)
             self._users += 1
             self._unused.clear()
         try:
@@ -91,12 +90,12 @@ class ArenaPin:
                 self._unused.set()
 
     def drop(self) -> None:
-        """Undoes it, when nothing is copied any more."""
+        """Ends the registration. No copy may be under way."""
         if self._pin is not None:
             self._pin.close()
         self._arena = self._bytes = self._pin = None
 
-    def _change(self, arena: Arena) -> None:
+    def _replace(self, arena: Arena) -> None:
         self.drop()
         self._bytes = arena.bytes_at(0, arena.nbytes)
         self._pin = HostPin(arena.address, arena.nbytes, self._ordinal, self._failed)

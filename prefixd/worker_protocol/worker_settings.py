@@ -1,4 +1,4 @@
-"""What the daemon tells a worker on its command line."""
+"""The settings that the daemon passes to a worker on its command line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def encode_settings(settings: WorkerSettings) -> str:
 
 
 def decode_settings(text: str) -> WorkerSettings:
-    """Read `--config`. Raises WorkerError naming the field that is wrong."""
+    """Reads `--config`. Raises WorkerError that names the wrong field."""
     try:
         return msgspec.json.decode(text, type=WorkerSettings)
     except msgspec.DecodeError as error:

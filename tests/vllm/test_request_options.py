@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from prefixd.client import Client, Retention
 from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes, SaveJob
-from prefixd.integrations.vllm.wishes import RequestWishes
+from prefixd.integrations.vllm.request_options import RequestOptions
 from tests.vllm.served import make_prompt, poll
 from tests.vllm.test_connector_steps import Steps, make_steps
 
@@ -66,7 +66,7 @@ def test_a_read_only_request_loads_and_saves_nothing(make_steps: MakeSteps) -> N
     add(steps, "writes", make_prompt(502, PROMPT), {"prefixd": {"read_only": False}})
     saves, _ = run(steps, "writes")
     assert sum(job.blocks for job in saves) == 3
-    assert not steps.half._wishes
+    assert not steps.half._request_options
 
 
 def test_retention_goes_with_what_is_saved(make_steps: MakeSteps) -> None:
@@ -75,8 +75,8 @@ def test_retention_goes_with_what_is_saved(make_steps: MakeSteps) -> None:
     add(steps, "r", make_prompt(503, PROMPT), {"prefixd": {"retention": ranges}}, max_tokens=70)
     saves, _ = run(steps, "r")
     assert sum(job.blocks for job in saves) == 4, "the last one is of the output"
-    wishes = (Retention(50, 0, 128, 3600), Retention(-5, 128, PROMPT))
-    assert {job.retention for job in saves} == {wishes}, "which ends with the prompt"
+    options = (Retention(50, 0, 128, 3600), Retention(-5, 128, PROMPT))
+    assert {job.retention for job in saves} == {options}, "which ends with the prompt"
 
 
 def test_what_is_cached_already_is_retained_at_the_requests_turn(make_steps: MakeSteps) -> None:
@@ -106,12 +106,12 @@ def test_nonsense_is_ignored_and_told_once(
     assert all("request 'r0' is ignored: " in line for line in told)
 
 
-def test_a_refusal_of_the_daemon_costs_the_wish_alone(make_steps: MakeSteps) -> None:
+def test_a_refusal_of_the_daemon_costs_the_retention_alone(make_steps: MakeSteps) -> None:
     steps = make_steps()
     prompt = make_prompt(508, PROMPT)
     steps.cached(prompt[:128])
     add(steps, "r", prompt, {"prefixd": {"retention": [{"priority": 1}]}})
-    steps.half._wishes["r"] = RequestWishes(retention=(Retention(1),) * 65)  # more than the daemon takes
+    steps.half._request_options["r"] = RequestOptions(retention=(Retention(1),) * 65)  # more than the daemon takes
     saves, loaded = run(steps, "r")
     assert (sum(job.blocks for job in saves), loaded) == (1, 2)
     poll(lambda: steps.half._complained_s > 0, "nobody was told")

@@ -1,4 +1,4 @@
-"""What a request asks of prefixd in vLLM's `kv_transfer_params`."""
+"""Options of prefixd that a request carries in vLLM's `kv_transfer_params`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestWishes:
-    """What a request asks for.
+class RequestOptions:
+    """One request's options.
 
     Attributes:
-        read_only: nothing of it is saved.
+        read_only: save none of its blocks.
         retention: priorities of its prompt's blocks.
     """
 
@@ -28,7 +28,7 @@ class RequestWishes:
     retention: tuple[Retention, ...] = ()
 
 
-NO_WISHES = RequestWishes()
+NO_REQUEST_OPTIONS = RequestOptions()
 
 
 class _Range(BaseModel):
@@ -49,20 +49,22 @@ class _Range(BaseModel):
 _RANGES = TypeAdapter(list[_Range])
 
 
-def read_wishes(params: object, prompt_tokens: int) -> tuple[RequestWishes, list[str]]:
-    """What `kv_transfer_params["prefixd"]` asks for, and what is wrong with it: that part is left out.
+def read_request_options(params: object, prompt_tokens: int) -> tuple[RequestOptions, list[str]]:
+    """Reads `kv_transfer_params["prefixd"]`; returns the valid options and one line about each wrong one.
 
     Example: `{"prefixd": {"read_only": True, "retention": [{"end": 1024, "priority": 50, "ttl_s": 3600}]}}`.
 
     Args:
-        params: as the request's sender has given them; None for nothing.
-        prompt_tokens: where a range without an end ends; ranges end there at the latest.
+        params: as the client sent them; None for none.
+        prompt_tokens: the end of ranges that have none or a later one.
     """
     if not isinstance(params, Mapping) or "prefixd" not in params:
-        return NO_WISHES, []
+        return NO_REQUEST_OPTIONS, []
     asked = params["prefixd"]
     if not isinstance(asked, Mapping):
-        return NO_WISHES, [f"prefixd is {reprlib.repr(asked)}; it must be an object with read_only or retention"]
+        return NO_REQUEST_OPTIONS, [
+            f"prefixd is {reprlib.repr(asked)}; it must be an object with read_only or retention"
+        ]
     wrong = [
         f"prefixd has {reprlib.repr(name)}; there are read_only and retention"
         for name in list(asked)[:3]
@@ -73,7 +75,7 @@ def read_wishes(params: object, prompt_tokens: int) -> tuple[RequestWishes, list
         wrong.append(f"read_only is {reprlib.repr(read_only)}; it must be true or false")
         read_only = False
     retention, refusal = _read_retention(asked.get("retention", []), prompt_tokens)
-    return RequestWishes(read_only, retention), [*wrong, *refusal]
+    return RequestOptions(read_only, retention), [*wrong, *refusal]
 
 
 def _read_retention(asked: Any, prompt_tokens: int) -> tuple[tuple[Retention, ...], list[str]]:

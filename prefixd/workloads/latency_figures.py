@@ -1,4 +1,4 @@
-"""What a run of requests came to."""
+"""Hits, rates and latencies of a run of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST = 32
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """One finished request. `ttft_s` is the client's: from sending it, queue included, to its first token."""
+    """One finished request. `ttft_s`: seconds at the client from sending it to its first token, queue included."""
 
     output: tuple[int, ...]
     ttft_s: float
@@ -23,7 +23,7 @@ class RequestResult:
 
     @property
     def hit_tokens(self) -> int:
-        """Prompt tokens that were not computed; more than the prefix when the body was known too."""
+        """Prompt tokens that were not computed; more than the prefix if the body was cached too."""
         return self.gpu_tokens + self.cpu_tokens + self.disk_tokens
 
 

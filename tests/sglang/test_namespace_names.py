@@ -15,7 +15,7 @@ from benchmarks.engines.sglang_without_gpu import sglang
 from prefixd.base.errors import ConfigError
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.integrations.engine.naming import arguments
-from prefixd.integrations.sglang import backend, names
+from prefixd.integrations.sglang import backend, namespace_names
 from prefixd.integrations.sglang.arguments import TABLE, arguments_of
 from tests.sglang.conftest import MakeController
 from tests.sglang.served import new_prompt
@@ -23,7 +23,7 @@ from tests.sglang.served import new_prompt
 
 @pytest.fixture(autouse=True)
 def own_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (arguments, names):
+    for module in (arguments, namespace_names):
         monkeypatch.setattr(module, "default_data_dir", lambda: tmp_path / "data")
 
 
@@ -51,7 +51,7 @@ def started(model: Path | str, **arguments: Any) -> Any:
 def named(model: Path | str, given: str | None = None, **arguments: Any) -> tuple[str, dict[str, Any]]:
     """What of SGLang's arguments is in all names."""
     server_args = started(model, **arguments)
-    return names.model_of("served", given, server_args), names.arguments_in_name(server_args)
+    return namespace_names.model_of("served", given, server_args), namespace_names.arguments_in_name(server_args)
 
 
 def test_the_table_has_every_argument_of_this_sglang_and_no_other() -> None:
@@ -88,7 +88,7 @@ def test_what_sglang_has_decided_counts_and_not_what_it_was_told(model: Path) ->
     server_args = started(model)
     overrides = sglang("srt.arg_groups.overrides")
     overrides.declare_resolution(server_args, "a test", attention_backend="flashinfer")
-    assert names.arguments_in_name(server_args)["attention_backend"] == "flashinfer"
+    assert namespace_names.arguments_in_name(server_args)["attention_backend"] == "flashinfer"
 
 
 @pytest.mark.parametrize(
@@ -193,5 +193,5 @@ def test_the_version_counts_where_pages_do_not_say_how_they_are_packed_or_where_
     assert [found("0.5.22"), found("0.5.23")] == [0, 64], "an upgrade finds what is there"
     strict = {"strict_version": True}
     assert [found("0.5.22", **strict), found("0.5.22", **strict), found("0.5.23", **strict)] == [0, 64, 0]
-    monkeypatch.setattr(names, "_LAYOUT_SAYS_ALL", ())
+    monkeypatch.setattr(namespace_names, "_LAYOUT_SAYS_ALL", ())
     assert [found("0.5.24"), found("0.5.24"), found("0.5.25")] == [0, 64, 0]

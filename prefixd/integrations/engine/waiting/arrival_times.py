@@ -1,4 +1,4 @@
-"""When an engine's requests arrived, by a clock that nobody sets."""
+"""When an engine's requests arrived, on a monotonic clock."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 FRONT_END_S = 60.0
-"""A request is in the engine's front end, which reads its text and images, for at most so long."""
+"""The longest time that a request spends in the engine's front end, which reads its text and images."""
 
 
 class StampedRequest(Protocol):
-    """What is read of an engine's request."""
+    """The field of an engine's request that is read here."""
 
     arrival_time: float
 
 
 class Arrivals:
-    """An engine stamps requests in its front end, in seconds since 1970, where no other process can be sure of the
-    clock: it may be set by a day at any moment. So what the stamp says counts once, when the request comes to the
-    scheduler; how long it waits there is measured by `clock`. If the wall clock is set while a request is in the front
-    end, its arrival is wrong by at most `FRONT_END_S`.
+    """Turns an engine's wall-clock stamps into times on `clock`.
+
+    The engine's front end stamps requests in seconds since 1970, and an operator may set that clock by a day at any
+    moment. So the stamp is read once, when the request comes to the scheduler; its wait there is measured by `clock`.
+    If the wall clock is set while a request is in the front end, its arrival is wrong by at most `FRONT_END_S`.
 
     Args:
-        clock: seconds, by a clock that nobody sets.
+        clock: seconds, monotonic.
         wall: seconds since 1970, as in the stamps.
     """
 
@@ -33,7 +34,7 @@ class Arrivals:
         self._known: WeakKeyDictionary[StampedRequest, float] = WeakKeyDictionary()
 
     def arrival_s(self, request: StampedRequest) -> float:
-        """When it arrived, on `clock`: the same however often that is asked."""
+        """When the request arrived, on `clock`; the same at every call."""
         known = self._known.get(request)
         if known is None:
             age_s = min(max(self._wall() - request.arrival_time, 0.0), FRONT_END_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixd.integrations.engine.steps import StepTimes
+from prefixd.integrations.engine.step_times import StepTimes
 
 
 def test_one_step_after_the_other() -> None:

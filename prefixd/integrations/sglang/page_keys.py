@@ -1,5 +1,5 @@
-"""SGLang's page keys as digests. A key is SHA-256 over the key of the page before it and the page's tokens, written in
-64 hexadecimal digits."""
+"""Converts SGLang's page keys to digests of 32 bytes. A key is SHA-256 over the key of the page before and the page's
+tokens, in 64 hexadecimal digits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _HEX = 2 * KEY_BYTES
 def digests_of(keys: Sequence[str]) -> bytes:
     """The digests of `keys`, 32 bytes each, one after the other.
 
-    A key that is no SHA-256 in hexadecimal digits is hashed: it names a page all the same. Raises TypeError for one
-    that is no string.
+    A key of another form is hashed, since it names a page too. Raises TypeError for a key that is no string.
     """
     text = "".join(keys)
     if len(text) == _HEX * len(keys) and all(len(key) == _HEX for key in keys):
         try:
-            # The digits alone: `fromhex` skips spaces, and another spelling of a key is another key.
+            # Compared with the text: `fromhex` skips spaces, and another spelling of a key is another key.
             if (digests := bytes.fromhex(text)).hex() == text:
                 return digests
         except ValueError:

@@ -1,4 +1,4 @@
-"""What must be equal for the bytes of a page to be usable elsewhere, as the name of a namespace.
+"""Makes the namespace of a pool, with a name of everything that must be equal to use a page elsewhere.
 
 Reads SGLang's configuration objects and imports nothing of it.
 """
@@ -28,17 +28,17 @@ from prefixd.settings import default_data_dir
 KV = "kv"
 MAMBA = "mamba"
 VERIFY = "verify=key"
-"""Said in every namespace: prefixd compares the pages' keys, and not token ids, which SGLang does not hand over."""
+"""Part of every name: prefixd compares the pages' keys, not token ids, which SGLang does not hand over."""
 
 _LONGEST = 80
 _OWN_ON_EVERY_RANK = ("MHA", "Mamba")
 _LAYOUT_SAYS_ALL = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
-"""Pools whose pages are rows of keys and values, as their layout, kind, sizes and dtype say. What other pools pack is a
-matter of SGLang's version."""
+"""Pools with pages that are rows of keys and values: layout, kind, sizes and dtype describe them. Pages of other pools
+may differ between versions of SGLang."""
 
 
 def model_of(model_name: str | None, given: str | None, server_args: Any) -> str:
-    """What tells a model's weights from others.
+    """A name that only the same weights have: a folder with a digest of its content, or a name with a commit.
 
     Args:
         model_name: as SGLang serves it.
@@ -68,8 +68,8 @@ def model_of(model_name: str | None, given: str | None, server_args: Any) -> str
 
 
 def arguments_in_name(server_args: Any) -> dict[str, Any]:
-    """What of SGLang's arguments and environment goes into the name of every namespace; nothing outside a server. Reads
-    the files of adapters. Raises ConfigError for what is refused."""
+    """SGLang's arguments and environment that go into the name of every namespace; empty outside a server. Reads the
+    files of adapters. Raises ConfigError for a refused argument."""
     if server_args is None:
         return {}
     facts = TABLE.facts(arguments_of(server_args))
@@ -93,8 +93,8 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 
 def is_shared(config: Any, pool: Any, pool_name: str) -> bool:
-    """Whether all tensor-parallel ranks have the same pages of a pool, so that one of them writes for all: MLA's
-    latents and what goes with them, but neither states nor heads."""
+    """Whether all tensor-parallel ranks have the same pages of a pool, so that one rank writes for all: pools of MLA
+    models, except states and heads."""
     kinds = [kind.__name__ for kind in type(pool).__mro__]
     own = pool_name == MAMBA or any(kind.startswith(_OWN_ON_EVERY_RANK) for kind in kinds)
     return bool(config.is_mla_model) and not own
@@ -114,12 +114,12 @@ def spec_of(
 
     Args:
         config: SGLang's `HiCacheStorageConfig`.
-        model: see `model_of`.
-        arguments: see `arguments_in_name`.
+        model: from `model_of`.
+        arguments: from `arguments_in_name`.
         pool_name: "kv", or the name of another pool, as "swa".
-        pages: how the pool's pages are made.
-        version: SGLang's, which counts for pools that say too little of how their bytes lie in a page,
-        strict: or for all.
+        pages: how the pool's pages are copied.
+        version: SGLang's; part of the name for pools that do not describe how their bytes lie in a page.
+        strict: makes the version part of the name for all pools.
     """
     pool = pages.pool
     shared = is_shared(config, pool, pool_name)

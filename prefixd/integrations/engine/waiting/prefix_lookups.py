@@ -1,7 +1,7 @@
-"""The scheduler's half, reading: what prefixd has of each waiting request, and the leases of what is to be loaded.
+"""Looks up the cached prefixes of waiting requests in the scheduler, and leases the blocks that are to be loaded.
 
-Nothing here waits for the daemon longer than `patience_s` a step: questions are asked in the link's thread, and the
-engine is told to ask again while an answer is under way.
+A step waits for the daemon at most `patience_s`: calls run in the link's thread, and the engine asks again in a later
+step while an answer is under way.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, 
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.waiting.ready import plan_prefix
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead
 
-_FRESH_S = 1.0  # for so long an answer stands
-_RENEWALS = 4  # old answers that are asked for again at a time, however many wait: a step must not pay for hundreds
+_FRESH_S = 1.0  # age up to which an answer is used
+_RENEWALS = 4  # old answers that are renewed at a time, however many requests wait: a step must not pay for hundreds
 _LEASE_S = 30.0
 _LEASES = 32
 _LEASED_SLICES = 2
-"""With the last lease they are fewer than three: a quarter of the daemon's memory is left for loads, which hold slices
-of their own."""
-_ROOM_S = 1.0  # so long after a request's turn its lease may find no room
+"""Slices that may be leased before another lease is asked for. Three at most are leased then: a quarter of the daemon's
+memory is left for loads, which lease slices of their own."""
+_ROOM_S = 1.0  # after a request's turn, time in which its lease may find no room before it is computed
 _ROOM_PAUSE_S = 0.02
 _BYTES_PER_S = 100e6
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.02
-"""A lease may be late by so much of what computing its tokens takes, and by so many seconds in any case."""
-_COMPLAINT_S = 60.0  # a daemon that refuses is quoted no more often
+"""A lease may be late by 10% of the time of computing its tokens, and by 20 ms in any case."""
+_COMPLAINT_S = 60.0  # at least between two log lines about a daemon that refuses
 
 _DISTANCES = {
     Tier.GPU: Distance.CPU,
@@ -45,52 +45,52 @@ _DISTANCES = {
     Tier.DISK: Distance.DISK,
     Tier.REMOTE: Distance.REMOTE,
 }
-"""By tier of the daemon. What lies in the daemon's own GPU tier comes to an engine through the CPU tier."""
+"""By tier of the daemon. Blocks in the daemon's own GPU tier come to an engine through the CPU tier."""
 
 
 @dataclass(slots=True)
 class Lookup:
-    """What is known of one request's prefix."""
+    """One request's look-up: the last answer, the call under way, and the lease."""
 
     spec: NamespaceSpec
     tokens: npt.NDArray[np.uint32] = field(repr=False)
-    """The prompt's token ids, as many as the daemon is asked about."""
+    """The first token ids of the prompt, as far as prefixd may find them."""
     seen: SeenPrefix | None = None
     seen_s: float = -float("inf")
     asked_s: float = -float("inf")
-    """When the last question was asked."""
+    """When the last match was started."""
     asking: Future[SeenPrefix] | None = None
     found: MatchResult | None = None
     """The first answer, by which the daemon has counted the prompt as asked for."""
     leasing: Future[AsyncLease] | None = None
     lease: AsyncLease | None = None
     leased_blocks: int = 0
-    """How many the lease has, or may have, that is there or asked for."""
+    """Most blocks of the lease, whether it is there or under way."""
     end_block: int = 0
-    """Up to this block the prefix is loaded. The lease may end before: of a long prefix it has the first slice."""
+    """The prefix is loaded up to this block. The lease may end before: of a long prefix it has the first slice."""
     room_again_s: float = -float("inf")
-    """There was no room for the lease; it is not asked for again before this."""
+    """When the lease may be asked for again after the daemon had no room."""
     waited_for: Future[Any] | None = None
     """The answer that a step has waited for."""
     counted: bool = False
-    """Its first question was asked, which is the one that the daemon's hit rates count."""
+    """The first match was started, which is the one that the daemon's hit rates count."""
     lease_s: float = 0.0
-    """How long the answer to the wish for a lease took, reading from disk included."""
+    """How long the daemon took for the lease, reading from disk included."""
     turn_s: float | None = None
-    """When the engine first asked for what there is to load."""
+    """When the engine first asked how much it can load."""
     leasing_s: float = 0.0
-    """When the lease that is under way was asked for."""
+    """When the lease under way was asked for."""
     late_s: float | None = None
-    """So long its answer may take, from the request's turn on, before what is on disk, or farther away, is computed
-    instead; None: for ever."""
+    """Longest wait for the lease, from the request's turn on; then blocks on disk or farther away are computed
+    instead. None: no limit."""
     far_bytes: int = 0
-    """What the lease that is under way has to be read for from disk, or from a shared store."""
+    """Bytes that the daemon reads from disk, or from a shared store, for the lease under way."""
     distance: Distance = Distance.DISK
-    """How far away the farthest of it is."""
+    """The farthest tier of these bytes."""
     slow: bool = False
-    """A lease was given up that took too long: only what is in memory is loaded."""
+    """A lease took too long and was given up: only blocks in memory are loaded."""
     refused: bool = False
-    """Nothing is to be loaded for this request, unless it is preempted."""
+    """Load nothing for this request, unless it is preempted."""
     failed: bool = False
     """A load failed; never load for this request again, even after a preemption."""
 
@@ -99,13 +99,13 @@ class Lookups:
     """Asks the daemon about prompts, ahead of their turn and at it.
 
     Args:
-        link: the line to the daemon.
+        link: the connection to the daemon.
         geometry: how prefixd blocks are made of the engine's.
-        look_ahead: says how many prompts are brought up from disk ahead of their turn, at a time.
-        cost: judges how much is to be loaded; None: everything, however long that takes.
+        look_ahead: decides how many prompts are prefetched from disk at a time.
+        cost: decides how much of a prefix is loaded; None: all of it, however long that takes.
         clock: seconds, monotonic.
-        unleased_s: for so long after the question, what was in the daemon's memory is loaded without a lease at the
-            request's turn: the load gets one of its own anyhow, and what was evicted meanwhile is computed. 0: never.
+        unleased_s: age up to which a match in the daemon's memory needs no lease at the request's turn: the load has
+            a lease of its own anyway, and the engine computes blocks that were evicted meanwhile. 0: always lease.
 
     Attributes:
         abandoned: leases that were given up because they took too long.
@@ -126,87 +126,86 @@ class Lookups:
         self._look_ahead = look_ahead
         self._cost = cost
         self._clock = clock
-        # With windows a load that lacks one block is lost as a whole.
+        # With windows a load fails as a whole if one block is missing.
         self._unleased_s = 0.0 if geometry.needs_end else unleased_s
         self.abandoned = 0
         self._lookups: dict[str, Lookup] = {}
-        self._waiting: set[str] = set()  # for their turn
-        self._ahead: set[str] = set()  # prompts that are brought up ahead of their turn
-        self._line: dict[str, None] = {}  # those that came when there were enough of them, in order
+        self._waiting: set[str] = set()  # requests before their turn
+        self._ahead: set[str] = set()  # requests with a prefetched prompt
+        self._line: dict[str, None] = {}  # requests that may be prefetched next, in order of arrival
         self._complained_s = -float("inf")
         self._leases = self._leased_blocks = 0
         self._renewals: list[Future[SeenPrefix]] = []
         self.patience_s = 0.0
         """How long this step may still wait for answers; set for each step."""
         self.idle = True
-        """Nothing runs that waiting would hold up. Otherwise an answer is waited for in one step only: one that takes
-        long, as from disk, would hold up every step until it is there."""
+        """Whether the step computes nothing. A step that computes waits for an answer only once: otherwise a slow
+        answer, as from disk, would delay every step until it comes."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lookups
 
     @property
     def prefetched(self) -> int:
-        """How many prompts are brought up ahead of their turn at a time."""
+        """How many prompts are prefetched at a time."""
         return self._look_ahead.requests(0)
 
-    def began(self, request_id: str) -> None:
-        """The request's turn has come."""
+    def note_turn(self, request_id: str) -> None:
+        """Notes that the engine has begun the request."""
         if request_id in self._waiting:
             self._waiting.discard(request_id)
             self._look_ahead.handed_over(bool(self._waiting))
 
     def add(self, request_id: str, spec: NamespaceSpec, tokens: Sequence[int]) -> None:
-        """A request has come: asks what there is of its prompt, and has it brought up."""
+        """Adds a request: starts a match of its prompt, and prefetches the prefix if it is among the next ones."""
         self.forget(request_id)
         lookup = Lookup(spec, self._usable(tokens))
         self._lookups[request_id] = lookup
         self._waiting.add(request_id)
-        self._ask(request_id, lookup)
+        self._start_match(request_id, lookup)
 
     def seen(self, request_id: str) -> SeenPrefix | None:
-        """What was last seen of the request's prompt; asks again when that is long ago,
-        for a few requests at a time. Never waits."""
+        """The last answer about the request's prompt; renews an old one, for a few requests at a time. Never waits."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return None
-        self._settle(lookup)
+        self._read_results(lookup)
         if lookup.asking is None and self._clock() - lookup.seen_s > _FRESH_S:
             self._renewals = [renewal for renewal in self._renewals if not renewal.done()]
-            if len(self._renewals) < _RENEWALS and (renewal := self._ask(request_id, lookup)) is not None:
+            if len(self._renewals) < _RENEWALS and (renewal := self._start_match(request_id, lookup)) is not None:
                 self._renewals.append(renewal)
         return lookup.seen
 
-    def hit(self, request_id: str, local_tokens: int, most_tokens: int) -> int | None:
-        """How many tokens beyond `local_tokens` can be loaded; None: ask again, the answer is under way.
+    def loadable_tokens(self, request_id: str, local_tokens: int, most_tokens: int) -> int | None:
+        """How many tokens beyond `local_tokens` to load; None: ask again, the answer is under way.
 
-        The tokens counted are leased when this returns more than 0, or were in memory a moment ago. They are as many as
-        are loaded faster than computed, by what both have taken. A lease that takes so long that computing is faster is
-        given up, and what came to memory meanwhile is used.
+        Tokens that it returns are leased, or were in memory a moment ago. Their number is the one for which loading is
+        faster than computing, by the observed times of both. A lease that takes longer than computing is given up, and
+        blocks that came to memory meanwhile are loaded.
 
         Args:
-            local_tokens: what the engine has itself.
-            most_tokens: no more than so many of the prompt's tokens can be used.
+            local_tokens: tokens that the engine's own cache holds.
+            most_tokens: most tokens of the prompt that the engine can load.
         """
         lookup = self._lookups.get(request_id)
         if lookup is None or not self._link.up:
             return 0
         if lookup.turn_s is None:
             lookup.turn_s = self._clock()
-        return self._hit(request_id, lookup, local_tokens, most_tokens, self._unleased_s)
+        return self._loadable_tokens(request_id, lookup, local_tokens, most_tokens, self._unleased_s)
 
-    def _hit(
+    def _loadable_tokens(
         self, request_id: str, lookup: Lookup, local_tokens: int, most_tokens: int, unleased_s: float
     ) -> int | None:
-        self._settle(lookup)
+        self._read_results(lookup)
         if lookup.refused:
             return 0
         if lookup.lease is not None and lookup.lease.remaining_s < _LEASE_S / 2:
-            self._let_go(lookup)
+            self._end_lease(lookup)
         if lookup.lease is None and lookup.leasing is None:
             if self._clock() - lookup.seen_s > _FRESH_S:
-                self._ask(request_id, lookup)
-            if lookup.asking is not None and not self._wait(lookup):
+                self._start_match(request_id, lookup)
+            if lookup.asking is not None and not self._wait_for_answer(lookup):
                 return None
             if lookup.seen is None:  # no answer: the daemon is away
                 return 0
@@ -224,46 +223,46 @@ class Lookups:
                 lookup.end_block = -(-end // self._block_tokens)
                 return min(end, most_tokens) - local_tokens
             self._look_ahead.loads(lookup.seen.distance(local_tokens), self._nbytes(end - local_tokens))
-            self._acquire(lookup, first_block, -(-end // self._block_tokens))
-        if lookup.leasing is not None and not self._wait(lookup):
-            self._look_whether_late(lookup)
+            self._start_lease(lookup, first_block, -(-end // self._block_tokens))
+        if lookup.leasing is not None and not self._wait_for_answer(lookup):
+            self._give_up_late_lease(lookup)
             return None
         if lookup.lease is None:
-            return self._unleased(lookup)
+            return self._without_lease(lookup)
         end = lookup.end_block * self._block_tokens
         if lookup.lease.first_block * self._block_tokens > local_tokens:  # the engine has lost some meanwhile
-            self._let_go(lookup)
+            self._end_lease(lookup)
             return None
         return max(0, min(end, most_tokens) - local_tokens)
 
     def prepare(self, request_id: str, local_tokens: int, most_tokens: int) -> None:
-        """Begins what `hit`, with the same arguments, would else begin at the request's turn. Never waits.
+        """Starts the match and lease of `loadable_tokens` before the request's turn; arguments as there. Never waits.
 
-        Half of the leases are left for requests whose turn it is.
+        Half of the leases are left for requests at their turn.
         """
         lookup = self._lookups.get(request_id)
         if lookup is None or not self._link.up or not self._may_lease(_LEASES // 2, _LEASED_SLICES // 2):
             return
         patience_s, self.patience_s = self.patience_s, 0.0
-        self._hit(request_id, lookup, local_tokens, most_tokens, 0.0)
+        self._loadable_tokens(request_id, lookup, local_tokens, most_tokens, 0.0)
         self.patience_s = patience_s
 
-    def loading(self, request_id: str) -> None:
-        """The workers have been told to load what `hit` said. Where the lease has a part of it only, it ends: it would
-        keep room from their next slices."""
+    def end_partial_lease(self, request_id: str) -> None:
+        """Ends the lease, once the workers have the load job, if it has only a part of the load: it would keep memory
+        from the workers' next slices."""
         lookup = self._lookups[request_id]
         lease = lookup.lease
         if lease is not None and lease.first_block + lease.blocks < lookup.end_block:
-            self._let_go(lookup)
+            self._end_lease(lookup)
 
-    def take_found(self, request_id: str) -> MatchResult | None:
-        """The answer that counted the prompt as asked for, for the first load of it; None for others."""
+    def take_counted_match(self, request_id: str) -> MatchResult | None:
+        """Returns the match that counted the prompt as asked for, for its first load; None for later loads."""
         lookup = self._lookups[request_id]
         found, lookup.found = lookup.found, None
         return found
 
     def sources(self, request_id: str, local_tokens: int, tokens: int) -> dict[Distance, int]:
-        """Where `tokens` tokens beyond `local_tokens` came from, as far as was seen when they were asked for."""
+        """The tiers of `tokens` tokens beyond `local_tokens`, at the time of the last answer: tokens by distance."""
         lookup = self._lookups.get(request_id)
         found: dict[Distance, int] = {}
         at, left, end = 0, tokens, local_tokens
@@ -274,29 +273,29 @@ class Lookups:
                 found[distance] = found.get(distance, 0) + taken
                 left -= taken
                 end += taken
-        if left:  # it was committed or brought up since
+        if left:  # committed or prefetched since
             found[Distance.CPU] = found.get(Distance.CPU, 0) + left
         return found
 
     def lease_s(self, request_id: str) -> float:
-        """How long it took to get the request's lease, reading from disk included."""
+        """Seconds that the daemon took for the request's lease, reading from disk included."""
         return self._lookups[request_id].lease_s
 
     def waited_s(self, request_id: str) -> float | None:
-        """How long ago the engine first asked for what there is to load for the request; None for one that is gone."""
+        """Seconds since the engine first asked how much to load for the request; None for a request that is gone."""
         lookup = self._lookups.get(request_id)
         return None if lookup is None or lookup.turn_s is None else self._clock() - lookup.turn_s
 
     def refuse(self, request_id: str) -> None:
-        """Nothing more is loaded for this request: what was to be had it has, or it failed."""
+        """Loads nothing more for a request: it has its prefix, or a load failed."""
         lookup = self._lookups.get(request_id)
         if lookup is not None:
             lookup.refused = True
-            self._let_go(lookup)
-            self._next_ahead(request_id)
+            self._end_lease(lookup)
+            self._prefetch_next(request_id)
 
-    def again(self, request_id: str, tokens: Sequence[int]) -> None:
-        """The request was preempted and will need its prefix, of more tokens by now, once more."""
+    def note_preempted(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Allows loads again for a preempted request, which needs its prefix, by now of `tokens`, once more."""
         lookup = self._lookups.get(request_id)
         if lookup is not None and not lookup.failed:
             lookup.tokens = self._usable(tokens)
@@ -304,26 +303,26 @@ class Lookups:
             lookup.turn_s = None
             lookup.seen_s = -float("inf")
 
-    def failed(self, request_id: str) -> None:
-        """A load for the request failed: it computes what it needs."""
+    def note_failed_load(self, request_id: str) -> None:
+        """Forbids loads for a request after a failed one; the engine computes its prefix."""
         lookup = self._lookups.get(request_id)
         if lookup is not None:
             lookup.failed = True
             self.refuse(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drops the look-up of a request that has ended."""
         lookup = self._lookups.pop(request_id, None)
         self._waiting.discard(request_id)
         self._line.pop(request_id, None)
-        self._next_ahead(request_id)
+        self._prefetch_next(request_id)
         if lookup is not None:
-            self._let_go(lookup)
+            self._end_lease(lookup)
             if lookup.asking is not None:
                 lookup.asking.cancel()
 
     def clear(self) -> None:
-        """Forgets every request."""
+        """Drops all look-ups."""
         self._line.clear()
         for request_id in list(self._lookups):
             self.forget(request_id)
@@ -332,23 +331,22 @@ class Lookups:
 
     @property
     def _slice_blocks(self) -> int:
-        """The most that one lease has, a quarter of the daemon's memory."""
+        """Most blocks of one lease: a quarter of the daemon's memory."""
         return self._link.slice_blocks(self._geometry.block_bytes)
 
     def _may_lease(self, leases: int, slices: int) -> bool:
-        """Whether another lease may be asked for: there are fewer than so many, and they have fewer slices."""
+        """Whether fewer than `leases` are held, with less than `slices` full slices in them."""
         return self._leases < leases and self._leased_blocks < slices * self._slice_blocks
 
     def _usable(self, tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
-        """What the daemon is asked about. With windows, only as much as can be loaded: the daemon answers with the
-        longest length that every group allows, and a lease for that length lacks window bytes that a shorter one needs.
-        """
+        """The token ids to match. With windows only the loadable ones: the daemon answers with the longest length that
+        every group allows, and a lease for that length lacks window bytes that a shorter prefix needs."""
         if self._geometry.needs_end:
             tokens = tokens[: self._geometry.most_loadable(len(tokens))]
         return np.asarray(tokens, np.uint32)
 
-    def _ask(self, request_id: str, lookup: Lookup) -> Future[SeenPrefix] | None:
-        """The question that is under way then; None where there is nothing, or nobody, to ask."""
+    def _start_match(self, request_id: str, lookup: Lookup) -> Future[SeenPrefix] | None:
+        """Starts a match unless one is under way; returns it. None without the daemon or a full block to match."""
         if lookup.asking is not None or not self._link.up or len(lookup.tokens) < self._block_tokens:
             if len(lookup.tokens) < self._block_tokens:
                 lookup.seen, lookup.seen_s = NOTHING_SEEN, float("inf")
@@ -363,7 +361,7 @@ class Lookups:
 
         first, lookup.counted = not lookup.counted, True
 
-        async def ask() -> SeenPrefix:
+        async def match_prefix() -> SeenPrefix:
             cache = await self._link.cache(lookup.spec)
             match = await cache.match(lookup.tokens, counted=first)
             if first:
@@ -376,11 +374,11 @@ class Lookups:
             )
 
         lookup.asked_s = self._clock()
-        lookup.asking = self._link.start(ask)
+        lookup.asking = self._link.start(match_prefix)
         return lookup.asking
 
-    def _next_ahead(self, gone: str) -> None:
-        """One prompt less is brought up ahead of its turn; those that waited in line are, as many as may be."""
+    def _prefetch_next(self, gone: str) -> None:
+        """Prefetches the next prompts in line in place of that of `gone`."""
         if gone not in self._ahead:
             return
         self._ahead.discard(gone)
@@ -390,21 +388,21 @@ class Lookups:
             lookup = self._lookups[request_id]
             if not lookup.refused:
                 self._ahead.add(request_id)
-                self._bring_up(lookup)
+                self._prefetch(lookup)
 
-    def _bring_up(self, lookup: Lookup) -> None:
-        async def bring_up() -> int:
+    def _prefetch(self, lookup: Lookup) -> None:
+        async def prefetch() -> int:
             cache = await self._link.cache(lookup.spec)
             return await cache.prefetch(lookup.tokens)
 
-        # Whether it came, the next answer shows.
-        self._link.start(bring_up).add_done_callback(self._result)
+        # The next match shows whether the blocks came.
+        self._link.start(prefetch).add_done_callback(self._result_of)
 
-    def _acquire(self, lookup: Lookup, first_block: int, end_block: int) -> None:
-        """Asks for a lease of the blocks that are to be loaded; of many, of the first ones: they come in slices."""
+    def _start_lease(self, lookup: Lookup, first_block: int, end_block: int) -> None:
+        """Asks for a lease of the first slice of the blocks `first_block` to `end_block`."""
         max_blocks = min(end_block - first_block, self._slice_blocks)
         lookup.end_block, lookup.leased_blocks = end_block, max_blocks
-        self._leased(lookup, 1)
+        self._count_lease(lookup, 1)
         lookup.leasing_s = began_s = self._clock()
 
         async def acquire() -> AsyncLease:
@@ -423,8 +421,8 @@ class Lookups:
         nbytes = self._geometry.nbytes(len(lookup.tokens) // self._block_tokens)
         lookup.leasing = self._link.start(acquire, self._link.timeout_s + nbytes / _BYTES_PER_S)
 
-    def _wait(self, lookup: Lookup) -> bool:
-        """Whether the answer is there, after waiting for it as long as this step's patience lasts."""
+    def _wait_for_answer(self, lookup: Lookup) -> bool:
+        """Waits for the answer under way while this step's patience lasts; returns whether it came."""
         future: Future[Any] | None = lookup.asking or lookup.leasing
         assert future is not None
         if self.patience_s > 0 and (self.idle or future is not lookup.waited_for):
@@ -433,32 +431,32 @@ class Lookups:
             with suppress(NotYet, CancelledError):
                 future.exception(self.patience_s)
             self.patience_s -= self._clock() - began_s
-        self._settle(lookup)
+        self._read_results(lookup)
         return future.done()
 
-    def _settle(self, lookup: Lookup) -> None:
-        """Takes the answers that have come."""
+    def _read_results(self, lookup: Lookup) -> None:
+        """Reads the results of calls that have ended."""
         if lookup.asking is not None and lookup.asking.done():
-            seen = self._result(lookup.asking)
+            seen = self._result_of(lookup.asking)
             lookup.asking = None
             lookup.seen_s = self._clock()
             if seen is not None:
                 lookup.seen = seen
         if lookup.leasing is not None and lookup.leasing.done():
-            lookup.lease = self._result(lookup.leasing)
+            lookup.lease = self._result_of(lookup.leasing)
             lookup.leasing = None
             if lookup.lease is None:
-                self._leased(lookup, -1)
+                self._count_lease(lookup, -1)
                 lookup.refused = True
             elif not lookup.lease.blocks:
-                self._not_leased(lookup, lookup.lease.cached_blocks)
+                self._handle_empty_lease(lookup, lookup.lease.cached_blocks)
             else:
-                lease = lookup.lease  # an older daemon does not say what is cached behind it
+                lease = lookup.lease  # an older daemon does not report `cached_blocks`
                 lookup.end_block = min(lookup.end_block, lease.cached_blocks or lease.first_block + lease.blocks)
 
-    def _not_leased(self, lookup: Lookup, cached_blocks: int) -> None:
-        """A lease has no blocks, though so many are cached."""
-        self._leased(lookup, -1)
+    def _handle_empty_lease(self, lookup: Lookup, cached_blocks: int) -> None:
+        """Handles a lease without blocks: evicted blocks, or no room for the `cached_blocks`."""
+        self._count_lease(lookup, -1)
         lookup.lease = None
         now_s = self._clock()
         if not cached_blocks:  # evicted since it was seen
@@ -471,17 +469,17 @@ class Lookups:
             lookup.room_again_s = now_s + _ROOM_PAUSE_S
 
     @staticmethod
-    def _unleased(lookup: Lookup) -> int | None:
-        """`hit` of a request for which no lease came: nothing, or that it is asked for again."""
+    def _without_lease(lookup: Lookup) -> int | None:
+        """The result of `loadable_tokens` without a lease: 0 if none is possible, None to ask again."""
         return 0 if lookup.refused or lookup.seen is NOTHING_SEEN else None
 
-    def _leased(self, lookup: Lookup, by: int) -> None:
-        """There is one lease more, or less."""
+    def _count_lease(self, lookup: Lookup, by: int) -> None:
+        """Counts one lease more (`by` = 1) or less (-1)."""
         self._leases += by
         self._leased_blocks += by * lookup.leased_blocks
 
     def _worth_loading(self, lookup: Lookup, seen: SeenPrefix, local_tokens: int) -> int:
-        """Up to which token of the prefix to load; what is behind is computed. Says when that lease is late."""
+        """The token up to which loading the prefix pays; sets the time after which the lease is late."""
         lookup.late_s, lookup.far_bytes = None, 0
         if self._cost is None:
             return seen.tokens
@@ -509,8 +507,7 @@ class Lookups:
         return end
 
     def _far_bytes(self, seen: SeenPrefix, begin: int, end: int) -> tuple[int, Distance]:
-        """Bytes of the prefix that lie on disk, or farther away, alone, between two lengths; how far away the farthest
-        of them are."""
+        """Bytes of the prefix between two lengths that are on disk or farther away, and their farthest tier."""
         at, nbytes, farthest = 0, 0, Distance.DISK
         for distance, tokens in seen.runs:
             at += tokens
@@ -522,39 +519,39 @@ class Lookups:
     def _nbytes(self, tokens: int) -> int:
         return self._geometry.nbytes(-(-tokens // self._block_tokens))
 
-    def _look_whether_late(self, lookup: Lookup) -> None:
-        """Gives a lease up that takes longer than expected, by some of what computing takes, from when the engine waits
-        for it. It is given back when it comes; what is in memory by now is asked for anew."""
+    def _give_up_late_lease(self, lookup: Lookup) -> None:
+        """Gives a lease up that the engine has awaited longer than `late_s`. The lease is released when it comes; a new
+        match finds the blocks that are in memory by now."""
         if lookup.late_s is None or lookup.turn_s is None:
             return
         if self._clock() - max(lookup.leasing_s, lookup.turn_s) <= lookup.late_s:
             return
         self.abandoned += 1
-        if self._cost is not None:  # it takes longer yet
+        if self._cost is not None:  # the lease takes at least so long
             self._cost.observe_load(lookup.distance, lookup.far_bytes, self._clock() - lookup.leasing_s)
-        self._let_go(lookup)
+        self._end_lease(lookup)
         lookup.slow = True
         lookup.seen_s = -float("inf")
 
-    def _let_go(self, lookup: Lookup) -> None:
+    def _end_lease(self, lookup: Lookup) -> None:
         if lookup.leasing is not None:
-            # Not cancelled: who cancels does not learn of a lease that was granted at that moment.
-            lookup.leasing.add_done_callback(self._give_back)
+            # Not cancelled: a lease that is granted at that moment would never be released.
+            lookup.leasing.add_done_callback(self._release_late_lease)
             lookup.leasing = None
-            self._leased(lookup, -1)
+            self._count_lease(lookup, -1)
         if lookup.lease is not None:
-            self._leased(lookup, -1)
+            self._count_lease(lookup, -1)
             if lookup.lease.blocks:
                 self._link.give_back(lookup.lease)
             lookup.lease = None
 
-    def _give_back(self, leasing: Future[AsyncLease]) -> None:
-        lease = self._result(leasing)
+    def _release_late_lease(self, leasing: Future[AsyncLease]) -> None:
+        lease = self._result_of(leasing)
         if lease is not None and lease.blocks:
             self._link.give_back(lease)
 
-    def _result(self, future: Future[Any]) -> Any:
-        """The answer; None when there is none, which the log says now and then."""
+    def _result_of(self, future: Future[Any]) -> Any:
+        """The result of a call; None if it failed, with a log line at most every `_COMPLAINT_S`."""
         if future.cancelled():
             return None
         error = future.exception()

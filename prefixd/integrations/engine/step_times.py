@@ -1,4 +1,4 @@
-"""How long an engine's steps take."""
+"""Measures how long an engine's steps take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _MOST_UNDER_WAY = 64
 
 
 class StepTimes:
-    """Times steps by what passes the scheduler. With asynchronous scheduling the engine has scheduled the next step, or
-    more, before one has ended; so each has a number, which the workers' report says again. Times are in seconds."""
+    """Times steps from scheduling to the workers' report. With asynchronous scheduling the engine schedules the next
+    steps before one has ended, so each step has a number, which the report repeats. Times are in seconds."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -17,15 +17,15 @@ class StepTimes:
         self._ended_s = 0.0
 
     def begin(self, tokens: int, now_s: float) -> int:
-        """A step that computes so many tokens is scheduled: its number."""
+        """Notes a scheduled step that computes `tokens` tokens; returns its number."""
         self._next += 1
         if tokens:
             self._under_way.append((self._next, tokens, now_s))
         return self._next
 
     def ended(self, number: int, now_s: float) -> tuple[int, float]:
-        """The tokens of the step that has ended now, and how long it took when the steps before it had ended; 0 and 0
-        for one that computed nothing."""
+        """Notes the end of a step; returns its tokens and the seconds since it began and the steps before it ended.
+        Returns 0 tokens for a step that computed nothing."""
         tokens, began_s = 0, now_s
         while self._under_way and self._under_way[0][0] <= number:
             step, of_step, since_s = self._under_way.popleft()

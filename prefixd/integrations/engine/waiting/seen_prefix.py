@@ -1,4 +1,4 @@
-"""What prefixd said last about a waiting request's prompt."""
+"""The cached prefix of a waiting request's prompt, as prefixd last reported it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SeenPrefix:
         runs: (tier, tokens) of the stretches that make it up, from the start; their tokens add up to `tokens`.
 
     Raises:
-        ValueError: they do not, a run is empty, or one is at `NONE`: what is not cached ends the prefix.
+        ValueError: the sum differs, a run is empty, or one is at `NONE`: an uncached block ends the prefix.
     """
 
     tokens: int
@@ -37,8 +37,8 @@ class SeenPrefix:
         return cls(sum(tokens for _, tokens in runs), runs)
 
     def distance(self, local_tokens: int) -> Distance:
-        """From where is loaded what the engine lacks, when it holds the first `local_tokens` tokens itself: the
-        farthest tier of the blocks beyond those; `GPU` where there are none."""
+        """The farthest tier of the blocks behind the first `local_tokens` tokens, which the engine holds; `GPU` if
+        there are none."""
         farthest, end = Distance.GPU, 0
         for tier, tokens in self.runs:
             end += tokens
@@ -58,7 +58,7 @@ class SeenPrefix:
         return prompt_weight(parts, max(prompt_tokens, self.tokens) - header_tokens)
 
     def before(self, distance: Distance, local_tokens: int) -> SeenPrefix:
-        """The part that ends where the first block comes that is so far away, of those beyond `local_tokens`."""
+        """The prefix up to the first run behind `local_tokens` that is at `distance`."""
         kept: list[tuple[Distance, int]] = []
         end = 0
         for tier, tokens in self.runs:

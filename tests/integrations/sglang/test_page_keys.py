@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from prefixd.integrations.engine.pages_by_key.chains import BLOCK_TOKENS, KEY_BYTES
-from prefixd.integrations.sglang.keys import digests_of
+from prefixd.integrations.sglang.page_keys import digests_of
 
 
 def test_a_key_is_the_tokens_of_its_block() -> None:

@@ -18,8 +18,8 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import ExhaustedError, MatchResult, NamespaceSpec, PartSpec, Tier, TierRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.integrations.engine.waiting.lookups import _LEASES, Lookups
-from prefixd.integrations.engine.waiting.seen import SeenPrefix
+from prefixd.integrations.engine.waiting.prefix_lookups import _LEASES, Lookups
+from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
 
@@ -107,7 +107,7 @@ class ScriptedLink:
             blocks, cached_blocks = value if isinstance(value, tuple) else (value, 0)
             self.granted.append(Lease(self, call.first_block, blocks, cached_blocks))
             call.answer.set_result(self.granted[-1])
-        elif call.kind == "ask":
+        elif call.kind == "match_prefix":
             tiers = [Distance.CPU] * value if isinstance(value, int) else value
             call.answer.set_result(SeenPrefix.of(tiers, BLOCK))
         else:
@@ -154,13 +154,13 @@ def added(lookups: Lookups, link: ScriptedLink, seen_blocks: int, name: str = "r
 def test_the_engine_is_told_to_ask_again_while_answers_are_under_way(lookups: Lookups, link: ScriptedLink) -> None:
     lookups.add("r", SPEC, list(range(100)))
     assert lookups.seen("r") is None
-    assert lookups.hit("r", 0, 96) is None
+    assert lookups.loadable_tokens("r", 0, 96) is None
     link.answer(5)
-    assert lookups.hit("r", 0, 96) is None, "the lease is asked for"
+    assert lookups.loadable_tokens("r", 0, 96) is None, "the lease is asked for"
     assert link.pending("acquire") == 1
-    assert lookups.hit("r", 0, 96) is None and len(link.calls) == 1, "once"
+    assert lookups.loadable_tokens("r", 0, 96) is None and len(link.calls) == 1, "once"
     link.answer(5)
-    assert lookups.hit("r", 0, 96) == 80
+    assert lookups.loadable_tokens("r", 0, 96) == 80
     assert lookups.seen("r") == SeenPrefix(80, ((Distance.CPU, 80),))
     assert lookups.sources("r", 16, 64) == {Distance.CPU: 64}
 
@@ -168,8 +168,8 @@ def test_the_engine_is_told_to_ask_again_while_answers_are_under_way(lookups: Lo
 def test_what_was_in_memory_a_moment_ago_is_loaded_without_a_lease_of_its_turn(link: ScriptedLink) -> None:
     lookups = lookups_over(link, unleased_s=0.05)
     added(lookups, link, 5)
-    assert lookups.hit("r", 16, 72) == 56 and not link.calls
-    lookups.loading("r")
+    assert lookups.loadable_tokens("r", 16, 72) == 56 and not link.calls
+    lookups.end_partial_lease("r")
     lookups.refuse("r")
     assert link.granted == []
 
@@ -178,7 +178,7 @@ def test_what_is_farther_away_or_was_seen_longer_ago_is_leased(link: ScriptedLin
     lookups = lookups_over(link, unleased_s=0.05)
     lookups.add("disk", SPEC, list(range(100)))
     link.answer([Distance.CPU, Distance.DISK])
-    assert lookups.hit("disk", 0, 96) is None and link.pending("acquire") == 1
+    assert lookups.loadable_tokens("disk", 0, 96) is None and link.pending("acquire") == 1
     link.answer(2)
     added(lookups, link, 5)
     lookups.prepare("r", 0, 96)
@@ -186,10 +186,10 @@ def test_what_is_farther_away_or_was_seen_longer_ago_is_leased(link: ScriptedLin
     link.answer(5)
     added(lookups, link, 5, "late")
     link.now_s += 0.06
-    assert lookups.hit("late", 0, 96) is None and link.pending("acquire") == 1
+    assert lookups.loadable_tokens("late", 0, 96) is None and link.pending("acquire") == 1
     windowed = lookups_over(link, geometry=WINDOWED, unleased_s=0.05)
     added(windowed, link, 5, "w")
-    assert windowed.hit("w", 0, 96) is None, "with windows a load that lacks a block is lost as a whole"
+    assert windowed.loadable_tokens("w", 0, 96) is None, "with windows a load that lacks a block is lost as a whole"
 
 
 def test_what_was_prepared_is_there_at_its_turn(lookups: Lookups, link: ScriptedLink) -> None:
@@ -199,7 +199,7 @@ def test_what_was_prepared_is_there_at_its_turn(lookups: Lookups, link: Scripted
         lookups.prepare("r", 16, 96)
     assert [call.first_block for call in link.calls] == [1]
     link.answer(4)
-    assert lookups.hit("r", 16, 96) == 64
+    assert lookups.loadable_tokens("r", 16, 96) == 64
     assert len(link.granted) == 1
 
 
@@ -210,9 +210,9 @@ def test_who_is_prepared_takes_no_lease_from_whose_turn_it_is(lookups: Lookups, 
     for name in names:
         lookups.prepare(name, 0, 96)
     assert link.pending("acquire") == _LEASES // 2
-    assert lookups.hit("first", 0, 96) is None
+    assert lookups.loadable_tokens("first", 0, 96) is None
     link.answer(5, index=-1)
-    assert lookups.hit("first", 0, 96) == 80
+    assert lookups.loadable_tokens("first", 0, 96) == 80
 
 
 @pytest.mark.parametrize(
@@ -229,10 +229,10 @@ def test_what_can_be_loaded_beyond_the_engines_own(
     lookups: Lookups, link: ScriptedLink, leased: int, local: int, most: int, hit: int
 ) -> None:
     added(lookups, link, 5)
-    lookups.hit("r", local, most)
+    lookups.loadable_tokens("r", local, most)
     assert link.calls[0].first_block == local // BLOCK
     link.answer(leased - local // BLOCK if leased == 5 else leased)
-    assert lookups.hit("r", local, most) == hit
+    assert lookups.loadable_tokens("r", local, most) == hit
 
 
 @pytest.mark.parametrize(("local", "most"), [(80, 96), (96, 96), (64, 64), (84, 96)])
@@ -240,27 +240,27 @@ def test_nothing_is_leased_that_the_engine_has_or_cannot_use(
     lookups: Lookups, link: ScriptedLink, local: int, most: int
 ) -> None:
     added(lookups, link, 5)
-    assert lookups.hit("r", local, most) == 0
+    assert lookups.loadable_tokens("r", local, most) == 0
     assert not link.calls
 
 
 def test_when_the_engine_has_lost_some_of_its_own_it_is_leased_anew(lookups: Lookups, link: ScriptedLink) -> None:
     added(lookups, link, 5)
-    lookups.hit("r", 48, 96)
+    lookups.loadable_tokens("r", 48, 96)
     link.answer(2)
-    assert lookups.hit("r", 48, 96) == 32
-    assert lookups.hit("r", 16, 96) is None
+    assert lookups.loadable_tokens("r", 48, 96) == 32
+    assert lookups.loadable_tokens("r", 16, 96) is None
     assert link.given_back == link.granted
-    assert lookups.hit("r", 16, 96) is None
+    assert lookups.loadable_tokens("r", 16, 96) is None
     assert link.calls[0].first_block == 1
     link.answer(4)
-    assert lookups.hit("r", 16, 96) == 64
-    assert lookups.hit("r", 32, 96) == 48, "and when vLLM has more now, it needs less"
+    assert lookups.loadable_tokens("r", 16, 96) == 64
+    assert lookups.loadable_tokens("r", 32, 96) == 48, "and when vLLM has more now, it needs less"
 
 
 def test_a_prompt_shorter_than_a_block_is_not_asked_about(lookups: Lookups, link: ScriptedLink) -> None:
     lookups.add("r", SPEC, list(range(BLOCK - 1)))
-    assert not link.calls and lookups.hit("r", 0, 0) == 0 and lookups.seen("r") == SeenPrefix(0)
+    assert not link.calls and lookups.loadable_tokens("r", 0, 0) == 0 and lookups.seen("r") == SeenPrefix(0)
 
 
 def test_an_old_answer_is_asked_for_again(lookups: Lookups, link: ScriptedLink) -> None:
@@ -268,17 +268,17 @@ def test_an_old_answer_is_asked_for_again(lookups: Lookups, link: ScriptedLink) 
     assert lookups.seen("r") == SeenPrefix(16, ((Distance.CPU, 16),)) and not link.calls
     link.now_s += 2
     assert lookups.seen("r") == SeenPrefix(16, ((Distance.CPU, 16),)), "the last answer, meanwhile"
-    assert link.pending("ask") == 1
+    assert link.pending("match_prefix") == 1
     link.answer(3)
     assert lookups.seen("r") == SeenPrefix(48, ((Distance.CPU, 48),))
 
 
 def test_what_is_not_known_is_nothing(lookups: Lookups, link: ScriptedLink) -> None:
-    assert lookups.hit("nobody", 0, 100) == 0 and lookups.seen("nobody") is None
+    assert lookups.loadable_tokens("nobody", 0, 100) == 0 and lookups.seen("nobody") is None
     assert lookups.sources("nobody", 0, 10) == {Distance.CPU: 10}
-    for end in (lookups.refuse, lookups.failed, lookups.forget):
+    for end in (lookups.refuse, lookups.note_failed_load, lookups.forget):
         end("nobody")
-    lookups.again("nobody", [1])
+    lookups.note_preempted("nobody", [1])
     assert not link.calls and "nobody" not in lookups
 
 
@@ -308,10 +308,10 @@ def test_a_step_waits_no_longer_than_its_patience_for_all_requests_together(
         lookups.add(name, SPEC, list(range(100)))
     lookups.patience_s = 0.25
     began_s = link.now_s
-    assert [lookups.hit(name, 0, 96) for name in "abc"] == [None, None, None]
+    assert [lookups.loadable_tokens(name, 0, 96) for name in "abc"] == [None, None, None]
     assert offered == [0.25] and link.now_s == began_s + 0.25
     lookups.patience_s = 0.5
-    assert lookups.hit("c", 0, 96) is None and offered[-1] == 0.5
+    assert lookups.loadable_tokens("c", 0, 96) is None and offered[-1] == 0.5
 
 
 def test_an_answer_that_takes_long_holds_up_one_step_and_not_every_step(
@@ -322,14 +322,14 @@ def test_an_answer_that_takes_long_holds_up_one_step_and_not_every_step(
     lookups.add("r", SPEC, list(range(100)))
     for lookups.idle, waits in ((False, 1), (False, 1), (True, 2), (True, 3), (False, 3)):
         lookups.patience_s = 0.25
-        assert lookups.hit("r", 0, 96) is None
+        assert lookups.loadable_tokens("r", 0, 96) is None
         assert len(offered) == waits
 
 
 def test_an_answer_that_comes_in_time_is_used_in_the_same_step(lookups: Lookups, link: ScriptedLink) -> None:
     link.answers_at_once = lambda call: 5
     lookups.add("r", SPEC, list(range(100)))
-    assert lookups.hit("r", 0, 96) == 80
+    assert lookups.loadable_tokens("r", 0, 96) == 80
 
 
 # -- leases ---------------------------------------------------------------------------------------------------------
@@ -337,12 +337,12 @@ def test_an_answer_that_comes_in_time_is_used_in_the_same_step(lookups: Lookups,
 
 def leased(lookups: Lookups, link: ScriptedLink, name: str = "r") -> None:
     added(lookups, link, 5, name)
-    assert lookups.hit(name, 0, 96) is None
+    assert lookups.loadable_tokens(name, 0, 96) is None
     link.answer(5)
-    assert lookups.hit(name, 0, 96) == 80
+    assert lookups.loadable_tokens(name, 0, 96) == 80
 
 
-@pytest.mark.parametrize("how", ["forget", "refuse", "failed", "clear", "add"])
+@pytest.mark.parametrize("how", ["forget", "refuse", "note_failed_load", "clear", "add"])
 def test_however_a_lease_ends_it_is_given_back(lookups: Lookups, link: ScriptedLink, how: str) -> None:
     leased(lookups, link)
     if how == "clear":
@@ -358,7 +358,7 @@ def test_a_lease_that_is_granted_when_nobody_wants_it_any_more_is_given_back(
     lookups: Lookups, link: ScriptedLink
 ) -> None:
     added(lookups, link, 5)
-    lookups.hit("r", 0, 96)
+    lookups.loadable_tokens("r", 0, 96)
     lookups.forget("r")
     assert lookups._leases == 0
     link.answer(5)
@@ -368,29 +368,29 @@ def test_a_lease_that_is_granted_when_nobody_wants_it_any_more_is_given_back(
 def test_a_lease_that_would_not_last_a_load_is_got_anew(lookups: Lookups, link: ScriptedLink) -> None:
     leased(lookups, link)
     link.now_s += 16
-    assert lookups.hit("r", 0, 96) is None
-    assert link.given_back == link.granted and link.pending("ask") == 1
+    assert lookups.loadable_tokens("r", 0, 96) is None
+    assert link.given_back == link.granted and link.pending("match_prefix") == 1
     link.answer(5)
-    assert lookups.hit("r", 0, 96) is None
+    assert lookups.loadable_tokens("r", 0, 96) is None
     link.answer(5)
-    assert lookups.hit("r", 0, 96) == 80 and lookups._leases == 1
+    assert lookups.loadable_tokens("r", 0, 96) == 80 and lookups._leases == 1
 
 
 def test_no_more_leases_than_a_daemon_should_give_one_engine(lookups: Lookups, link: ScriptedLink) -> None:
     for index in range(_LEASES):
         leased(lookups, link, f"r{index}")
     added(lookups, link, 5, "late")
-    assert lookups.hit("late", 0, 96) is None and not link.calls
+    assert lookups.loadable_tokens("late", 0, 96) is None and not link.calls
     lookups.refuse("r0")
-    assert lookups.hit("late", 0, 96) is None and link.pending("acquire") == 1
+    assert lookups.loadable_tokens("late", 0, 96) is None and link.pending("acquire") == 1
 
 
 def test_a_prefix_that_is_gone_when_it_is_leased_is_no_hit(lookups: Lookups, link: ScriptedLink) -> None:
     added(lookups, link, 5)
-    lookups.hit("r", 0, 96)
+    lookups.loadable_tokens("r", 0, 96)
     link.answer(0)
-    assert lookups.hit("r", 0, 96) == 0 and lookups._leases == 0
-    assert lookups.hit("r", 0, 96) == 0 and not link.calls, "and is not asked for in every step"
+    assert lookups.loadable_tokens("r", 0, 96) == 0 and lookups._leases == 0
+    assert lookups.loadable_tokens("r", 0, 96) == 0 and not link.calls, "and is not asked for in every step"
 
 
 # -- prefixes longer than the daemon's memory -----------------------------------------------------------------------
@@ -399,20 +399,20 @@ def test_a_prefix_that_is_gone_when_it_is_leased_is_no_hit(lookups: Lookups, lin
 def test_of_a_long_prefix_the_first_slice_is_leased_and_all_of_it_loaded(lookups: Lookups, link: ScriptedLink) -> None:
     link.slice_of = 2
     added(lookups, link, 6)
-    lookups.hit("r", 16, 96)
+    lookups.loadable_tokens("r", 16, 96)
     assert (link.calls[0].first_block, link.calls[0].max_blocks) == (1, 2)
     link.answer((2, 6))
-    assert lookups.hit("r", 16, 96) == 80
-    lookups.loading("r")
+    assert lookups.loadable_tokens("r", 16, 96) == 80
+    lookups.end_partial_lease("r")
     assert link.given_back == link.granted and lookups._leases == lookups._leased_blocks == 0
 
 
 def test_a_lease_of_all_that_is_loaded_lasts_as_long_as_the_load(lookups: Lookups, link: ScriptedLink) -> None:
     added(lookups, link, 6)
-    lookups.hit("r", 0, 96)
+    lookups.loadable_tokens("r", 0, 96)
     link.answer((6, 6))
-    assert lookups.hit("r", 0, 96) == 96
-    lookups.loading("r")
+    assert lookups.loadable_tokens("r", 0, 96) == 96
+    lookups.end_partial_lease("r")
     assert not link.given_back
     lookups.refuse("r")
     assert link.given_back == link.granted
@@ -421,9 +421,9 @@ def test_a_lease_of_all_that_is_loaded_lasts_as_long_as_the_load(lookups: Lookup
 def test_what_is_not_cached_any_more_is_not_said_to_be_loaded(lookups: Lookups, link: ScriptedLink) -> None:
     link.slice_of = 2
     added(lookups, link, 6)
-    lookups.hit("r", 0, 96)
+    lookups.loadable_tokens("r", 0, 96)
     link.answer((2, 4))
-    assert lookups.hit("r", 0, 96) == 64
+    assert lookups.loadable_tokens("r", 0, 96) == 64
 
 
 def test_where_there_is_no_room_it_is_looked_for_again_and_after_a_second_all_is_computed(
@@ -433,37 +433,37 @@ def test_where_there_is_no_room_it_is_looked_for_again_and_after_a_second_all_is
     answers: set[int | None] = set()
     asked = 0
     while link.now_s < 1001.5:
-        answers.add(lookups.hit("r", 0, 96))
+        answers.add(lookups.loadable_tokens("r", 0, 96))
         while link.calls:
             asked += 1
             link.answer((0, 6))
         link.now_s += 0.005
     assert answers == {None, 0}
     assert 10 < asked < 60, "not in every step"
-    assert lookups.hit("r", 0, 96) == 0 and lookups._leases == lookups._leased_blocks == 0
+    assert lookups.loadable_tokens("r", 0, 96) == 0 and lookups._leases == lookups._leased_blocks == 0
 
 
 def test_where_room_comes_it_is_used(lookups: Lookups, link: ScriptedLink) -> None:
     added(lookups, link, 6)
-    lookups.hit("r", 0, 96)
+    lookups.loadable_tokens("r", 0, 96)
     link.answer((0, 6))
-    assert lookups.hit("r", 0, 96) is None
+    assert lookups.loadable_tokens("r", 0, 96) is None
     link.now_s += 0.1
-    assert lookups.hit("r", 0, 96) is None
+    assert lookups.loadable_tokens("r", 0, 96) is None
     link.answer((6, 6))
-    assert lookups.hit("r", 0, 96) == 96
+    assert lookups.loadable_tokens("r", 0, 96) == 96
 
 
 def test_of_a_prefix_that_has_become_shorter_it_is_asked_again_how_long_it_is(
     lookups: Lookups, link: ScriptedLink
 ) -> None:
     added(lookups, link, 6)
-    lookups.hit("r", 0, 96)
+    lookups.loadable_tokens("r", 0, 96)
     link.answer((0, 3))
-    assert lookups.hit("r", 0, 96) is None
-    assert lookups.hit("r", 0, 96) is None and link.pending("ask") == 1
+    assert lookups.loadable_tokens("r", 0, 96) is None
+    assert lookups.loadable_tokens("r", 0, 96) is None and link.pending("match_prefix") == 1
     link.answer(3)
-    assert lookups.hit("r", 0, 96) is None
+    assert lookups.loadable_tokens("r", 0, 96) is None
     assert link.calls[0].max_blocks == 3
 
 
@@ -475,7 +475,7 @@ def test_leases_leave_room_for_loads(lookups: Lookups, link: ScriptedLink) -> No
         lookups.prepare(f"r{number}", 0, 96)
     assert link.pending("acquire") == 2, "of 4 blocks each, ahead of their turns"
     for number in range(6):
-        lookups.hit(f"r{number}", 0, 96)
+        lookups.loadable_tokens(f"r{number}", 0, 96)
     assert link.pending("acquire") == 3, "fewer than three slices of 5"
 
 
@@ -483,22 +483,22 @@ def test_what_is_loaded_counts_once(lookups: Lookups, link: ScriptedLink) -> Non
     added(lookups, link, 4)
     found = MatchResult(4, ())
     lookups._lookups["r"].found = found
-    assert lookups.take_found("r") is found
-    assert lookups.take_found("r") is None
+    assert lookups.take_counted_match("r") is found
+    assert lookups.take_counted_match("r") is None
 
 
 @pytest.mark.parametrize("error", [LinkDown("away"), ExhaustedError("too many"), ZeroDivisionError("a defect")])
-@pytest.mark.parametrize("kind", ["ask", "acquire"])
+@pytest.mark.parametrize("kind", ["match_prefix", "acquire"])
 def test_an_answer_that_is_an_error_is_no_hit_and_reaches_the_log_at_most(
     lookups: Lookups, link: ScriptedLink, caplog: pytest.LogCaptureFixture, error: Exception, kind: str
 ) -> None:
-    if kind == "ask":
+    if kind == "match_prefix":
         lookups.add("r", SPEC, list(range(100)))
     else:
         added(lookups, link, 5)
-        lookups.hit("r", 0, 96)
+        lookups.loadable_tokens("r", 0, 96)
     link.answer(error)
-    assert lookups.hit("r", 0, 96) == 0
+    assert lookups.loadable_tokens("r", 0, 96) == 0
     assert lookups._leases == 0
     assert logged(caplog) == (not isinstance(error, LinkDown))
 
@@ -522,9 +522,9 @@ def test_a_daemon_that_refuses_is_quoted_once_a_minute(
 def test_while_the_daemon_is_away_nothing_is_asked(lookups: Lookups, link: ScriptedLink) -> None:
     link.up = False
     lookups.add("r", SPEC, list(range(100)))
-    assert lookups.hit("r", 0, 96) == 0 and lookups.seen("r") is None and not link.calls
+    assert lookups.loadable_tokens("r", 0, 96) == 0 and lookups.seen("r") is None and not link.calls
     link.up = True
-    assert lookups.hit("r", 0, 96) is None and link.pending("ask") == 1
+    assert lookups.loadable_tokens("r", 0, 96) is None and link.pending("match_prefix") == 1
 
 
 def test_a_preempted_request_looks_again_and_one_whose_load_failed_does_not(
@@ -533,16 +533,16 @@ def test_a_preempted_request_looks_again_and_one_whose_load_failed_does_not(
     for name in ("preempted", "failed"):
         leased(lookups, link, name)
     lookups.refuse("preempted")  # it has what was to be had
-    lookups.failed("failed")
-    assert lookups.hit("preempted", 0, 112) == 0
+    lookups.note_failed_load("failed")
+    assert lookups.loadable_tokens("preempted", 0, 112) == 0
     for name in ("preempted", "failed"):
-        lookups.again(name, list(range(120)))
-    assert lookups.hit("failed", 0, 112) == 0 and not link.calls
-    assert lookups.hit("preempted", 0, 112) is None
+        lookups.note_preempted(name, list(range(120)))
+    assert lookups.loadable_tokens("failed", 0, 112) == 0 and not link.calls
+    assert lookups.loadable_tokens("preempted", 0, 112) is None
     link.answer(7)
-    assert lookups.hit("preempted", 0, 112) is None
+    assert lookups.loadable_tokens("preempted", 0, 112) is None
     link.answer(7)
-    assert lookups.hit("preempted", 0, 112) == 112, "of more tokens by now"
+    assert lookups.loadable_tokens("preempted", 0, 112) == 112, "of more tokens by now"
 
 
 def test_what_is_slower_to_load_than_to_compute_is_not_loaded(link: ScriptedLink) -> None:
@@ -551,11 +551,11 @@ def test_what_is_slower_to_load_than_to_compute_is_not_loaded(link: ScriptedLink
     cost.observe_load(Distance.CPU, 64, 10.0)
     lookups = lookups_over(link, cost=cost)
     added(lookups, link, 5)
-    assert lookups.hit("r", 0, 96) == 0 and not link.calls
-    assert lookups.hit("r", 0, 96) == 0, "for good: it is being computed"
+    assert lookups.loadable_tokens("r", 0, 96) == 0 and not link.calls
+    assert lookups.loadable_tokens("r", 0, 96) == 0, "for good: it is being computed"
     quick = lookups_over(link, cost=CostModel())
     added(quick, link, 5)
-    assert quick.hit("r", 0, 96) is None and link.pending("acquire") == 1
+    assert quick.loadable_tokens("r", 0, 96) is None and link.pending("acquire") == 1
 
 
 C, D = Distance.CPU, Distance.DISK
@@ -575,17 +575,17 @@ def test_the_near_part_is_loaded_and_the_part_on_a_slow_disk_computed(link: Scri
     lookups = lookups_over(link, cost=learned(1.0, disk_s=3.0))
     lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
     link.answer([C, C, D, D, D, D])
-    assert lookups.hit("r", 0, 6 * BLOCK) is None
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None
     assert (link.calls[0].kind, link.calls[0].first_block, link.calls[0].max_blocks) == ("acquire", 0, 2)
     link.answer(2)
-    assert lookups.hit("r", 0, 6 * BLOCK) == 2 * BLOCK
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) == 2 * BLOCK
 
 
 def test_what_the_engine_has_is_not_loaded_and_counts_no_bytes(link: ScriptedLink) -> None:
     lookups = lookups_over(link, cost=learned(1.0, disk_s=0.9))
     lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
     link.answer([C, C, D, D, D, D])
-    assert lookups.hit("r", 3 * BLOCK, 6 * BLOCK) is None
+    assert lookups.loadable_tokens("r", 3 * BLOCK, 6 * BLOCK) is None
     assert (link.calls[0].first_block, link.calls[0].max_blocks) == (3, 3)
 
 
@@ -593,19 +593,19 @@ def test_a_lease_that_takes_longer_than_computing_is_given_up_and_what_came_is_l
     lookups = lookups_over(link, cost=learned(1.0, disk_s=0.5))
     lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
     link.answer([C, C, D, D, D, D])
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and link.pending("acquire") == 1
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and link.pending("acquire") == 1
     link.now_s += 4 * 0.5 + 0.1 * 6 - 0.1  # the load was to take so long, and may take a tenth of computing all longer
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 0
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and lookups.abandoned == 0
     link.now_s += 0.2
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and link.pending("ask") == 1
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and link.pending("match_prefix") == 1
     link.answer([C, C, C, D, D, D], index=1)  # one has come since
-    assert lookups.hit("r", 0, 6 * BLOCK) is None
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None
     assert link.calls[1].max_blocks == 3
     link.answer(6, index=0)
     assert link.given_back == link.granted, "the lease that was given up"
     link.answer(3)
-    assert lookups.hit("r", 0, 6 * BLOCK) == 3 * BLOCK
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) == 3 * BLOCK
     assert lookups.waited_s("r") == pytest.approx(2.7)
     lookups.forget("r")
     assert lookups.waited_s("r") is None and lookups._leases == 0
@@ -619,9 +619,9 @@ def test_a_lease_ahead_of_its_turn_is_not_late_before_that(link: ScriptedLink) -
     assert link.pending("acquire") == 1
     link.now_s += 100.0
     lookups.prepare("r", 0, 6 * BLOCK)
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 0, "somebody waits from now on"
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and lookups.abandoned == 0, "somebody waits from now on"
     link.now_s += 4 * 0.5 + 0.1 * 6 + 0.1
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
 
 
 def test_with_windows_a_lease_that_is_given_up_leaves_nothing_to_load(link: ScriptedLink) -> None:
@@ -629,17 +629,31 @@ def test_with_windows_a_lease_that_is_given_up_leaves_nothing_to_load(link: Scri
     lookups = lookups_over(link, cost=learned(1.0, disk_s=0.5), geometry=WINDOWED)
     lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
     link.answer([C, D, D, D])
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and link.calls[0].max_blocks == 4
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and link.calls[0].max_blocks == 4
     link.now_s += 100.0
-    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
-    assert lookups.hit("r", 0, 6 * BLOCK) is None
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) is None
     link.answer([C, C, D, D], index=1)
-    assert lookups.hit("r", 0, 6 * BLOCK) == 0
+    assert lookups.loadable_tokens("r", 0, 6 * BLOCK) == 0
 
 
 Step = tuple[str, int, int]
 OFTEN = ["hit", "answer"] * 3
-WHAT = ["add", *OFTEN, "error", "refuse", "failed", "forget", "again", "seen", "later", "lose", "away", "back", "clear"]
+WHAT = [
+    "add",
+    *OFTEN,
+    "error",
+    "refuse",
+    "note_failed_load",
+    "forget",
+    "again",
+    "seen",
+    "later",
+    "lose",
+    "away",
+    "back",
+    "clear",
+]
 STEPS = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 3), st.integers(0, 6)), max_size=60)
 
 
@@ -653,16 +667,16 @@ def test_every_lease_that_was_granted_is_given_back(steps: list[Step]) -> None:
         if what == "add":
             lookups.add(name, SPEC, list(range(10 + 30 * number)))
         elif what == "hit":
-            found = lookups.hit(name, 8 * number, 16 * which + 64)
+            found = lookups.loadable_tokens(name, 8 * number, 16 * which + 64)
             assert found is None or 0 <= found <= 16 * which + 64
         elif what in ("answer", "error") and link.calls:
             index = which % len(link.calls)
-            value: Any = [C, D] * number if number % 2 and link.calls[index].kind == "ask" else number
+            value: Any = [C, D] * number if number % 2 and link.calls[index].kind == "match_prefix" else number
             link.answer(LinkDown("?") if what == "error" else value, index)
-        elif what in ("refuse", "failed", "forget"):
+        elif what in ("refuse", "note_failed_load", "forget"):
             getattr(lookups, what)(name)
         elif what == "again":
-            lookups.again(name, list(range(200)))
+            lookups.note_preempted(name, list(range(200)))
         elif what == "seen":
             lookups.seen(name)
         elif what == "later":
@@ -696,7 +710,7 @@ def test_so_many_are_brought_up_ahead_and_the_next_in_line_gets_its_turn(link: S
         added(lookups, link, 1, name)
     assert lookups._ahead == {"a", "b"}
     lookups.refuse("a")
-    assert lookups._ahead == {"b", "c"} and [call.kind for call in link.calls] == ["bring_up"]
+    assert lookups._ahead == {"b", "c"} and [call.kind for call in link.calls] == ["prefetch"]
     lookups.forget("d")
     lookups.forget("b")
     assert lookups._ahead == {"c"} and not lookups._line
@@ -707,7 +721,7 @@ def test_who_is_in_line_while_his_answer_is_under_way_gets_his_turn_too(link: Sc
     lookups.add("a", SPEC, list(range(100)))
     lookups.add("b", SPEC, list(range(100)))
     lookups.forget("a")
-    assert lookups._ahead == {"b"} and link.calls[-1].kind == "bring_up"
+    assert lookups._ahead == {"b"} and link.calls[-1].kind == "prefetch"
 
 
 def test_without_prefetch_nobody_stands_in_line(link: ScriptedLink) -> None:
@@ -775,11 +789,11 @@ async def test_a_prompt_is_counted_once_however_often_it_is_asked_about(link: Sc
     lookups.seen("r")
     await link.calls[0].work()
     link.answer(5)
-    assert lookups.hit("r", 0, 96) is None
+    assert lookups.loadable_tokens("r", 0, 96) is None
     await link.calls[0].work()
     link.answer(5)
     lookups.refuse("r")
-    lookups.again("r", list(range(120)))
+    lookups.note_preempted("r", list(range(120)))
     lookups.seen("r")
     await link.calls[0].work()
     assert cache.counted == [True, False, False] and acquired == [False]
@@ -795,8 +809,8 @@ def test_with_windows_the_daemon_is_asked_about_what_can_be_loaded(link: Scripte
     lookups = lookups_over(link, geometry=WINDOWED)
     lookups.add("r", SPEC, list(range(tokens)))
     assert len(lookups._lookups["r"].tokens) == asked == WINDOWED.most_loadable(tokens)
-    assert link.pending("ask") == bool(asked)
-    lookups.again("r", list(range(tokens + BLOCK)))
+    assert link.pending("match_prefix") == bool(asked)
+    lookups.note_preempted("r", list(range(tokens + BLOCK)))
     assert len(lookups._lookups["r"].tokens) == asked + BLOCK, "after a preemption there are more tokens to be had"
 
 
@@ -829,16 +843,16 @@ def test_with_a_real_daemon(daemon: DaemonProcess) -> None:
     lookups = Lookups(link, GEOMETRY, LookAhead(CostModel(), time.monotonic, 4), CostModel())
     lookups.patience_s = DEADLINE_S
     lookups.add("r", spec, list(range(100)))
-    assert lookups.hit("r", 24, 96) == 56
+    assert lookups.loadable_tokens("r", 24, 96) == 56
     assert lookups.seen("r") == SeenPrefix(80, ((Distance.CPU, 80),))
     assert link.start(leases).result(DEADLINE_S) == 1
     lookups.refuse("r")
     wait_until(lambda: link.start(leases).result(DEADLINE_S) == 0)
-    lookups.again("r", list(range(100)))
+    lookups.note_preempted("r", list(range(100)))
     lookups.patience_s = DEADLINE_S
-    assert lookups.hit("r", 0, 96) == 80
+    assert lookups.loadable_tokens("r", 0, 96) == 80
     lookups.add("gone", spec, list(range(100)))
-    lookups.hit("gone", 0, 96)
+    lookups.loadable_tokens("gone", 0, 96)
     lookups.clear()
     wait_until(lambda: link.start(leases).result(DEADLINE_S) == 0)
     assert lookups._leases == 0
@@ -851,8 +865,8 @@ def test_a_lease_that_is_late_teaches_what_it_would_have_brought(link: ScriptedL
     lookups = lookups_over(link, cost=cost)
     lookups.add("r", SPEC, list(range(100 * BLOCK + 1)))
     link.answer([D] * 100)
-    assert lookups.hit("r", 98 * BLOCK, 100 * BLOCK) is None
+    assert lookups.loadable_tokens("r", 98 * BLOCK, 100 * BLOCK) is None
     link.now_s += 2.0
-    assert lookups.hit("r", 98 * BLOCK, 100 * BLOCK) is None and lookups.abandoned == 1
+    assert lookups.loadable_tokens("r", 98 * BLOCK, 100 * BLOCK) is None and lookups.abandoned == 1
     estimated_s = cost.load_s(GEOMETRY.nbytes(100), D)
     assert estimated_s is not None and estimated_s >= 50.0

@@ -1,4 +1,4 @@
-"""What a planned run came to."""
+"""The figures of a planned run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefixd.workloads.figures import Quantiles, quantile
+from prefixd.workloads.latency_figures import Quantiles, quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class PlannedResult:
         ttft_s: from its arrival, queue included, to its first token.
         end_s: when it ended, since the start.
         prompt_tokens, output_tokens: its sizes.
-        hit_tokens: prompt tokens found, by tier, nearest first.
+        hit_tokens: prompt tokens found, by tier, nearest first: (512, 0, 1024).
     """
 
     ttft_s: float
@@ -37,11 +37,11 @@ class PlanFigures:
         requests_per_s, prompt_tokens_per_s, output_tokens_per_s: of these.
         hit_rate: share of the prompt tokens that were found, in any tier.
         hits: of each tier.
-        achievable_hit_rate: what a cache without limits would have found of them; None where that is not known.
+        achievable_hit_rate: the share that a cache without limits would have found; None if it is not known.
         ttft_s: quantiles.
-        disk_written_bytes, disk_read_bytes: moved.
+        disk_written_bytes, disk_read_bytes: bytes moved.
         evicted_blocks: of each tier.
-        preempted: how often a request was taken back from the worker for want of frames.
+        preempted: how often the dispatcher took a request back from the worker for lack of frames.
         gpu_busy: share of the time in which the worker computed.
     """
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.engine.copying.pages import NO_BLOCK, GroupPages, PageRun
+from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages, PageRun
 from prefixd_swap.copies.page_copies import gather_pages, scatter_pages
 
 

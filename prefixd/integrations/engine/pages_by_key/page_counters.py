@@ -1,4 +1,4 @@
-"""What is counted of pages that have keys."""
+"""Counters of the calls that ask for, load and save pages by key."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ COUNTERS = {
     "errors": "Calls that failed otherwise than because prefixd was away.",
 }
 BY_TIER = ("hit_pages", "hit_bytes")
-"""Which of them are counted by tier, too."""
+"""Names of the counters that also count by tier."""
 
 
 class PageCounters:
-    """Counts since the start. For any thread."""
+    """Values of `COUNTERS` since the start, counted from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, float] = dict.fromkeys(COUNTERS, 0)
 
     def asked(self, pages: int, hits: Mapping[Tier, int], page_bytes: int) -> None:
-        """A call asked for pages; `hits` of them were cached, by tier."""
+        """Counts a call that asked for pages; `hits` are the cached ones, by tier."""
         self._add(queries=1, query_pages=pages)
         for tier, found in hits.items():
             self._add(tier, hit_pages=found, hit_bytes=found * page_bytes)
 
     def loaded(self, asked: int, pages: int, nbytes: int, elapsed_s: float, cut: bool) -> None:
-        """A load has ended."""
+        """Counts a load of `asked` pages that brought `pages`; `cut`: its time was over before the end."""
         self._add(
             loads=1,
             load_pages=pages,
@@ -55,7 +55,7 @@ class PageCounters:
         )
 
     def saved(self, asked: int, pages: int, new: int, nbytes: int, elapsed_s: float, cut: bool) -> None:
-        """A save has ended."""
+        """Counts a save of `asked` pages: `pages` are kept now, `new` of them were not before."""
         self._add(
             saves=1,
             save_pages=new,
@@ -67,11 +67,11 @@ class PageCounters:
         )
 
     def failed(self) -> None:
-        """A call failed otherwise than because prefixd was away."""
+        """Counts a call that failed although prefixd was there."""
         self._add(errors=1)
 
     def values(self) -> dict[str, float]:
-        """All counts by their names in `COUNTERS`, and by tier what was counted of one: "hit_pages_disk"."""
+        """All counts by their names in `COUNTERS`, and counts by tier under names as "hit_pages_disk"."""
         with self._lock:
             return dict(self._values)
 

@@ -1,4 +1,4 @@
-"""A trace's blocks in one tier, which makes room as an eviction policy says."""
+"""Replays a trace against one tier, which evicts blocks by an eviction policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class BlockRows:
     """The blocks of a tier, as eviction policies see a trie (`prefixd_swap.eviction.BlockTable`).
 
     Args:
-        blocks: how many different blocks there are at all.
-        capacity: how many there can be at once.
+        blocks: how many different blocks the trace has.
+        capacity: most blocks in the tier at a time.
         block_tokens, block_bytes: sizes of a block.
     """
 
@@ -42,13 +42,13 @@ class BlockRows:
         self._row_of = np.full(blocks, -1)
 
     def find(self, path: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The rows of the longest beginning of `path` that is there."""
+        """The rows of the longest prefix of `path` in the tier."""
         rows = self._row_of[path]
         found: npt.NDArray[np.int64] = rows if (rows >= 0).all() else rows[: int((rows < 0).argmax())]
         return found
 
     def insert(self, path: npt.NDArray[np.int64], first: int, parent: int, now_s: float) -> npt.NDArray[np.int64]:
-        """Enters blocks from place `first` of their prefix on, which continue row `parent`; there is room for them."""
+        """Inserts blocks from position `first` of their prefix on, as children of row `parent`; there must be room."""
         rows = np.array([self.free.pop() for _ in path], np.int64)
         parents = np.concatenate([[parent], rows[:-1]])
         self.parent[rows], self.depth[rows], self.block[rows] = parents, np.arange(first, first + len(rows)), path
@@ -59,7 +59,7 @@ class BlockRows:
         return rows
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Forgets blocks, children before parents."""
+        """Removes blocks, children before parents."""
         gone = np.array(rows, np.int64)
         self.any_part[gone] = 0
         self._row_of[self.block[gone]] = -1
@@ -68,7 +68,7 @@ class BlockRows:
         self.free.extend(rows)
 
     def victims(self, count: int, policy: EvictionPolicy) -> list[int]:
-        """Up to `count` blocks that nobody holds, as the policy says, leaves before their parents."""
+        """Up to `count` blocks that are not held, in the policy's order, leaves before their parents."""
         leaves = np.flatnonzero((self.any_part != 0) & (self.children == 0) & ~self.held)
         gone: dict[int, int] = {}
 
@@ -98,16 +98,16 @@ def replay(
     block_tokens: int = 512,
     block_bytes: int = 1 << 20,
 ) -> int:
-    """How many blocks a tier of `capacity` blocks finds, with a policy that has seen nothing yet.
+    """Counts the blocks that a tier of `capacity` blocks finds, under a policy without history.
 
-    Each request holds what it finds, and then stores what it did not, as far as there is room.
+    Each request holds the blocks that it finds, and then stores the missing ones, as far as there is room.
 
     Args:
-        paths: of each request the numbers of its blocks, first to last; a number stands for a whole prefix.
-        at_s: when each of them comes.
-        blocks: different numbers, from 0 on.
-        capacity: of the tier.
-        policy: who goes first.
+        paths: for each request the numbers of its blocks, first to last; a number stands for a whole prefix.
+        at_s: arrival of each request.
+        blocks: how many different numbers there are, from 0 on.
+        capacity: of the tier, in blocks.
+        policy: chooses the blocks to evict.
         progress: called after each request.
         block_tokens, block_bytes: sizes of a block.
     """

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.engine.waiting.arrivals import FRONT_END_S, Arrivals
+from prefixd.integrations.engine.waiting.arrival_times import FRONT_END_S, Arrivals
 from prefixd.integrations.engine.waiting.ordering import PrefixOrder, Waits
-from prefixd.integrations.engine.waiting.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import Distance, create_policy
 
 DAY_S = 86400.0

@@ -17,8 +17,8 @@ import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Retention
-from prefixd.integrations.engine.copying.pages import NO_BLOCK
-from prefixd.integrations.engine.copying.transfers import computed_already
+from prefixd.integrations.engine.copying.block_transfers import computed_already
+from prefixd.integrations.engine.copying.group_pages import NO_BLOCK
 from prefixd.integrations.engine.jobs import Namespaced, SaveJob
 from prefixd_swap.copies.copies import HostCopyEngine, Pair
 from tests.integrations.engine.conftest import (
@@ -149,7 +149,7 @@ def test_of_groups_that_differ_each_rank_saves_its_own_and_one_the_others(
 def test_what_the_daemon_will_not_retain_is_saved_all_the_same(
     tmp_path: Path, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its wishes are left out for a while, then they are made again."""
+    """Its priorities are left out for a while, then they are sent again."""
     settings = {"cpu.bytes": "64MiB", "disk.bytes": 0, "tenants.default.retained_bytes": 4096}  # three blocks of 1,152
     with DaemonProcess(settings) as daemon:
         rank = make_rank(daemon.address)
@@ -204,7 +204,7 @@ def test_tokens_behind_the_blocks_of_a_job_are_not_saved(rank: Rank) -> None:
 
 
 def test_many_small_batches_make_the_same_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixd.integrations.engine.copying.transfers._PIECES", 13)
+    monkeypatch.setattr("prefixd.integrations.engine.copying.block_transfers._PIECES", 13)
     fill(rank)
     prefix = rank.prefix("batches", 48)
     rank.saved(prefix, range(1, 13))
@@ -404,7 +404,7 @@ def test_slots_that_have_to_wait_are_not_waited_for(
         raise TimeoutError  # what the limit in time makes of an answer that does not come
 
     monkeypatch.setattr("prefixd.client.AsyncCache.reserve", reserve)
-    monkeypatch.setattr("prefixd.integrations.engine.copying.transfers._SAVE_PAUSE_S", 3600.0)
+    monkeypatch.setattr("prefixd.integrations.engine.copying.block_transfers._SAVE_PAUSE_S", 3600.0)
     assert rank.saved(rank.prefix("waits", 32, 1), range(1, 9)) == {"dropped_blocks": 2}
     assert rank.saved(rank.prefix("waits", 32, 2), range(1, 9)) == {"dropped_blocks": 2}
     assert len(asked) == 1
@@ -695,7 +695,7 @@ def test_of_a_long_prefix_with_windows_the_end_has_the_windows_bytes(
 def test_slices_that_came_are_good_when_there_is_no_room_for_more(
     small_daemon: Callable[[int], DaemonProcess], make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.integrations.engine.copying.transfers._ROOM_S", 0.05)
+    monkeypatch.setattr("prefixd.integrations.engine.copying.block_transfers._ROOM_S", 0.05)
     rank = make_rank(small_daemon(4 * 12 * PAGE).address, page_bytes=PAGE)
     fill(rank)
     prefix, ids = rank.prefix("long", 16 * LONG), list(range(32))

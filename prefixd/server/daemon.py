@@ -17,11 +17,11 @@ from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
 from prefixd.cache import Troubles
-from prefixd.process.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
+from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
 from prefixd.server.access.socket_access import private_umask
-from prefixd.server.access.tickets import LocalProcess, Tickets
 from prefixd.server.background_tasks import BackgroundTasks
 from prefixd.server.draining import Drain
 from prefixd.server.figures.metrics_server import MetricsServer
@@ -30,7 +30,7 @@ from prefixd.server.figures.tenant_figures import RequestFigures, TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.rpc import status
-from prefixd.server.rpc.health import Health
+from prefixd.server.rpc.health_service import Health
 from prefixd.server.rpc.listeners import Listeners, local_door
 from prefixd.server.rpc.memory_listener import MemoryListener
 from prefixd.server.rpc.processes import ProcessWatch
@@ -38,9 +38,9 @@ from prefixd.server.services.admin_service import AdminService
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.server.services.inference_service import InferenceService
 from prefixd.server.settings_reload import SettingsReload
-from prefixd.server.startup.device import resolve_device
+from prefixd.server.startup.compute_device import resolve_device
 from prefixd.server.startup.exclusive_use import lock_directory, remove_stale_socket
-from prefixd.server.startup.set_aside import SetAsideCheck
+from prefixd.server.startup.set_aside_index import SetAsideCheck
 from prefixd.server.startup.storage import open_arena, open_cache, open_store
 from prefixd.serving.generation import Generation
 from prefixd.serving.models.models import Models
@@ -132,16 +132,16 @@ class Daemon:
         device = resolve_device(self._given) if self._given.worker.enabled else "cpu"
         self.settings = settings = self._given.on_device(device)
         self._tenants = Tenants(settings.quotas)
-        self._tickets = Tickets(elapsed_s, boot_id())
+        self._credentials = LocalCredentials(elapsed_s, boot_id())
         self._audit = AuditLog(settings.server.audit_log)
         stack.callback(self._audit.close)
-        self._listeners = Listeners(settings, self._tenants, self._tickets, self._audit)
+        self._listeners = Listeners(settings, self._tenants, self._credentials, self._audit)
         if self._listeners.tokens is not None:
             stack.callback(self._listeners.tokens.close)
             await self._listeners.tokens.load()
         stack.callback(private_umask())
         stack.callback(lock_directory(settings.data_dir))
-        self._tickets.load_key(settings.data_dir)
+        self._credentials.load_key(settings.data_dir)
         heap.keep_large_arrays_apart()
         began_s = elapsed_s()
         await self._start_cache(device, stack)
@@ -222,7 +222,7 @@ class Daemon:
             self._listeners.access,
             watch.visit,
             may_map=identities.may_map,
-            ticket=lambda uid, pid: self._tickets.issue(LocalProcess(uid, pid)),
+            ticket=lambda uid, pid: self._credentials.issue(LocalProcess(uid, pid)),
         )
         await listener.start()
         stack.push_async_callback(listener.close)

@@ -7,7 +7,7 @@ import asyncio
 from grpc_health.v1 import health_pb2
 
 from prefixd.cache import Tiers
-from prefixd.server.rpc.health import Health
+from prefixd.server.rpc.health_service import Health
 from prefixd.serving.models.models import Models
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 

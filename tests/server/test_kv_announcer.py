@@ -31,11 +31,10 @@ from prefixd.cache import (
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
 from prefixd.cache.rules import FullAttention
-from prefixd.server.kv_events import announcer
-from prefixd.server.kv_events import events as events_module
+from prefixd.server.kv_events import announcer, router_events
 from prefixd.server.kv_events import publisher as publisher_module
+from prefixd.server.kv_events.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
-from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.settings import EventSettings
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
@@ -142,7 +141,7 @@ async def test_what_was_told_is_what_is_so(
 ) -> None:
     """Rows are used again, blocks come back under other rows, a tier goes and comes, in the middle of small turns; with
     blocks of six tokens and an engine that has so many, two or one, so that they begin alike."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     for name, value in (
         ("_TURN_ROWS", 5),
         ("_TURN_COUNTED", 15),
@@ -154,7 +153,7 @@ async def test_what_was_told_is_what_is_so(
         monkeypatch.setattr(announcer, name, value)
     namespace = cache.register(NamespaceSpec("m", 6, (PartSpec("a", 0, 8), PartSpec("b", 0, 8))))
     trie = cache.trie(namespace)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"block_tokens": width}))
+    events = router_events.KVEvents(cache, ON.model_copy(update={"block_tokens": width}))
     router: Any = events._publisher
     cache.observe(events._note)
     events.announce_all()
@@ -212,11 +211,11 @@ async def test_of_several_groups_those_count_that_every_prefix_needs(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, lasting: bool
 ) -> None:
     """Windows and states come and go, and the block stays announced; where there are no others, any of them counts."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     parts = (PartSpec("full", 0, 8, None if lasting else SlidingWindowSpec(9)), PartSpec("state", 0, 8, STATE))
     namespace = cache.register(NamespaceSpec("m", 2, parts))
     trie = cache.trie(namespace)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
     cache.observe(events._note)
     rows = enter_chain(trie, cache.chain(namespace, np.arange(8, dtype="<u4").tobytes()), namespace.root)
@@ -241,13 +240,13 @@ async def test_of_several_groups_those_count_that_every_prefix_needs(
 
 async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much comes at once: a turn tells of few blocks, and consecutive ones in one event."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     namespace = cache.register(NamespaceSpec("m", 64, (PartSpec("a", 0, 8),)))
     trie = cache.trie(namespace)
     chain = cache.chain(namespace, np.arange(64 * 3000, dtype="<u4").tobytes())
     rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
     trie.put_copies(rows, DISK, np.arange(len(chain))[:, None], 0.0)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
     events.announce_all()
     while events._turn():
@@ -271,14 +270,14 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
 
 async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Subscribers that come one after the other cannot keep an announcement from its end."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     monkeypatch.setattr(announcer, "_TURN_BLOCKS", 1)
     namespace = cache.register(NamespaceSpec("m", 1, (PartSpec("a", 0, 8),)))
     trie = cache.trie(namespace)
     for token in range(4):
         chain = cache.chain(namespace, np.array([token], "<u4").tobytes())
         trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[token]]), 0.0)
-    events = events_module.KVEvents(cache, ON, iter(range(0, 100_000, 1000)).__next__)
+    events = router_events.KVEvents(cache, ON, iter(range(0, 100_000, 1000)).__next__)
     router: Any = events._publisher
     most = 0
     for _ in range(12):
@@ -296,7 +295,7 @@ async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_al
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, took_s: float
 ) -> None:
     """137 in 8 s took 21 MiB to each router that was subscribed. Announcing takes a tenth of the time at most."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     namespace = cache.register(NamespaceSpec("m", 1, (PartSpec("a", 0, 8),)))
     trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
     trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[0]]), 0.0)
@@ -308,7 +307,7 @@ async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_al
         self.batches.append(said)
 
     monkeypatch.setattr(Router, "publish", publish)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"again_s": 5.0}), lambda: now)
+    events = router_events.KVEvents(cache, ON.model_copy(update={"again_s": 5.0}), lambda: now)
     router: Any = events._publisher
     begun = []
     while now < 100.0:
@@ -326,8 +325,8 @@ async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_al
 async def test_a_subscriber_that_had_to_wait_hears_everything_without_another_event(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"again_s": 0.05}))
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON.model_copy(update={"again_s": 0.05}))
     router: Any = events._publisher
     events.start()
     for announced in (1, 2, 3):
@@ -363,8 +362,8 @@ async def test_whose_blocks_are_told(
     told: bool,
 ) -> None:
     """And when they go, or everything is told anew."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(
         cache, ON.model_copy(update={"namespaces": named, "topic": "kv@{tenant}@{namespace}"})
     )
     router: Any = events._publisher
@@ -387,8 +386,8 @@ async def test_whose_blocks_are_told(
 
 async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a namespace which was not known when the announcement began."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"topic": "kv@{namespace}"}))
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON.model_copy(update={"topic": "kv@{namespace}"}))
     router: Any = events._publisher
     cache.observe(events._note)
     cache.register(NamespaceSpec("early", 1, (PartSpec("a", 0, 8),)))
@@ -500,10 +499,10 @@ async def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
 async def test_what_only_a_shared_store_has_is_not_announced(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     namespace = cache.register(NamespaceSpec("m", 2, (PartSpec("kv", 0, 8),)))
     trie = cache.trie(namespace)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
     cache.observe(events._note)
     rows = enter_chain(trie, cache.chain(namespace, np.arange(4, dtype="<u4").tobytes()), namespace.root)
@@ -531,16 +530,16 @@ async def test_what_only_a_shared_store_has_is_not_announced(
     ],
 )
 def test_only_an_asterisk_and_a_question_mark_stand_for_others(named: str, name: str, match: bool) -> None:
-    assert (events_module.pattern_of_names(["x/y", named]).match(name) is not None) == match
-    assert events_module.pattern_of_names([]).match(name) is None
+    assert (router_events.pattern_of_names(["x/y", named]).match(name) is not None) == match
+    assert router_events.pattern_of_names([]).match(name) is None
 
 
 async def test_blocks_that_cannot_be_divided_are_told_as_they_are(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the log says so, once a size."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON)
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
     cache.observe(events._note)
     for salt in (b"", b"s"):
@@ -561,9 +560,9 @@ async def test_blocks_that_cannot_be_divided_are_told_as_they_are(
 
 async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was told of its former blocks is told to be gone, though nobody looked at it in between."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     monkeypatch.setattr(announcer, "_TURN_COUNTED", 4)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
     cache.observe(events._note)
     namespace = cache.register(NamespaceSpec("m", 32, (PartSpec("kv", 0, 8),)))
@@ -585,8 +584,8 @@ async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch
 
 async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client chooses how many tries there are."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON)
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON)
     cache.observe(events._note)
     namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(40)]
     while events._turn():
@@ -605,9 +604,9 @@ async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, mon
 
 async def test_all_tries_together_have_a_turns_rows(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many large ones that changed would hold the loop for as long as there are."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     monkeypatch.setattr(announcer, "_TURN_ROWS", 1)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     cache.observe(events._note)
     namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(3)]
     while events._turn():

@@ -14,8 +14,8 @@ from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Role
 from prefixd.cache import TieredCache, Troubles
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
-from prefixd.server.access.tickets import Tickets
 from prefixd.server.rpc.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
 from prefixd.settings import Settings
@@ -37,7 +37,7 @@ class House:
         cache.tenants.set_quotas(settings.quotas)
         self.audit = AuditLog(None)
         self.troubles = Troubles(elapsed_s)
-        self.doors = Listeners(settings, cache.tenants, Tickets(elapsed_s, boot_id()), self.audit)
+        self.doors = Listeners(settings, cache.tenants, LocalCredentials(elapsed_s, boot_id()), self.audit)
         self.before_read: Callable[[], object] = lambda: None
         self.reload = SettingsReload(settings, self._read, self.doors, cache, self.troubles, self.audit)
 

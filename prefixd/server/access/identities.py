@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from prefixd.base.tenants import DEFAULT, Role, Tenants
 from prefixd.server.access.caller import Caller
-from prefixd.server.access.tickets import SCHEME, Tickets
+from prefixd.server.access.local_credentials import SCHEME, LocalCredentials
 from prefixd.server.access.token_file import TokenFile
 from prefixd.settings import ServerSettings, TenantSettings
 
@@ -27,7 +27,7 @@ class Identities:
         named: the tenants of the settings.
         tenants: all tenants of the daemon.
         tokens: the tokens that count now; None where settings name no file.
-        tickets: reads what local clients show.
+        credentials: reads the credentials that local clients send.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Identities:
         named: Mapping[str, TenantSettings],
         tenants: Tenants,
         tokens: TokenFile | None,
-        tickets: Tickets,
+        credentials: LocalCredentials,
     ) -> None:
         self._tenants = tenants
         self._tokens = tokens
-        self._tickets = tickets
+        self._credentials = credentials
         self._only_owner = True
         self._told: set[tuple[str, str]] = set()
         if tokens is not None:
@@ -92,7 +92,7 @@ class Identities:
             role, who = (Role.ADMIN, "owner") if self._only_owner else (Role.CLIENT, "without ticket")
             return Caller(self._tenants.default, role, who, "unix")
         scheme, _, ticket = authorization.partition(" ")
-        holder = self._tickets.read(ticket.strip()) if scheme == SCHEME else None
+        holder = self._credentials.read(ticket.strip()) if scheme == SCHEME else None
         if holder is None:
             raise UnknownCallerError(
                 f"`authorization: {SCHEME} ...` is none of this daemon's tickets, or older than a day; fetch another "

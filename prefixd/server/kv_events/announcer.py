@@ -40,7 +40,7 @@ from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.key_index import KEY_BYTES
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows
 from prefixd.server.kv_events.engine_blocks import EngineBlocks
-from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from prefixd.server.kv_events.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 log = logging.getLogger(__name__)
 

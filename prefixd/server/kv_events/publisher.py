@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from prefixd.server.kv_events.replay import Replay
+from prefixd.server.kv_events.event_messages import Event, KVEventBatch
+from prefixd.server.kv_events.event_replay import Replay
 from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
-from prefixd.server.kv_events.wire import Event, KVEventBatch
 from prefixd.settings import EventSettings
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 from prefixd.base.errors import ExhaustedError, SessionEndedError
 from prefixd.cache import Session, TieredCache
+from prefixd.server.kv_events.block_watch import BlockWatch
 from prefixd.server.kv_events.loop_share import LoopShare
-from prefixd.server.kv_events.watch import BlockWatch
 
 _REPLACED_S = 1.0
 """For a session's former watch to end, which its client has cancelled just now."""

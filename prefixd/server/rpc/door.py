@@ -28,10 +28,10 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.caller import CURRENT_CALL, Call, Caller
 from prefixd.server.access.identities import Identities, UnknownCallerError
 from prefixd.server.rpc.anonymous import AnonymousCall
-from prefixd.server.rpc.limits import OPEN_SERVICES, CallLimits
+from prefixd.server.rpc.call_limits import OPEN_SERVICES, CallLimits
+from prefixd.server.rpc.message_size import LARGE_BYTES, check_fields
 from prefixd.server.rpc.receiving import first_message, later_message
 from prefixd.server.rpc.status import Context, abort
-from prefixd.server.rpc.wire import LARGE_BYTES, check_fields
 
 log = logging.getLogger(__name__)
 

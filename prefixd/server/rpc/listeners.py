@@ -15,12 +15,12 @@ from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
+from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
-from prefixd.server.access.tickets import Tickets
 from prefixd.server.access.token_file import TokenFile
 from prefixd.server.rpc import anonymous
+from prefixd.server.rpc.call_limits import CALLS, HEALTH_CALLS, WAITING, CallLimits
 from prefixd.server.rpc.door import Door, ServiceTable
-from prefixd.server.rpc.limits import CALLS, HEALTH_CALLS, WAITING, CallLimits
 from prefixd.server.rpc.receiving import OPENING
 from prefixd.server.rpc.tcp_connections import MOST, TcpConnections
 from prefixd.server.rpc.tls import tls_credentials
@@ -78,14 +78,14 @@ class Listeners:
     Args:
         settings: all of them.
         tenants: to whom callers belong.
-        tickets: what local clients show.
+        credentials: reads the credentials that local clients send.
         audit: is told who is let in and refused.
 
     Raises:
         ConfigError: a certificate or a key that cannot be used.
     """
 
-    def __init__(self, settings: Settings, tenants: Tenants, tickets: Tickets, audit: AuditLog) -> None:
+    def __init__(self, settings: Settings, tenants: Tenants, credentials: LocalCredentials, audit: AuditLog) -> None:
         server = settings.server
         self.access = _socket_access(settings)
         """Who may connect to the unix sockets, as of now."""
@@ -93,7 +93,7 @@ class Listeners:
         logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
         """To be loaded before the listeners are opened, and watched from then on."""
-        self.identities = Identities(server, settings.tenants, tenants, self.tokens, tickets)
+        self.identities = Identities(server, settings.tenants, tenants, self.tokens, credentials)
         generations = _generations(settings)
         self.limits = CallLimits(tenants, generations)
         self._unix = grpc.aio.server(options=_OPTIONS)

@@ -2,7 +2,7 @@
 
 A client connects to a unix socket, sends one line and gets one line of JSON:
 
-    ticket       {"ticket": "e803..."}: says at the gRPC socket which user it is, see `Tickets`
+    ticket       {"ticket": "e803..."}: says at the gRPC socket which user it is, see `LocalCredentials`
     SESSION ID   {"arena_bytes": 8589934592}, whose first byte carries the descriptor (SCM_RIGHTS); the line may carry a
                  descriptor of the client's process (pidfd), for a kernel that does not give the daemon one
 

@@ -11,7 +11,7 @@ from prefixd.base.clocks import elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers, Troubles
-from prefixd.process.limits import LOCK
+from prefixd.process.process_limits import LOCK
 from prefixd.server.access.socket_access import make_private
 from prefixd.server.startup.remote_store import open_remote
 from prefixd.serving.dispatch.wiring import make_cache

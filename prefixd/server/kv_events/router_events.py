@@ -17,8 +17,8 @@ from fnmatch import translate
 
 from prefixd.cache import Namespace, TieredCache
 from prefixd.server.kv_events.announcer import Announcer
+from prefixd.server.kv_events.event_messages import AllBlocksCleared, Event
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
-from prefixd.server.kv_events.wire import AllBlocksCleared, Event
 from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
 
 

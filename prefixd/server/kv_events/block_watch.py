@@ -17,8 +17,8 @@ from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, Session, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.kv_events.announcer import MEDIA, Announcer, Flags
+from prefixd.server.kv_events.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prefixd.server.kv_events.loop_share import LoopShare
-from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prefixd.v1 import cache_pb2 as pb
 
 _TIERS = dict(zip(MEDIA.values(), (Tier.GPU.wire, Tier.CPU.wire, Tier.DISK.wire), strict=True))

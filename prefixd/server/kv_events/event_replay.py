@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import zmq
 
 from prefixd.base.pacer import give_way
+from prefixd.server.kv_events.event_messages import END_OF_REPLAY
 from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
-from prefixd.server.kv_events.wire import END_OF_REPLAY
 from prefixd.settings import EventSettings
 
 log = logging.getLogger(__name__)

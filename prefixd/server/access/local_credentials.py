@@ -1,4 +1,4 @@
-"""Tickets: how a process of this host proves at the gRPC socket which user it is.
+"""LocalCredentials: how a process of this host proves at the gRPC socket which user it is.
 
 gRPC cannot be asked for a connection's SO_PEERCRED. So a client connects to the local door (`LocalDoor`), which can,
 gets a ticket there and shows it with every call. A ticket is a statement with the daemon's own signature, so none is
@@ -40,7 +40,7 @@ class LocalProcess:
     pid: int
 
 
-class Tickets:
+class LocalCredentials:
     """Issues tickets and reads them, once it has its key (`load_key`).
 
     Args:

@@ -1,4 +1,4 @@
-"""The daemon: its parts put together, started in order and ended in the opposite order."""
+"""The daemon: builds its parts, starts them in order and ends them in the opposite order."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from prefixd_swap import MAX_SLABS, FileOps, SlabStore, SwapError
 log = logging.getLogger(__name__)
 
 _EXPIRY_S = 0.25
-_CLOSE_S = 1.0  # for calls that still run when the listeners close
+_CLOSE_S = 1.0  # calls that still run when the listeners close have this long to finish
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the daemon listens, and how long that took since it opened its tiers."""
+    """The addresses at which the daemon listens, and the seconds from the opening of its tiers until then."""
 
     socket: Path
     tcp: str | None
@@ -77,16 +77,16 @@ async def serve(
 
     Args:
         settings: checked settings.
-        ready: called once, when calls are taken (the model may still be loading; requests for it wait).
-        ops: the disk tier's file calls, to have them fail in a test.
-        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: as they are.
+        ready: called once, when the daemon takes calls (the model may still be loading; requests for it wait).
+        ops: the disk tier's file calls; a test can pass some that fail.
+        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: the settings never change.
 
     Raises:
-        ConfigError: a directory, socket or size that the daemon cannot start with.
+        ConfigError: the daemon cannot start with a directory, socket or size of the settings.
     """
     async with AsyncExitStack() as stack:
         daemon = Daemon(settings, ops, read_settings)
-        stack.callback(daemon.signals.ignore)  # after all else: until then a second signal ends the process
+        stack.callback(daemon.signals.ignore)  # runs last: until then a second signal ends the process
         endpoints = await daemon.start(stack)
         heap.exempt_from_collection()
         heap.reuse_large_arrays()
@@ -100,12 +100,12 @@ async def serve(
 
 
 class Daemon:
-    """One daemon's parts. `start` enters into a stack what has to be undone.
+    """The parts of one daemon. `start` registers in a stack how to end each of them.
 
     Args:
         settings: checked settings.
-        ops: the disk tier's file calls, to have them fail in a test.
-        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: as they are.
+        ops: the disk tier's file calls; a test can pass some that fail.
+        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: the settings never change.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Daemon:
         remove_stale_socket(settings.server.socket)
         door = await self._open_memory_listener(stack)
         snapshot, service = self._add_services(door)
-        # Until here a signal ended the process at once: no call was taken.
+        # Before this line a signal ends the process at once, since it has taken no call.
         self.signals.install()
         tcp = await self._listeners.open()
         stack.push_async_callback(self.cache.write_back.flush, again=True)  # what clients committed during the drain
@@ -172,7 +172,7 @@ class Daemon:
         return Endpoints(settings.server.socket, tcp, metrics_port, elapsed_s() - began_s)
 
     async def _start_cache(self, device: str, stack: AsyncExitStack) -> None:
-        """Opens tiers and cache, and starts what runs in the background."""
+        """Opens the tiers and the cache, and starts their background tasks."""
         settings, clock = self.settings, elapsed_s
         self._troubles = troubles = Troubles(clock)
         raise_descriptor_limit(settings.server.max_sessions, settings.disk.bytes and MAX_SLABS, troubles)
@@ -220,7 +220,7 @@ class Daemon:
             0 if arena is None else arena.capacity_bytes,
             lambda session: session in sessions,
             self._listeners.access,
-            watch.visit,
+            watch.admit,
             may_map=identities.may_map,
             ticket=lambda uid, pid: self._credentials.issue(LocalProcess(uid, pid)),
         )
@@ -269,7 +269,7 @@ class Daemon:
             ) from error
 
     def _timeout_s(self) -> float:
-        """How long a drain waits for requests and calls that run: not at all once a background task has failed."""
+        """Returns how long a drain waits for running requests and calls: 0 s if a background task has failed."""
         return 0.0 if self.failed else self.settings.server.drain_timeout_s
 
     async def _drain_on_request(self, shutdown: bool) -> tuple[int, int]:
@@ -279,16 +279,16 @@ class Daemon:
         return result
 
     def _fail(self) -> None:
-        """Ends the daemon: a background task has failed."""
+        """Ends the daemon because a background task has failed."""
         self.failed = True
         self.ended.set()
 
     def _on_signal(self) -> None:
-        """Called within the signal handler, between any two instructions: the event loop does the rest."""
+        """Runs inside the signal handler, between any two instructions, so it only wakes the event loop."""
         self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
-        log.info("ending: what runs is finished first; a second signal ends at once")
+        log.info("ending: running requests are finished first; a second signal ends the daemon at once")
         self.ended.set()
 
     async def _expire(self) -> None:

@@ -85,7 +85,7 @@ async def test_guarantees_that_only_a_restart_can_keep_change_nothing(cache: Tie
     tokens.write_text(f"other client {'b' * 32}\n")
     trouble = await house.read()
     assert f"guaranteed {4 * MIB} bytes of the cpu tier, which has {MIB}" in trouble
-    assert "raise cpu.bytes and start the daemon again" in trouble and "what was read before stays in force" in trouble
+    assert "raise cpu.bytes and start the daemon again" in trouble and "that were read before stay in force" in trouble
     assert house.sessions("a") == 1 and cache.tenants.get("b") is None
     assert [token.name for token in house.doors.tokens.tokens] == ["engine"]
     house.now["tenants.b.cpu_guaranteed"] = MIB // 2
@@ -150,7 +150,7 @@ async def test_tokens_and_blocks_of_tenants_that_settings_do_not_name_are_told_o
     assert "the token engine is of tenant acme" in strange
     assert not await house.read() and not warnings()
     tokens.write_text(f"engine client {'a' * 32} b\nthird client {'c' * 32} c\n")
-    await file.look(house.troubles)
+    await file.reload_if_changed(house.troubles)
     (line,) = warnings()
     assert "the token third is of tenant c" in line
     shared.free(slots)

@@ -1,12 +1,14 @@
-"""LocalCredentials: how a process of this host proves at the gRPC socket which user it is.
+"""Local credentials: a process of this host proves with one at the gRPC socket which user runs it.
 
-gRPC cannot be asked for a connection's SO_PEERCRED. So a client connects to the local door (`LocalDoor`), which can,
-gets a ticket there and shows it with every call. A ticket is a statement with the daemon's own signature, so none is
-kept, and it is good after a restart, too. It says which user and process asked for it; what the user may do is looked
-up when it is shown. Its age is measured by a clock that nobody sets and that begins anew with the host
-(`prefixd.base.clocks.elapsed_s`), so the signature names the host's boot: no ticket of an earlier one is good.
+gRPC does not give a connection's SO_PEERCRED. So a client connects to the local door (`MemoryListener`), which reads
+SO_PEERCRED itself, gets a credential there and sends it with every call as `authorization: Ticket e803...`. A
+credential names the user and the process that asked for it and carries the daemon's signature, so the daemon stores
+none of them, and they stay valid after a restart. The daemon looks up what the user may do when it reads a credential.
+Its age is measured by a clock that cannot be set and that starts with the host (`prefixd.base.clocks.elapsed_s`), so
+the signature covers the host's boot id: a credential from an earlier boot is invalid.
 
-A client whose ticket is refused fetches another one and asks once more. So the key may be lost with the data directory.
+A client whose credential is refused fetches a new one and repeats the call once. So the key may be lost with the data
+directory.
 """
 
 from __future__ import annotations
@@ -23,29 +25,29 @@ from pathlib import Path
 from prefixd.base.errors import ConfigError
 
 SCHEME = "Ticket"
-"""Before a ticket in the metadata `authorization`."""
+"""Stands before a credential in the metadata `authorization`."""
 GOOD_FOR_S = 24 * 3600.0
 
 _FILE = "ticket.key"
 _KEY_BYTES = 32
 _BODY = struct.Struct("<IIq")  # uid, pid, when it was issued (seconds since the host was started)
-_TICKET_BYTES = _BODY.size + hashlib.sha256().digest_size
+_CREDENTIAL_BYTES = _BODY.size + hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True, slots=True)
 class LocalProcess:
-    """Who asked for a ticket."""
+    """The user and the process that asked for a credential."""
 
     uid: int
     pid: int
 
 
 class LocalCredentials:
-    """Issues tickets and reads them, once it has its key (`load_key`).
+    """Issues credentials and reads them; `load_key` gives it a key that outlives the daemon.
 
     Args:
         clock: seconds since the host was started.
-        boot: which start of the host that is.
+        boot: id of that start of the host.
     """
 
     def __init__(self, clock: Callable[[], float], boot: bytes) -> None:
@@ -54,8 +56,10 @@ class LocalCredentials:
         self._boot = boot
 
     def load_key(self, data_dir: Path) -> None:
-        """Uses the key of the data directory from now on, which is made where there is none: what was signed with it
-        before is good. Delete the file, with no daemon running, to make all tickets void.
+        """Uses the key in the data directory from now on, and makes one if there is none.
+
+        Credentials that an earlier daemon signed with this key are valid. To make all credentials invalid, delete the
+        file `ticket.key` while no daemon runs.
 
         Raises:
             ConfigError: the file cannot be read or written.
@@ -71,21 +75,25 @@ class LocalCredentials:
                 file.write(self._key)
             fresh.replace(path)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be used ({error.strerror}); it signs local clients' tickets") from error
+            raise ConfigError(
+                f"{path} cannot be used ({error.strerror}); it signs local clients' tickets; make it readable "
+                "and writable for the daemon's user"
+            ) from error
 
     def issue(self, holder: LocalProcess) -> str:
-        """A ticket for this process, in hexadecimal digits."""
+        """Returns a credential for this process, in hexadecimal digits."""
         body = _BODY.pack(holder.uid, holder.pid, int(self._clock()))
         return (body + self._sign(body)).hex()
 
-    def read(self, ticket: str) -> LocalProcess | None:
-        """Whose it is; None for one that is not ours, or too old."""
+    def read(self, credential: str) -> LocalProcess | None:
+        """Returns the process that a credential was issued to; None if this daemon did not sign it, or if it is older
+        than a day."""
         try:
-            given = bytes.fromhex(ticket)
+            given = bytes.fromhex(credential)
         except ValueError:
             return None
         body = given[: _BODY.size]
-        if len(given) != _TICKET_BYTES or not hmac.compare_digest(given[_BODY.size :], self._sign(body)):
+        if len(given) != _CREDENTIAL_BYTES or not hmac.compare_digest(given[_BODY.size :], self._sign(body)):
             return None
         uid, pid, issued_s = _BODY.unpack(body)
         return LocalProcess(uid, pid) if 0 <= self._clock() - issued_s <= GOOD_FOR_S else None

@@ -1,4 +1,4 @@
-"""KV events: what routers and engines are told of the blocks in each tier; to routers in vLLM's wire format."""
+"""KV events: the daemon announces the blocks of each tier to routers (in vLLM's wire format) and to engines."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Door:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         CURRENT_CALL.set(call)
         if self._audit.enabled:
-            self._audit.let_in(caller)
+            self._audit.log_let_in(caller)
         return call
 
     def _who_calls(self, context: Context) -> Caller:
@@ -192,13 +192,13 @@ class Door:
     async def _tell_refused(self, caller: Caller, method: str, why: str) -> None:
         """Waits until a caller may be told of a refusal, and logs it."""
         if await self._limits.refusals.turn(caller.tenant):
-            self._audit.refused(caller, method[:_METHOD], why)
+            self._audit.log_refused(caller, method[:_METHOD], why)
 
     async def _refuse_unknown(self, method: str, why: str, context: Context) -> NoReturn:
         """Ends the call of an unknown caller, and logs where it came from."""
         if await self._limits.refusals.turn(None):
             peer = context.peer() if self._name == "tcp" else ""
-            self._audit.refused(None, method[:_METHOD], why, door=self._name, peer=peer)
+            self._audit.log_refused(None, method[:_METHOD], why, door=self._name, peer=peer)
             log.info("refused %s%s: %s", method[:_METHOD], f" from {peer}" if peer else "", why)
         remedy = (
             "; send `authorization: Bearer TOKEN`, with a token from the daemon's server.tokens "

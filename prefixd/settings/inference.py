@@ -31,7 +31,7 @@ class SchedulerSettings(Section):
     """The order of the queue."""
 
     policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
-    """Which of the waiting requests with the lowest priority number runs next. fcfs: the one that arrived first. fpf:
+    """The request that runs next, of those with the lowest priority number. fcfs: the one that arrived first. fpf:
     the one whose cached prefix is in the nearest tier. relaxed-fpf: as fpf, but a request's age counts too, so that no
     wait is without bound. lpm: the one with most cached tokens. shortest-ready: the one with the least time left to
     load and compute its prompt. deadline: the one whose deadline comes first. All but fcfs and relaxed-fpf may starve a

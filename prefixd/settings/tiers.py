@@ -124,8 +124,8 @@ class RemoteSettings(Section):
     """
 
     url: Annotated[str, AfterValidator(_store_url)] | None = None
-    """Which store: valkey://host:port/db and valkeys://... (with TLS) for Valkey or Redis, valkey:///path for a unix
-    socket, s3://bucket/prefix, or mooncake://host:port (of the master). None by default."""
+    """The store's address: valkey://host:port/db and valkeys://... (with TLS) for Valkey or Redis, valkey:///path for a
+    unix socket, s3://bucket/prefix, or mooncake://host:port (of the master). None by default."""
     secret_file: AbsolutePath | None = None
     """File (mode 0600) with a secret of 16 bytes or more, the same on all hosts that share blocks: `openssl rand -hex
     32 > FILE`. The names of objects, and the proof that they are from one of these hosts, are made from it."""

@@ -175,7 +175,7 @@ def _open(path: Path) -> int:
     elif found.st_uid not in (0, os.geteuid()):
         why = f"it belongs to user {found.st_uid}"
     elif found.st_nlink > 1:
-        why = f"it has {found.st_nlink} names, as somebody may have given it to another file"
+        why = f"it has {found.st_nlink} names, so another user may have linked it to another file"
     if why:
         os.close(opened)
         raise ConfigError(f"{setting}: {why}; remove it or choose another file")

@@ -1,6 +1,6 @@
 """The door: every call passes it before its method, and this file calls every check.
 
-    1. who calls: a ticket, a token, a certificate, or nothing (`Identities`)
+    1. the caller: by a local credential, a token, a certificate, or none of them (`Identities`)
     2. whether the caller's role is enough, and whether its tenant may have one more call (`CallLimits`)
     3. its message, when its turn has come (`CallersCall`), in a size that can be parsed (`check_fields`)
     4. the method; a PrefixdError becomes the call's status (`abort`)
@@ -78,7 +78,7 @@ class Door:
     Args:
         identities: tells callers' tenants and roles.
         limits: the limits of all doors together.
-        audit: logs who is let in and refused.
+        audit: logs callers that are let in or refused.
         name: `unix` or `tcp`.
     """
 

@@ -40,7 +40,7 @@ def test_another_file_in_its_place_is_refused(folder: Path) -> None:
         AuditLog(path)
     path.unlink()
     os.link(victim, path)
-    with pytest.raises(ConfigError, match=r"it has 2 names, as somebody may have given it"):
+    with pytest.raises(ConfigError, match=r"it has 2 names, so another user may have linked it"):
         AuditLog(path)
     path.unlink()
     os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: pages made of README.md, CONTRIBUTING.md and CHANGELOG.md, and links out of docs/.
+"""Hooks of mkdocs: pages made of README.md, CONTRIBUTING.md and CHANGELOG.md, and links to files outside docs/.
 
 Pages link to each other and to files of the repository by relative paths, which work in an editor and on a forge. On
 the site a file outside docs/ is a link to the repository. A link to a file that does not exist ends the build.
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""By their path in the repository: the pages that are made of files outside docs/."""
+"""The pages that are made of files outside docs/, by the path of the file in the repository."""
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 
 
@@ -28,7 +28,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page with the links that the site needs."""
+    """Returns the page with the links that the site needs."""
     made_of = {target: source for source, target in FROM_ROOT.items()}
     here = page.file.src_uri
     source = made_of.get(here, f"docs/{here}")
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def site_link(source: str, page: str, link: str, repo_url: str) -> str:
-    """Where `link`, which stands in the file `source` of the repository, leads from `page` of the site.
+    """Returns the link of the site for `link` in the file `source` of the repository, relative to `page`.
 
     `("README.md", "index.md", "docs/vllm.md#limits")` is `vllm.md#limits`; `("docs/vllm.md", "vllm.md",
     "../examples/vllm")` is `REPO_URL/tree/main/examples/vllm`.

@@ -1,1 +1,1 @@
-"""What every room builds on: errors, sizes, clocks, tenants and what is fair among them. Imports no other room."""
+"""Foundations of all other packages: errors, sizes, clocks, tenants and fairness between them. Imports none of them."""

@@ -1,4 +1,4 @@
-"""The clock by which ages are measured: of leases, tickets, sessions, wishes, and of requests that wait."""
+"""The clock that measures ages: of leases, credentials, sessions, retention requests and waiting requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 elapsed_s = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
-"""Seconds since this host was started, those asleep included: the same for all processes of the host.
+"""Returns the seconds since this host was started, including those asleep; equal for all processes of the host.
 
-Nobody sets this clock (CLOCK_BOOTTIME), while the wall clock may be set by a day at any moment. It begins anew when the
-host does: what outlives that must not be measured by it.
+This clock (CLOCK_BOOTTIME) cannot be set, while the wall clock may jump by a day at any moment. It begins at 0 when the
+host starts, so ages that span a restart of the host must not be measured by it.
 """
 
 
 def boot_id() -> bytes:
-    """Which start of the host `elapsed_s` counts from: 36 bytes; random ones where there is no /proc."""
+    """Returns the id of the host's start from which `elapsed_s` counts: 36 bytes, random if there is no /proc."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Token ids drawn from what a block of tokens stands for, where its own ids do not tell."""
+"""Token ids that stand for a block's tokens and for further facts, for blocks that depend on more than their tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 
 def drawn_ids(tokens: npt.ArrayLike, facts: bytes) -> npt.NDArray[np.uint32]:
-    """As many ids as there are `tokens`, drawn from them and from `facts` with SHAKE-256.
+    """Returns as many ids as there are `tokens`, drawn from them and from `facts` with SHAKE-256.
 
-    Equal tokens and facts give equal ids; with n tokens, others give the same with a probability of 2^-16n at the most
-    to somebody who searches for them.
+    Equal tokens and facts give equal ids. With n tokens, an attacker who searches for other tokens or facts with the
+    same ids succeeds with a probability of at most 2^-16n.
     """
     ids = np.asarray(tokens, "<u4")
     digest = hashlib.shake_256(ids.tobytes())

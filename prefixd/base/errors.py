@@ -1,4 +1,19 @@
-"""What a caller can be told. Every message names the value and the remedy; `status` is the gRPC code's name."""
+"""Errors that reach a caller. Every message names the value and the remedy; `status` is the name of the gRPC code.
+
+PrefixdError
+    InvalidArgumentError     the call is wrong, whatever the state of the cache
+    NotFoundError            there is no such namespace, session, lease, reservation or prefix
+        SessionEndedError
+    AlreadyExistsError       another object has the name
+    PermissionDeniedError    the caller may not have this
+        NamespaceClosedError
+    ExhaustedError           there is no room, or a limit is reached
+    PreconditionError        the call is not possible in the present state
+    UnavailableError         the caller should try again later
+    TooSlowError             the client sends or reads too slowly
+    UnsupportedError         this daemon was not configured for it
+    ConfigError              the daemon cannot start with a setting
+"""
 
 from __future__ import annotations
 
@@ -12,13 +27,13 @@ class PrefixdError(Exception):
 
 
 class InvalidArgumentError(PrefixdError):
-    """The call is wrong, whatever the state of the cache."""
+    """The call is wrong in any state of the cache."""
 
     status = "INVALID_ARGUMENT"
 
 
 class NotFoundError(PrefixdError):
-    """No such namespace, session, lease, reservation or prefix."""
+    """There is no such namespace, session, lease, reservation or prefix."""
 
     status = "NOT_FOUND"
 
@@ -28,7 +43,7 @@ class SessionEndedError(NotFoundError):
 
 
 class AlreadyExistsError(PrefixdError):
-    """A name that is taken by something else."""
+    """Another object has the name already."""
 
     status = "ALREADY_EXISTS"
 
@@ -44,36 +59,36 @@ class NamespaceClosedError(PermissionDeniedError):
 
 
 class ExhaustedError(PrefixdError):
-    """No room, and nothing may be evicted or no more may wait."""
+    """There is no room and no block may be evicted, or a limit is reached."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class PreconditionError(PrefixdError):
-    """Right in itself, but not in the present state."""
+    """The call is valid, but not possible in the present state."""
 
     status = "FAILED_PRECONDITION"
 
 
 class UnavailableError(PrefixdError):
-    """Try again later: the daemon drains, or the worker is down."""
+    """The daemon drains, or the worker is down: the caller should try again later."""
 
     status = "UNAVAILABLE"
 
 
 class TooSlowError(PrefixdError):
-    """A stream's client sends or reads too little for what it holds meanwhile."""
+    """A stream's client sends or reads too slowly for the memory or slots that the stream holds."""
 
     status = "DEADLINE_EXCEEDED"
 
 
 class UnsupportedError(PrefixdError):
-    """This daemon was not configured for what was asked."""
+    """This daemon was not configured for this call."""
 
     status = "UNIMPLEMENTED"
 
 
 class ConfigError(PrefixdError):
-    """A setting, file or directory that the daemon cannot start with."""
+    """The daemon cannot start with a setting, file or directory."""
 
     status = "INVALID_ARGUMENT"

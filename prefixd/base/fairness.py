@@ -1,7 +1,7 @@
-"""Turns and limits of tenants, in front of what takes work first come, first served.
+"""Turns and limits of tenants, in front of a queue that serves first come, first served.
 
-`TenantTurns`: one piece of work of each tenant at a time. `CallTurns`: one call at a time, round robin over tenants.
-`PacedLine`: one after the other, with pauses. `SharedBytes`: bytes of requests, within a `SharedLimit`.
+`TenantTurns` lets one piece of work of each tenant in at a time. `CallTurns` begins one call at a time, round robin
+over tenants. `PacedLine` gives turns one after the other, with pauses. `SharedBytes` limits bytes of requests.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from prefixd_scheduler import SharedLimit
 
 
 class TenantTurns:
-    """Lets one of each tenant in; its others wait here. So nobody waits behind more than one of another tenant."""
+    """Lets one piece of work of each tenant in; the tenant's others wait here.
+
+    So no work waits behind more than one piece of each other tenant.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # of tenants of which one is in
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # of tenants that have work inside
 
     @asynccontextmanager
     async def turn(self, tenant: Hashable) -> AsyncGenerator[None]:
-        """Waits until none of the tenant is in. Raises CancelledError when it is closed meanwhile, too."""
+        """Waits until no other work of the tenant is inside. Raises CancelledError also if `close` is called."""
         if (line := self._waiting.get(tenant)) is None:
             self._waiting[tenant] = deque()
         else:
@@ -43,7 +46,7 @@ class TenantTurns:
             self._next(tenant)
 
     def close(self) -> None:
-        """Nobody who waits is let in any more."""
+        """Cancels all waiting work."""
         for line in self._waiting.values():
             for waits in line:
                 waits.cancel()
@@ -58,10 +61,10 @@ class TenantTurns:
 
 
 class PacedLine:
-    """Turns one after the other; after one that cost something the next waits until that time has passed.
+    """Gives turns one after the other; after a turn that cost some seconds the next turn waits that long.
 
     Args:
-        burst_s: seconds of costs that need not be waited for, after as long a time without a turn.
+        burst_s: after this long without a turn, turns up to this cost need not wait.
     """
 
     def __init__(self, burst_s: float = 0.0) -> None:
@@ -71,11 +74,11 @@ class PacedLine:
 
     @property
     def idle(self) -> bool:
-        """Whether a turn would come at once."""
+        """True if a turn would come at once."""
         return not self._lock.locked() and self._next_s <= asyncio.get_running_loop().time()
 
     async def turn(self, cost_s: float = 0.0) -> None:
-        """Waits for a turn, which costs `cost_s` seconds. Who waited goes on before anything else happens."""
+        """Waits for a turn, which costs `cost_s` seconds. The caller runs on before any other task."""
         async with self:
             if cost_s:
                 self.pay(cost_s)
@@ -95,32 +98,33 @@ class PacedLine:
         self._lock.release()
 
     def pay(self, cost_s: float) -> None:
-        """A turn has cost this many seconds."""
+        """Adds the cost of a turn: the next turn waits this many seconds."""
         self._next_s = max(self._next_s, asyncio.get_running_loop().time() - self._burst_s) + cost_s
 
 
 LONGEST_TURNS = 40
-"""Turns of the event loop after which a call that is not over waits for something."""
+"""Turns of the event loop after which the next call may begin, since the present one waits for something."""
 LONGEST_S = 0.02
-"""Seconds after which it does, however few turns that were."""
+"""Seconds after which the next call may begin, after any number of turns."""
 
 
 class CallTurns:
-    """Who waits for a turn, and whose it is.
+    """Begins one call at a time, round robin over tenants.
 
-    gRPC hands calls over in the order in which they came, whoever sent them, so a tenant with a thousand calls under
-    way would have nearly all of the event loop. Here one call at a time is given to the loop. The others wait in a line
-    for each tenant, and the lines take turns:
+    gRPC hands calls over in the order of their arrival, so a tenant with a thousand calls under way would get nearly
+    all of the event loop. Here one call at a time begins. The others wait in one line for each tenant, and the lines
+    take turns:
 
         begun      b1
         waiting    a: a1    c: c1 c2 c3 c4 ...    b: b2        a1 is next, then c1, b2, c2
 
-    gRPC hands a call over in about three turns of the loop, and a call takes some ten: only if calls begin more slowly
-    than gRPC hands them over do they wait here, and not in gRPC. With three calls at a time a flood had its way.
+    gRPC hands a call over in about three turns of the loop, and a call takes about ten turns. Calls must begin more
+    slowly than gRPC hands them over, else they would wait in gRPC and not here. With three calls at a time, a flood of
+    one tenant's calls still delayed the others.
 
-    The next call does not wait for all that a call does. One that goes on for longer than most, in turns or in time,
-    waits for a disk, for memory or for its caller, or does long work slice by slice, and the next one begins. Turns
-    alone do not tell: beside long work each of them takes as long as a slice.
+    The next call does not wait for the end of a long call. A call that takes longer than most, in turns or in time,
+    waits for a disk, for memory or for its caller, or works slice by slice; then the next one begins. The number of
+    turns alone is not enough: beside long work each turn takes as long as a slice.
     """
 
     def __init__(self) -> None:
@@ -130,7 +134,7 @@ class CallTurns:
         self._waiting: dict[Hashable, deque[tuple[asyncio.Future[None], asyncio.Task[object]]]] = {}  # first: next
 
     async def begin(self, tenant: Hashable, call: asyncio.Task[object]) -> None:
-        """Returns when it is the turn of a tenant's call, which runs as this task."""
+        """Waits until a tenant's call, which runs as the task `call`, may begin."""
         if not self._waiting:
             if self._begun is None or self._begun.done():
                 self._begin(call)
@@ -141,7 +145,7 @@ class CallTurns:
         await turn
 
     def pause(self, call: asyncio.Task[object]) -> None:
-        """The call waits for its caller now, and has another turn when it goes on: the next one may begin."""
+        """Lets the next call begin, since this call waits for its caller now; it calls `begin` again later."""
         if self._begun is call:
             self._begun = None
 
@@ -149,13 +153,13 @@ class CallTurns:
         self._begun, self._turns, self._began_s = call, 0, call.get_loop().time()
 
     def _is_over(self) -> bool:
-        """Whether the call that began last is, or goes on for long."""
+        """True if the call that began last has ended or takes long."""
         if self._begun is None or self._begun.done() or self._turns >= LONGEST_TURNS:
             return True
         return self._begun.get_loop().time() - self._began_s >= LONGEST_S
 
     def _next(self) -> None:
-        """Looks in each turn of the loop, as long as calls wait, whether one of them may begin."""
+        """Begins the next call if it may. Runs in each turn of the loop as long as calls wait."""
         self._turns += 1
         if self._is_over():
             while self._waiting:
@@ -164,7 +168,7 @@ class CallTurns:
                 turn, call = line.popleft()
                 if line:
                     self._waiting[tenant] = line  # behind the others
-                if not turn.done():  # else the caller has gone
+                if not turn.done():  # a done turn is that of a cancelled call
                     turn.set_result(None)
                     self._begin(call)
                     break
@@ -173,13 +177,13 @@ class CallTurns:
 
 
 class SharedBytes:
-    """Counts bytes and refuses what is too much; each tenant has its part (`SharedLimit`).
+    """Counts bytes that calls hold and refuses too many; each tenant has its part (`SharedLimit`).
 
     Args:
-        most_bytes: of all calls together.
-        what: they are bytes of: "images".
-        limit: what bounds them: "worker.images_bytes".
-        tenants: how many tenants there are.
+        most_bytes: limit of all calls together.
+        what: name of the bytes for messages: "images".
+        limit: name of the setting: "worker.images_bytes".
+        tenants: returns the number of tenants.
     """
 
     def __init__(self, most_bytes: int, what: str, limit: str, tenants: Callable[[], int] = lambda: 1) -> None:
@@ -189,12 +193,12 @@ class SharedBytes:
 
     @property
     def nbytes(self) -> int:
-        """Of all calls."""
+        """Bytes that all calls hold."""
         return self._shared.total
 
     @contextmanager
     def held(self, tenant: Tenant, nbytes: int) -> Generator[None]:
-        """While a call has these. Raises ExhaustedError."""
+        """Counts the bytes of a call inside the block. Raises ExhaustedError if they are too many."""
         shared = self._shared
         if nbytes and not shared.try_add(tenant.name, nbytes):
             tenant.refused[self._limit] += 1

@@ -1,4 +1,4 @@
-"""The process's heap: glibc's, kept from holding on to memory that nobody uses, and what Python's collector visits."""
+"""Tunes glibc's heap, so that unused memory returns to the system, and the objects that Python's collector visits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST_BYTES = 32 << 20  # glibc takes no larger limit
 
 
 def keep_large_arrays_apart() -> None:
-    """Has arrays of 1 MiB and more lie outside the heap, so that their memory is the system's again once they are gone.
+    """Places arrays of 1 MiB and more outside the heap, so that their memory returns to the system when they are freed.
 
-    By default glibc moves that limit up to 32 MiB after the first such array, and what is freed between arrays that are
-    used stays resident: 100 bytes a block with a million blocks that a start reads.
+    By default glibc raises that limit up to 32 MiB after the first such array, and memory that is freed between arrays
+    in use stays resident: 100 bytes a block after a start that reads a million blocks.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -26,10 +26,10 @@ def keep_large_arrays_apart() -> None:
 
 
 def reuse_large_arrays() -> None:
-    """Has arrays of less than 32 MiB lie in the heap again, where they get memory that has been used before.
+    """Places arrays of less than 32 MiB in the heap again, where they reuse memory.
 
-    Memory that is touched for the first time costs as much as copying it five times: a message of 16 MiB, which gRPC
-    puts together on the event loop, takes 25 ms apart and 5 ms in the heap. Up to 64 MiB more may stay resident.
+    Touching memory for the first time costs as much as copying it five times: a message of 16 MiB, which gRPC puts
+    together on the event loop, takes 25 ms outside the heap and 5 ms inside. Up to 64 MiB more may stay resident.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -38,16 +38,16 @@ def reuse_large_arrays() -> None:
 
 
 def give_back() -> None:
-    """Returns to the system what is free in the heap between what is used."""
+    """Returns free memory between used parts of the heap to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def exempt_from_collection() -> None:
-    """Has the garbage collector leave alone what is there now: what a start has made stays until the end.
+    """Exempts all present objects from garbage collection: objects that a start has made stay until the end.
 
-    A full collection would go through all of it, 50 ms with torch loaded, in which no other thread runs.
+    A full collection would visit all of them: 50 ms with torch loaded, in which no other thread runs.
     """
     gc.collect()
     gc.freeze()
@@ -55,10 +55,10 @@ def exempt_from_collection() -> None:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Keeps the garbage collector out of the imports in this block, and exempts what they have made.
+    """Stops garbage collection during the imports in this block, and exempts the objects that they have made.
 
-    Modules are not garbage, but with each some thousand objects the collector goes through all that were made before:
-    a quarter of the time that torch and transformers take to load.
+    Modules are never garbage, but after every few thousand new objects the collector visits all earlier ones, which
+    takes a quarter of the time that torch and transformers need to load.
     """
     enabled = gc.isenabled()
     gc.disable()

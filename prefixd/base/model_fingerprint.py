@@ -1,4 +1,4 @@
-"""A name for a model's computation: what must be equal for two caches of KV to be interchangeable."""
+"""Fingerprints of models: two models with the same fingerprint compute the same KV, so their caches can be shared."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _DECIDES_TEXT = frozenset(
         "vocab.json",
     }
 )
-"""Files that act before there are token ids, or behind the logits: caches compare token ids."""
+"""Files that affect only text before it becomes token ids, or tokens after the logits: caches compare token ids."""
 
 
 def fingerprint(model_directory: Path, cache_directory: Path) -> str:
-    """32 hexadecimal digits: XXH3 over the files that decide what the model computes from token ids and from images, by
-    content: weights, configurations (also of the image processor and of quantization), code.
+    """Returns 32 hexadecimal digits: XXH3 over the content of the files that decide what the model computes from token
+    ids and images: weights, configurations (also of the image processor and of quantization), code.
 
-    A file that was hashed before is not read again while path, size, times of change and inode are the same; that is
-    kept in `fingerprints.json` under `cache_directory`, of the last 4,096 files that were asked about.
+    A file is not read again while its path, size, times of change and inode stay the same: `fingerprints.json` in
+    `cache_directory` has the digests of the last 4,096 files.
 
     Raises:
-        ConfigError: there is no config.json, or there are no weights.
+        ConfigError: the directory has no config.json or no weights.
     """
     config = model_directory / "config.json"
     weights = any(path.is_file() for pattern in _WEIGHTS for path in model_directory.glob(pattern))
@@ -63,13 +63,16 @@ def fingerprint(model_directory: Path, cache_directory: Path) -> str:
 
 
 def fingerprint_of_folder(folder: Path, cache_directory: Path) -> str:
-    """As `fingerprint`, over all files below a folder, by their paths in it: for what is no whole model."""
+    """Returns a fingerprint over all files below a folder and their paths in it: for a folder without a whole model."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return fingerprint_of_files(files, folder, cache_directory)
 
 
 def state_of_folder(folder: Path) -> list[tuple[str, int, int, int, int]]:
-    """What changes when somebody writes to a file below a folder, without reading any: path, size, times, inode."""
+    """Returns path, size, times of change and inode of all files below a folder: they differ after any write.
+
+    It reads no file.
+    """
     states = []
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -80,26 +83,28 @@ def state_of_folder(folder: Path) -> list[tuple[str, int, int, int, int]]:
 
 
 def last_change_ns(folder: Path) -> int:
-    """When what is read at a folder last became other: the latest time of change of the folder, of all below it, and of
-    the symbolic links that lead there. In nanoseconds of the wall clock, or of the file server's."""
+    """Returns the latest time of change of a folder, of everything below it, and of the symbolic links that lead there.
+
+    In nanoseconds, by the wall clock of this host or of the file server.
+    """
     latest = 0
     for path in (folder.absolute(), *folder.absolute().rglob("*")):
-        if path.exists():  # which a link to nowhere, or to itself, does not
+        if path.exists():  # false for a symbolic link to a missing file or to itself
             for state in (path.stat(), *(link.lstat() for link in _links(path))):
                 latest = max(latest, state.st_mtime_ns, state.st_ctime_ns)
     return latest
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """The symbolic links between a path and its file, those that its folders are included."""
-    for place in (path, *path.parents):
-        if place.is_symlink():
-            yield place
-            yield from _links(place.parent / place.readlink())
+    """Yields the symbolic links between a path and its file, including those in its folders."""
+    for part in (path, *path.parents):
+        if part.is_symlink():
+            yield part
+            yield from _links(part.parent / part.readlink())
 
 
 def fingerprint_of_files(files: Iterable[Path], folder: Path, cache_directory: Path) -> str:
-    """As `fingerprint`, over these files of a folder."""
+    """Returns a fingerprint over these files of a folder, as `fingerprint` does."""
     cache = _Cache(cache_directory / CACHE_NAME)
     total = xxhash.xxh3_128()
     for path in sorted(files):
@@ -109,24 +114,24 @@ def fingerprint_of_files(files: Iterable[Path], folder: Path, cache_directory: P
 
 
 def fingerprint_of_both(model_directory: Path, draft_directory: Path, cache_directory: Path) -> str:
-    """As `fingerprint`, for caches of blocks that hold the KV of a model and of its draft."""
+    """Returns the fingerprint for blocks that hold the KV of a model and of its draft model."""
     both = [fingerprint(directory, cache_directory) for directory in (model_directory, draft_directory)]
     return xxhash.xxh3_128_hexdigest("\0".join(both).encode())
 
 
 class _Cache:
-    """Digests of files, by what tells that a file is the same."""
+    """Digests of files, kept by path, size, times of change and inode."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._saved = _load(path)
-        self._known = dict(self._saved)  # those that were asked about last, last
+        self._known = dict(self._saved)  # the most recently used last
         self._used = set[str]()
 
     def digest(self, path: Path) -> str:
-        """The file's XXH3, read only if it is not known."""
+        """Returns the file's XXH3; reads the file only if the digest is not known."""
         status = path.stat()
-        # Who puts other bytes into a file can set its time of modification back, and not that of its inode's change.
+        # A writer can set a file's modification time back, but not the change time of its inode.
         identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         name = str(path.resolve())
         self._used.add(name)
@@ -139,7 +144,7 @@ class _Cache:
         return digest
 
     def save(self) -> None:
-        """Replace the file at once. Where it cannot be written, the files are hashed again next time."""
+        """Replaces `fingerprints.json` atomically. If it cannot be written, the files are hashed again next time."""
         for name in list(self._known)[: -max(_MOST_FILES, len(self._used))]:
             del self._known[name]
         if list(self._known.items()) == list(self._saved.items()):

@@ -1,12 +1,12 @@
-"""Lets others run during long work on the event loop."""
+"""Lets other tasks run during long work on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 
 SLICE_ROWS = 1 << 13
-"""Rows of numpy columns that are looked at in a fraction of a millisecond, in arrays too small to be given back to the
-system: pages of memory that are touched for the first time cost more than what is done with them."""
+"""Rows of numpy columns that are read in a fraction of a millisecond. Arrays of this many rows stay in the heap: first
+touching new pages of memory would cost more than the work on them."""
 
 _WORK_S = 0.004
 _PAUSE_S = 0.001  # epoll cannot wait for less
@@ -15,12 +15,13 @@ _QUIET_S = 0.05
 
 
 class _Gate:
-    """Closed for a moment after every few milliseconds of long work, for all who do long work together.
+    """A gate that all long work passes between its slices; it closes for a moment after every 4 ms of long work.
 
-    One turn of the event loop is not enough for others: a call takes some ten turns, since it waits for gRPC's own
-    thread again and again, and gRPC takes new calls one at a time. Between the slices of long work each of these turns
-    takes as long as a slice; in a pause, a tenth of a millisecond. A pause goes on while calls arrive, up to three
-    times the work before it: then they do not pile up, and long work still has a quarter of the time.
+    One turn of the event loop between two slices is not enough for other tasks: a call takes some ten turns, since it
+    waits for gRPC's own thread again and again, and gRPC takes new calls one at a time. Between slices of long work
+    each of these turns takes as long as a slice; in a pause it takes a tenth of a millisecond. A pause goes on while
+    calls arrive, up to three times as long as the work before it: so calls do not pile up, and long work still gets a
+    quarter of the time.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -30,10 +31,10 @@ class _Gate:
         self._opened_s = -_QUIET_S
         self._closed_s = 0.0
         self.arrived = False
-        """A call has arrived since somebody looked."""
+        """True if a call has arrived since the gate last checked."""
 
     async def pass_through(self) -> None:
-        """Waits for one turn, and while the gate is closed. Who waited looks again: others may have worked since."""
+        """Waits for one turn, and while the gate is closed. After a wait it checks again: other work may have run."""
         await asyncio.sleep(0)
         while True:
             if self._open.is_set():
@@ -60,7 +61,8 @@ class _Gate:
 
 
 _newest: _Gate | None = None
-"""A process has one event loop that does long work. Where it has another, as in tests, that gets a gate of its own."""
+"""The gate of the event loop that was used last: a process has one loop with long work; a test's next loop gets a new
+gate."""
 
 
 def _gate() -> _Gate:
@@ -72,12 +74,12 @@ def _gate() -> _Gate:
 
 
 async def give_way() -> None:
-    """Others run here. Long work calls it at least once in a few milliseconds."""
+    """Lets other tasks run. Long work calls it at least once in a few milliseconds."""
     await _gate().pass_through()
 
 
 def call_arrived() -> None:
-    """Tells that a client's message is here: long work that pauses now goes on later."""
+    """Reports that a client's message has arrived: a pause of long work then lasts longer."""
     _gate().arrived = True
 
 
@@ -87,7 +89,7 @@ class Pacer:
     Work is counted and not timed, so that its slices are the same in every run.
 
     Args:
-        per_slice: pieces of work, each of about a microsecond, after which others run.
+        per_slice: pieces of work, each of about a microsecond, after which other tasks run.
     """
 
     def __init__(self, per_slice: int = 1000) -> None:
@@ -95,7 +97,7 @@ class Pacer:
         self._done = 0
 
     async def worked(self, pieces: int) -> None:
-        """So many pieces of work were done. Others run here when the slice is full."""
+        """Counts pieces of work that were done; lets other tasks run if the slice is full."""
         self._done += pieces
         if self._done >= self._per_slice:
             self._done = 0

@@ -1,11 +1,11 @@
-"""Where settings come from: flags, environment, file; which one wins, and what is said of each.
+"""Reads settings from flags, the environment and the file, and records the source of each value.
 
-Knows the settings by dotted name only (`cpu.bytes`); types and limits are `prefixd.settings.settings`' business, which
-needs pydantic. This needs the standard library only: a client reads with it where the daemon listens.
+This module knows the settings by dotted name only (`cpu.bytes`); `prefixd.settings.settings` has types and limits, and
+needs pydantic. This module needs the standard library only, so that a client finds the daemon's socket with it.
 
-pydantic-settings merges such layers too, but does not say which of them a value came from, passes over misspelt
-variables, accepts a section as JSON in one variable (a second way to set the same thing), and reads the process's
-environment whenever a settings object is made. Getting these right around it took more code than reading the layers.
+pydantic-settings merges such layers too, but it does not say which of them a value came from, ignores misspelt
+variables, accepts a section as JSON in one variable (a second way to set the same value), and reads the process's
+environment whenever a settings object is made. Working around this took more code than reading the layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENV_PREFIX = "PREFIXD_"
 FILE_NAME = "prefixd.toml"
 SOCKET = "server.socket"
 ANY_NAME = "NAME"
-"""Stands in the middle of a setting's dotted name for whatever the user calls the section."""
+"""Stands in a setting's dotted name for the name of a section that the user chooses: tenants.NAME.cpu_most."""
 
 
 def gather_layers(
@@ -32,9 +32,10 @@ def gather_layers(
     overrides: Mapping[str, Any],
     environ: Mapping[str, str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The winning values as a nested dictionary, and the source of each by dotted name.
+    """Returns the effective values as a nested dictionary, and the source of each by dotted name.
 
-    Raises ConfigError for a name that is not in `known` and for a file that cannot be read.
+    Raises:
+        ConfigError: a name is not in `known`, or the file cannot be read.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -46,7 +47,7 @@ def gather_layers(
     ]
     for source, settings in layers:
         for name, value in settings:
-            if value == {}:  # an empty section: of those that the user names, it is something, too
+            if value == {}:  # an empty section counts if the user chose its name: it creates a tenant
                 if any(other.startswith(f"{name.partition('.')[0]}.{ANY_NAME}.") for other in known):
                     values[name], sources[name] = value, source
                 continue
@@ -57,9 +58,10 @@ def gather_layers(
 
 
 def find_socket(environ: Mapping[str, str]) -> Path:
-    """`server.socket`, as a daemon of these variables and of the file found beside them has it.
+    """Returns `server.socket` as a daemon with these variables has it, and with the file that they lead to.
 
-    Raises ConfigError for a file that cannot be read, a misspelt variable, and what is no path.
+    Raises:
+        ConfigError: the file cannot be read, a variable is misspelt, or the value is no path.
     """
     file = find_config_file(environ)
     values = dict(_flatten(_read_toml(file)) if file else ())
@@ -71,21 +73,21 @@ def find_socket(environ: Mapping[str, str]) -> Path:
 
 
 def default_socket() -> Path:
-    """`$XDG_RUNTIME_DIR/prefixd/prefixd.sock`, else `/tmp/prefixd-<uid>/prefixd.sock`."""
+    """Returns `$XDG_RUNTIME_DIR/prefixd/prefixd.sock`, or `/tmp/prefixd-<uid>/prefixd.sock` without that variable."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
     return folder / "prefixd.sock"
 
 
 def is_known(name: str, known: Collection[str]) -> bool:
-    """Whether there is a setting of this dotted name."""
+    """True if there is a setting of this dotted name."""
     first, _, rest = name.partition(".")
     _, dot, last = rest.partition(".")
     return name in known or bool(dot and f"{first}.{ANY_NAME}.{last}" in known)
 
 
 def find_config_file(environ: Mapping[str, str]) -> Path | None:
-    """`prefixd.toml` in the working directory, else in `$XDG_CONFIG_HOME/prefixd` (`~/.config/prefixd`)."""
+    """Returns `prefixd.toml` in the working directory or in `$XDG_CONFIG_HOME/prefixd` (`~/.config/prefixd`)."""
     home = Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     for path in (Path(FILE_NAME), home / "prefixd" / FILE_NAME):
         if path.is_file():
@@ -103,10 +105,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _read_environ(environ: Mapping[str, str], known: Collection[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(variable, (dotted name, value)) of each `PREFIXD_*` variable that is ours; empty ones count as unset.
+    """Yields (variable, (dotted name, value)) of each `PREFIXD_*` variable that is a setting and not empty.
 
-    Other PREFIXD_* variables are left alone (Kubernetes sets PREFIXD_SERVICE_HOST and PREFIXD_PORT for a
-    service of that name), except where one underscore stands for the two that were meant.
+    It ignores other PREFIXD_* variables (Kubernetes sets PREFIXD_SERVICE_HOST and PREFIXD_PORT for a service of that
+    name), but refuses a variable with one underscore where two are needed.
     """
     sections = {name.partition(".")[0] for name in known}
     misspelt = {name.replace(".", "_"): name for name in known if "." in name}

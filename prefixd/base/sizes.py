@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parses and writes sizes such as `8GiB`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("i", 1024), ("b", 1000))
 }
 LEAST_ROOM = 4096
-"""Bytes below which a size of room (a tier, a quota, a queue) holds nothing: its unit was forgotten."""
+"""Fewest bytes of a tier, a quota or a queue; a smaller size above 0 lacks its unit."""
 
 
 def parse_size(value: object) -> int:
-    """Bytes from `8GiB` or `8Gi` (powers of 1024), `500MB` (powers of 1000) or a plain number; else ValueError."""
+    """Returns the bytes of `8GiB` or `8Gi` (powers of 1024), `500MB` (powers of 1000) or a plain number.
+
+    Raises:
+        ValueError: the value is none of these, or more than 1 EiB.
+    """
     nbytes = _parse(value)
     if nbytes > _MOST:
-        raise ValueError(f"{value} is more than 1 EiB; write a size of this world")
+        raise ValueError(f"{value} is more than 1 EiB; write a smaller size")
     return nbytes
 
 
 def parse_room(value: object) -> int:
-    """As `parse_size`, for the size of something that holds bytes: 0, or at least 4096; else ValueError."""
+    """Returns the bytes of a size as `parse_size` does; it must be 0 or at least 4096, else ValueError."""
     nbytes = parse_size(value)
     if 0 < nbytes < LEAST_ROOM:
         raise ValueError(
@@ -36,7 +40,7 @@ def parse_room(value: object) -> int:
 
 
 def as_size(nbytes: int) -> str:
-    """`8.0 GiB`."""
+    """Returns a size for people, such as `8.0 GiB`."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -46,7 +50,7 @@ def as_size(nbytes: int) -> str:
 
 
 def _with_unit(value: object) -> str:
-    """The size that was probably meant: 200 -> 200GiB."""
+    """Returns the size that the user probably meant: 200GiB for 200."""
     match = _SIZE.fullmatch(str(value))
     return f"{match[1] if match and not match[2] else 8}GiB"
 

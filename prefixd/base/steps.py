@@ -1,7 +1,8 @@
-"""Long work that is written once and done in one of two ways: at once, or beside other tasks of the event loop.
+"""Long work that is written once and runs in one of two ways: at once, or in slices beside other tasks of the event
+loop.
 
-Such work is a generator. Where it yields None, others may run; where it yields a function, it is sent that function's
-result, which a thread may have computed meanwhile.
+Such work is a generator. When it yields None, other tasks may run; when it yields a function, it receives that
+function's result, which a thread may have computed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Steps = Generator[Callable[[], Any] | None, Any, T]
 
 
 def do_at_once(steps: Steps[T]) -> T:
-    """Does all of it in the calling thread."""
+    """Runs all steps in the calling thread; returns their result."""
     result: Any = None
     while True:
         try:
@@ -31,7 +32,7 @@ def do_at_once(steps: Steps[T]) -> T:
 
 
 async def do_in_slices(steps: Steps[T]) -> T:
-    """Does what lies between two yields in one callback of the event loop, and the functions in threads.
+    """Runs each step in a callback of its own, and the functions in threads; returns the result.
 
     Raises:
         ExhaustedError: no thread can be started.
@@ -54,7 +55,7 @@ async def do_in_slices(steps: Steps[T]) -> T:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """`work()` in a thread, for work that takes longer than others should wait.
+    """Runs `work()` in a thread, so that the event loop does not wait for it; returns its result.
 
     Raises:
         ExhaustedError: no thread can be started.

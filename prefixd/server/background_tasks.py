@@ -1,4 +1,4 @@
-"""The daemon's background tasks: one that fails ends the daemon, which would otherwise take calls and never answer."""
+"""Runs the daemon's background tasks. If one fails, the daemon ends: else it would take calls and never answer them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class BackgroundTasks:
         self.watch([task])
 
     def watch(self, tasks: Iterable[asyncio.Task[None]]) -> None:
-        """Watches tasks that their owners started and end."""
+        """Watches tasks that another part of the daemon has started and will end."""
         for task in tasks:
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._check_result)
 
     def cancel(self) -> None:
-        """Cancels what `start` started."""
+        """Cancels the tasks that `start` started."""
         for task in self._started:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _check_result(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.critical("task %s failed; the daemon ends", task.get_name(), exc_info=task.exception())
             self._on_failure()

@@ -1,4 +1,4 @@
-"""The daemon: its parts put together, started in order and ended in the opposite order."""
+"""The daemon: builds its parts, starts them in order and ends them in the opposite order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
 from prefixd.cache import Troubles
-from prefixd.process.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
+from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
 from prefixd.server.access.socket_access import private_umask
-from prefixd.server.access.tickets import LocalProcess, Tickets
 from prefixd.server.background_tasks import BackgroundTasks
 from prefixd.server.draining import Drain
 from prefixd.server.figures.metrics_server import MetricsServer
@@ -30,7 +30,7 @@ from prefixd.server.figures.tenant_figures import RequestFigures, TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.rpc import status
-from prefixd.server.rpc.health import Health
+from prefixd.server.rpc.health_service import Health
 from prefixd.server.rpc.listeners import Listeners, local_door
 from prefixd.server.rpc.memory_listener import MemoryListener
 from prefixd.server.rpc.processes import ProcessWatch
@@ -38,9 +38,9 @@ from prefixd.server.services.admin_service import AdminService
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.server.services.inference_service import InferenceService
 from prefixd.server.settings_reload import SettingsReload
-from prefixd.server.startup.device import resolve_device
+from prefixd.server.startup.compute_device import resolve_device
 from prefixd.server.startup.exclusive_use import lock_directory, remove_stale_socket
-from prefixd.server.startup.set_aside import SetAsideCheck
+from prefixd.server.startup.set_aside_index import SetAsideCheck
 from prefixd.server.startup.storage import open_arena, open_cache, open_store
 from prefixd.serving.generation import Generation
 from prefixd.serving.models.models import Models
@@ -51,12 +51,12 @@ from prefixd_swap import MAX_SLABS, FileOps, SlabStore, SwapError
 log = logging.getLogger(__name__)
 
 _EXPIRY_S = 0.25
-_CLOSE_S = 1.0  # for calls that still run when the listeners close
+_CLOSE_S = 1.0  # calls that still run when the listeners close have this long to finish
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the daemon listens, and how long that took since it opened its tiers."""
+    """The addresses at which the daemon listens, and the seconds from the opening of its tiers until then."""
 
     socket: Path
     tcp: str | None
@@ -77,16 +77,16 @@ async def serve(
 
     Args:
         settings: checked settings.
-        ready: called once, when calls are taken (the model may still be loading; requests for it wait).
-        ops: the disk tier's file calls, to have them fail in a test.
-        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: as they are.
+        ready: called once, when the daemon takes calls (the model may still be loading; requests for it wait).
+        ops: the disk tier's file calls; a test can pass some that fail.
+        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: the settings never change.
 
     Raises:
-        ConfigError: a directory, socket or size that the daemon cannot start with.
+        ConfigError: the daemon cannot start with a directory, socket or size of the settings.
     """
     async with AsyncExitStack() as stack:
         daemon = Daemon(settings, ops, read_settings)
-        stack.callback(daemon.signals.ignore)  # after all else: until then a second signal ends the process
+        stack.callback(daemon.signals.ignore)  # runs last: until then a second signal ends the process
         endpoints = await daemon.start(stack)
         heap.exempt_from_collection()
         heap.reuse_large_arrays()
@@ -100,12 +100,12 @@ async def serve(
 
 
 class Daemon:
-    """One daemon's parts. `start` enters into a stack what has to be undone.
+    """The parts of one daemon. `start` registers in a stack how to end each of them.
 
     Args:
         settings: checked settings.
-        ops: the disk tier's file calls, to have them fail in a test.
-        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: as they are.
+        ops: the disk tier's file calls; a test can pass some that fail.
+        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: the settings never change.
     """
 
     def __init__(
@@ -132,16 +132,16 @@ class Daemon:
         device = resolve_device(self._given) if self._given.worker.enabled else "cpu"
         self.settings = settings = self._given.on_device(device)
         self._tenants = Tenants(settings.quotas)
-        self._tickets = Tickets(elapsed_s, boot_id())
+        self._credentials = LocalCredentials(elapsed_s, boot_id())
         self._audit = AuditLog(settings.server.audit_log)
         stack.callback(self._audit.close)
-        self._listeners = Listeners(settings, self._tenants, self._tickets, self._audit)
+        self._listeners = Listeners(settings, self._tenants, self._credentials, self._audit)
         if self._listeners.tokens is not None:
             stack.callback(self._listeners.tokens.close)
             await self._listeners.tokens.load()
         stack.callback(private_umask())
         stack.callback(lock_directory(settings.data_dir))
-        self._tickets.load_key(settings.data_dir)
+        self._credentials.load_key(settings.data_dir)
         heap.keep_large_arrays_apart()
         began_s = elapsed_s()
         await self._start_cache(device, stack)
@@ -156,7 +156,7 @@ class Daemon:
         remove_stale_socket(settings.server.socket)
         door = await self._open_memory_listener(stack)
         snapshot, service = self._add_services(door)
-        # Until here a signal ended the process at once: no call was taken.
+        # Before this line a signal ends the process at once, since it has taken no call.
         self.signals.install()
         tcp = await self._listeners.open()
         stack.push_async_callback(self.cache.write_back.flush, again=True)  # what clients committed during the drain
@@ -172,7 +172,7 @@ class Daemon:
         return Endpoints(settings.server.socket, tcp, metrics_port, elapsed_s() - began_s)
 
     async def _start_cache(self, device: str, stack: AsyncExitStack) -> None:
-        """Opens tiers and cache, and starts what runs in the background."""
+        """Opens the tiers and the cache, and starts their background tasks."""
         settings, clock = self.settings, elapsed_s
         self._troubles = troubles = Troubles(clock)
         raise_descriptor_limit(settings.server.max_sessions, settings.disk.bytes and MAX_SLABS, troubles)
@@ -220,9 +220,9 @@ class Daemon:
             0 if arena is None else arena.capacity_bytes,
             lambda session: session in sessions,
             self._listeners.access,
-            watch.visit,
+            watch.admit,
             may_map=identities.may_map,
-            ticket=lambda uid, pid: self._tickets.issue(LocalProcess(uid, pid)),
+            ticket=lambda uid, pid: self._credentials.issue(LocalProcess(uid, pid)),
         )
         await listener.start()
         stack.push_async_callback(listener.close)
@@ -269,7 +269,7 @@ class Daemon:
             ) from error
 
     def _timeout_s(self) -> float:
-        """How long a drain waits for requests and calls that run: not at all once a background task has failed."""
+        """Returns how long a drain waits for running requests and calls: 0 s if a background task has failed."""
         return 0.0 if self.failed else self.settings.server.drain_timeout_s
 
     async def _drain_on_request(self, shutdown: bool) -> tuple[int, int]:
@@ -279,16 +279,16 @@ class Daemon:
         return result
 
     def _fail(self) -> None:
-        """Ends the daemon: a background task has failed."""
+        """Ends the daemon because a background task has failed."""
         self.failed = True
         self.ended.set()
 
     def _on_signal(self) -> None:
-        """Called within the signal handler, between any two instructions: the event loop does the rest."""
+        """Runs inside the signal handler, between any two instructions, so it only wakes the event loop."""
         self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
-        log.info("ending: what runs is finished first; a second signal ends at once")
+        log.info("ending: running requests are finished first; a second signal ends the daemon at once")
         self.ended.set()
 
     async def _expire(self) -> None:

@@ -1,4 +1,4 @@
-"""The daemon's end in order: it takes no new work, finishes what runs and writes back what is not on disk."""
+"""Drains the daemon: it takes no new work, finishes running requests and writes all blocks that are not on disk."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ log = logging.getLogger(__name__)
 
 
 class Drain:
-    """Drains the daemon when asked to; it can be asked again while calls still store blocks.
+    """Drains the daemon. `run` can be called again while calls still store blocks.
 
     Args:
-        cache: written back.
-        models: finish their requests; None in a sidecar.
-        draining: set from the first drain on.
-        timeout_s: how long requests and calls that run may take; asked when a drain waits for them.
+        cache: its blocks are written to disk.
+        models: their requests are finished; None in a sidecar.
+        draining: set by the first drain.
+        timeout_s: returns how long running requests and calls may take; called when a drain waits for them.
         on_begin: called when `draining` has been set.
     """
 
@@ -41,9 +41,9 @@ class Drain:
         self._before = (0, 0)  # blocks written to disk and requests finished when the first drain began
 
     async def run(self) -> tuple[int, int]:
-        """Drains; all who ask meanwhile wait for the same drain.
+        """Drains the daemon; a call during a drain waits for that drain.
 
-        Returns how many blocks were written to disk, and how many requests finished, since the first drain began.
+        Returns the numbers of blocks written to disk and of requests finished since the first drain began.
         """
         if self._drained is None or self._drained.done():
             self._drained = asyncio.create_task(self._drain(), name="drain")
@@ -59,9 +59,9 @@ class Drain:
             await self._finish_requests(self._models)
         timeout_s = self._timeout_s()
         try:
-            await asyncio.wait_for(self._cache.mover.idle(), timeout_s)  # commits most of all
+            await asyncio.wait_for(self._cache.mover.idle(), timeout_s)  # mostly for commits
         except TimeoutError:
-            log.warning("calls that store or lease blocks still run after %g s; they are ended", timeout_s)
+            log.warning("calls that store or lease blocks still run after %g s; the daemon ends them", timeout_s)
         await self._cache.write_back.flush(again=again)
         written, finished = (now - before for now, before in zip(self._done(), self._before, strict=True))
         log.info("drained: %d requests finished, %d blocks written to disk", finished, written)
@@ -72,7 +72,7 @@ class Drain:
         try:
             await asyncio.wait_for(models.idle(), timeout_s)
         except TimeoutError:
-            log.warning("requests still run after %g s; they are ended", timeout_s)
+            log.warning("requests still run after %g s; the daemon ends them", timeout_s)
             error = UnavailableError(f"the daemon drained for {timeout_s:g} s and ended the request; send it again")
             await asyncio.gather(*(host.dispatcher.end_all(error) for host in models.hosts.values()))
 

@@ -1,4 +1,4 @@
-"""What the gRPC health service says of the daemon, its services, its tiers and its models."""
+"""Sets the gRPC health status of the daemon, its services, its tiers and its models."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import asyncio
 from grpc_health.v1 import health_pb2
 
 from prefixd.cache import Tiers
-from prefixd.server.rpc.health import Health
+from prefixd.server.rpc.health_service import Health
 from prefixd.serving.models.models import Models
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 TIER_HEALTH = "prefixd.tier."
-"""Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
+"""Stands before a tier's name (`prefixd.tier.disk`): the health service that serves while the tier works fully."""
 MODEL_HEALTH = "prefixd.model."
-"""Before a model's name, where there are several: whether its worker serves, or will when it has started."""
+"""Stands before a model's name if there are several: the health service that serves unless the model's worker has
+failed."""
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name,
@@ -26,13 +27,14 @@ SERVICES = (
 class HealthStatus:
     """Sets the status of every health service from the state of tiers and models.
 
-    A tier that is out or shrunk does not serve, nor does Inference without a worker, while the rest does: a load
-    balancer that sends requests elsewhere then must not take the cache away from its other clients.
+    The status of a tier is NOT_SERVING while it is out of service or shrunk, and that of Inference while no worker
+    serves; the other services keep theirs. So a load balancer that then sends requests elsewhere does not take the
+    cache away from its other clients.
 
     Args:
-        health: the service.
-        tiers: the cache's.
-        models: None in a sidecar.
+        health: the gRPC service.
+        tiers: the cache's tiers.
+        models: the models; None in a sidecar.
         draining: set when the daemon takes no new work.
     """
 

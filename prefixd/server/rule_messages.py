@@ -1,4 +1,4 @@
-"""A part's rule, between the contract and the cache."""
+"""Translates the rule of a part between the contract (proto) and the cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from prefixd.v1 import cache_pb2 as pb
 
 
 def rule_spec(part: pb.Part) -> RuleSpec | None:
-    """The rule that a part asks for; None for full attention.
+    """Returns the rule that a part asks for; None for full attention.
 
     Raises:
-        InvalidArgumentError: the rule is of a kind that is not known here.
+        InvalidArgumentError: this version does not know the kind of rule.
     """
     rule = part.rule
     match rule.WhichOneof("kind"):
@@ -45,7 +45,7 @@ def rule_spec(part: pb.Part) -> RuleSpec | None:
 
 
 def rule_message(spec: RuleSpec | None) -> pb.Rule | None:
-    """The rule as the contract has it; None for full attention."""
+    """Returns the rule as a message of the contract; None for full attention."""
     match spec:
         case SlidingWindowSpec():
             return pb.Rule(sliding_window=pb.SlidingWindow(tokens=spec.tokens))
@@ -61,9 +61,9 @@ def rule_message(spec: RuleSpec | None) -> pb.Rule | None:
             return None
 
 
-def retention_wishes(messages: Sequence[pb.Retention]) -> list[Retention]:
-    """The wishes that a caller sends. Raises InvalidArgumentError where one cannot be."""
-    check_ranges(len(messages))  # before any is read
-    wishes = [Retention(each.start_token, each.end_token, each.priority, each.ttl_s) for each in messages]
-    check_retention(wishes)
-    return wishes
+def retention_requests(messages: Sequence[pb.Retention]) -> list[Retention]:
+    """Returns the retention requests that a caller sends. Raises InvalidArgumentError if one is invalid."""
+    check_ranges(len(messages))  # before any message is read
+    requests = [Retention(each.start_token, each.end_token, each.priority, each.ttl_s) for each in messages]
+    check_retention(requests)
+    return requests

@@ -1,4 +1,4 @@
-"""SIGHUP: the settings are read again, and what can change while the daemon runs does: who is who, and the quotas."""
+"""SIGHUP: reads the settings again and applies what can change without a restart: identities of callers, and quotas."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from prefixd.settings import Settings, dotted_values
 log = logging.getLogger(__name__)
 
 PART = "settings"
-"""What its trouble is about, in `Troubles`."""
+"""The part that `Troubles` names while the settings cannot be used."""
 _READ_AGAIN = ("server.allow_uids", "server.admin_uids", "server.admin_certificates")
 
 
 class SettingsReload:
-    """Reads the settings again, whenever it is asked to.
+    """Reads the settings again on request.
 
     Args:
-        settings: those of the start, with which everything was made that only a restart changes.
-        read: reads the settings; runs in a thread. None: they stay as they are.
-        doors: is told who is who.
-        cache: its tenants get their quotas.
+        settings: the settings of the start; those that only a restart changes stay in force.
+        read: reads the settings; runs in a thread. None: the settings never change.
+        doors: gets the new settings by which it identifies callers.
+        cache: its tenants get the new quotas.
         troubles: has one while the settings cannot be used.
-        audit: its file is opened anew, too.
+        audit: opens its file again.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class SettingsReload:
         self._reading: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Reads them soon. While they are being read, once more afterwards: the file may have changed since."""
+        """Starts reading the settings. If they are being read, they are read once more: the file may have changed."""
         self._wanted = True
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_while_wanted(), name="reload")
 
     async def idle(self) -> None:
-        """Waits until what was asked for is done."""
+        """Waits until all requested readings are done."""
         if self._reading is not None:
             await asyncio.wait({self._reading})
 
@@ -73,30 +73,30 @@ class SettingsReload:
             fresh = self._settings if self._read is None else await asyncio.to_thread(self._read)
             tokens = None if self._doors.tokens is None else await self._doors.tokens.read()
             self._check(fresh)
-            self._doors.update(fresh)  # the last that can fail: what comes after it changes with it, or not at all
+            self._doors.update(fresh)  # the last step that can fail, so that settings change together or not at all
         except Exception as error:
             if not isinstance(error, ConfigError):
                 log.exception("the settings could not be read again")
-            why = f"{error}: what was read before stays in force; repair it, and send SIGHUP"
+            why = f"{error}: the settings that were read before stay in force; repair this, and send SIGHUP"
             self._troubles.begin(PART, why, tell=True)
             return
         self._troubles.end(PART)
         if self._doors.tokens is not None and tokens is not None:
             self._doors.tokens.use(tokens)
         self._cache.tenants.set_quotas(fresh.quotas)
-        self._tell_of_removed(self._named - set(fresh.tenants))
+        self._log_removed_tenants(self._named - set(fresh.tenants))
         self._named = set(fresh.tenants)
-        self._cache.mover.changed.set()  # what was beyond a limit may be written now
+        self._cache.mover.changed.set()  # blocks that a former limit kept back may be written now
         ours, theirs = dotted_values(self._settings), dotted_values(fresh)
         changed = [name for name in theirs if not name.startswith("tenants.") and ours.get(name) != theirs[name]]
         later = [name for name in changed if name not in _READ_AGAIN]
         log.info("settings were read again: %d tenants", len(fresh.tenants))
         if later:
             log.warning("%s changed, which only a restart brings into force", ", ".join(later))
-        self._audit.tell("settings read again", None)
+        self._audit.log_event("settings read again", None)
 
-    def _tell_of_removed(self, names: Iterable[str]) -> None:
-        """Logs the tenants that the settings do not name any more and that still have blocks."""
+    def _log_removed_tenants(self, names: Iterable[str]) -> None:
+        """Logs tenants that the settings no longer name and that still have blocks."""
         tiers, use = self._cache.tiers.own, self._cache.mover.use
         for name in sorted(names):
             if (tenant := self._cache.tenants.get(name)) is None:
@@ -113,7 +113,7 @@ class SettingsReload:
                 )
 
     def _check(self, fresh: Settings) -> None:
-        """Raises ConfigError where the tiers, whose sizes only a restart changes, cannot hold what is guaranteed."""
+        """Raises ConfigError if the tiers, whose sizes only a restart changes, cannot hold the guaranteed bytes."""
         try:
             check_tiers_hold(self._cache, fresh.quotas, gpu=self._settings.worker.enabled)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The settings: the tree with its defaults, where values come from, and what must be true of them together."""
+"""The settings: the tree with its defaults, the sources of values, and checks of values that must fit together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be refused before the daemon starts: directories, sockets and sizes that are not there."""
+"""Checks before the daemon starts that the directories, sockets and sizes of the settings work on this machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ _WORKER_BYTES = 384 << 20  # torch and its threads, without weights
 
 
 def check_start(settings: Settings, root: Path = Path("/")) -> None:
-    """Raises ConfigError for the first setting that cannot work on this machine; changes nothing.
+    """Checks the settings on this machine; changes nothing.
 
-    `root`: where `proc` and the control groups lie, another one in tests.
+    Args:
+        settings: the settings.
+        root: the directory that has `proc` and the control groups; tests pass another one.
+
+    Raises:
+        ConfigError: a setting cannot work; the first one is named.
     """
     _check_directory("data_dir", settings.data_dir)
     if settings.disk.bytes:
@@ -44,9 +49,9 @@ def _check_memory(settings: Settings, root: Path) -> None:
 
 
 def memory_needed(settings: Settings) -> tuple[int, str]:
-    """Bytes of host memory that the daemon will have taken when its tiers are full, at least, and what they are for.
+    """Returns the least host memory, in bytes, that the daemon needs with full tiers, and a list of its parts as text.
 
-    A GPU tier on a CPU counts where `gpu.device` says so; "auto" fits itself to what there is.
+    A GPU tier in host memory counts if `gpu.device` is "cpu" and `gpu.bytes` a number; "auto" adapts to free memory.
     """
     parts = {"the CPU tier": settings.cpu.bytes, "the daemon": _DAEMON_BYTES}
     if settings.worker.enabled:
@@ -57,7 +62,7 @@ def memory_needed(settings: Settings) -> tuple[int, str]:
 
 
 def _check_directory(name: str, path: Path) -> None:
-    """`path` is a directory that we can write to, or can be made into one."""
+    """Raises ConfigError unless `path` is a directory that this user can write to, or can be created."""
     nearest = path
     while not os.path.lexists(nearest):
         nearest = nearest.parent

@@ -1,4 +1,4 @@
-"""The types of settings: how a value is written, and what is refused."""
+"""The types of settings: they parse values and refuse invalid ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from prefixd.base.sizes import parse_room
 
-# The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
+# The socket that hands over the CPU tier's memory has the name of the daemon's socket and this suffix.
 MEMORY_SOCKET_SUFFIX = "-memory"
 # sun_path of sockaddr_un has 108 bytes, the last of which is a NUL.
 LONGEST_SOCKET_PATH = 107 - len(MEMORY_SOCKET_SUFFIX)
 
 
 def listed_numbers(value: object) -> object:
-    """A list as it stands in a variable or behind --set: 1001,1002."""
+    """Splits a list of numbers from an environment variable or from --set: 1001,1002."""
     if isinstance(value, int):
         raise ValueError(f"write a list such as [{value}]")
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
 def listed_texts(value: object) -> object:
-    """A list as it stands in a variable or behind --set: /models/a,/models/b."""
+    """Splits a list of texts from an environment variable or from --set: /models/a,/models/b."""
     return [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value
 
 
@@ -55,13 +55,13 @@ UserId = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
 
 
 def default_data_dir() -> Path:
-    """`$XDG_DATA_HOME/prefixd`, else `~/.local/share/prefixd`."""
+    """Returns `$XDG_DATA_HOME/prefixd`, or `~/.local/share/prefixd` without that variable."""
     home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(home).expanduser() / "prefixd"
 
 
 class Section(BaseModel):
-    """A table of the settings file: no unknown names, nothing changes after it is checked."""
+    """A table of the settings file. It refuses unknown names, and its values cannot change."""
 
     # The docstring below a field is its description: `config show --describe` prints it.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)

@@ -31,7 +31,7 @@ class SchedulerSettings(Section):
     """The order of the queue."""
 
     policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
-    """Which of the waiting requests with the lowest priority number runs next. fcfs: the one that arrived first. fpf:
+    """The request that runs next, of those with the lowest priority number. fcfs: the one that arrived first. fpf:
     the one whose cached prefix is in the nearest tier. relaxed-fpf: as fpf, but a request's age counts too, so that no
     wait is without bound. lpm: the one with most cached tokens. shortest-ready: the one with the least time left to
     load and compute its prompt. deadline: the one whose deadline comes first. All but fcfs and relaxed-fpf may starve a
@@ -44,23 +44,24 @@ class SchedulerSettings(Section):
     """How many waiting requests get their prefixes loaded before their turn. auto: as many as start while one prefix is
     loaded, by recent measurements. 0: none. A number is for comparison."""
     queue_limit: Count = 4096
-    """Requests that may wait; one more is refused."""
+    """The most requests that wait; one more is refused."""
     load: Literal["auto", "always", "never"] = "auto"
-    """What happens to a cached prefix that is not in GPU memory. auto: what brings the first token soonest, by measured
-    times: load it, compute it again, or load its end while its beginning is computed; a load that is slower than
-    expected is abandoned. always: load it, however long that takes. never: compute it again. The last two are for
-    comparison."""
+    """How the daemon gets a cached prefix that is not in GPU memory. auto: the way that brings the first token soonest,
+    by measured times: load it, compute it again, or load its end while its beginning is computed; a load that is slower
+    than expected is abandoned. always: load it, even if that takes longer. never: compute it again. The last two are
+    for comparison."""
     preemption: Literal["auto", "swap", "recompute"] = "auto"
-    """What happens to the KV of a running request that is preempted because GPU memory is short. swap: it moves down a
-    tier and is loaded again later. recompute: it is dropped and computed again. auto: whichever takes less time, for
-    each request. Without a tier below the GPU tier, and with cache.enabled = false, it is always computed again."""
+    """How the daemon frees the KV of a running request that is preempted because GPU memory is short. swap: it moves
+    the KV down a tier and loads it again later. recompute: it drops the KV and computes it again. auto: the faster of
+    both, for each request. Without a tier below the GPU tier, and with cache.enabled = false, the KV is always computed
+    again."""
 
     @check_together(mode="after")
     def _bound_for_who_starves(self) -> Self:
         if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
             raise ValueError(
                 f"scheduler.starvation_bound_s = {self.starvation_bound_s:g}, but scheduler.policy = {self.policy} "
-                "starves nobody; leave the bound out"
+                "starves no request; leave the bound out"
             )
         return self
 
@@ -72,26 +73,27 @@ class WorkerSettings(Section):
     """Directory of a Hugging Face model."""
     more_models: Annotated[tuple[AbsolutePath, ...], BeforeValidator(listed_texts)] = ()
     """Directories of further models, each with a worker of its own; all settings of this section apply to each. They
-    share the GPU tier, frame by frame: whoever is busy has the memory. A request names a model by its directory's name;
-    without a name it goes to `model`."""
+    share the GPU tier, frame by frame: busy models get the memory. A request names a model by the name of its
+    directory; a request without a name goes to `model`."""
     embedded: bool = False
     """Run the small random model that comes with prefixd: for trying out and for tests."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and KV; auto: what the model was saved in, float32 on a CPU."""
+    """Type of weights and KV; auto: the type in which the model was saved, float32 on a CPU."""
     block_tokens: Count = 16
     """Tokens of one cached block; more where a block must fill whole chunks of memory, see `prefixd stats`."""
     layout: Literal["token", "layer"] = "token"
     """How KV lies in memory: all layers of a token together, or each layer apart."""
     kv: Literal["virtual", "paged"] = "virtual"
-    """How the worker finds a request's KV: in contiguous addresses on which its blocks are mapped (virtual; vTensor,
-    vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
+    """How the worker addresses a request's KV: in contiguous addresses to which its blocks are mapped (virtual;
+    vTensor, vAttention), or in blocks through a block table (paged; PagedAttention), a baseline to measure against."""
     groups: Literal["by_rule", "one"] = "by_rule"
-    """What is kept of models whose layers need different things: of each layer what its rule needs (by_rule; Jenga), or
-    everything of all, in pages of one size (one), as a baseline to measure against: layers with windows keep
-    all tokens, blocks are as long as the largest state, and a state is kept after each of them."""
+    """The KV that is kept for models with different kinds of layers. by_rule: for each layer the part that its rule
+    needs (Jenga). one: everything for all layers, in pages of one size, as a baseline to measure against: layers with
+    windows keep all tokens, blocks are as long as the largest state, and a state is kept after each block."""
     feature_bytes: Bytes = 256 << 20
-    """For models that read images: size of the embeddings of images seen before that the worker keeps on its device.
-    What the layers with cross-attention of Llama 3.2 Vision keep of an image is in the tiers: 202 MiB of its 11B."""
+    """For models that read images: the size of the cache of image embeddings on the worker's device. The KV that the
+    cross-attention layers of Llama 3.2 Vision compute from an image is in the tiers instead: 202 MiB for the 11B model.
+    """
     draft_model: AbsolutePath | None = None
     """Directory of a small Hugging Face model with the same tokens that proposes output, which the model checks several
     tokens at a time: the same answers in fewer passes of the model (speculative decoding). It runs on the same device,
@@ -99,42 +101,44 @@ class WorkerSettings(Section):
     draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
     """How many tokens the draft proposes at a time."""
     cuda_graphs: bool = True
-    """Replay decode steps as CUDA graphs: on CUDA, with 16-bit KV in virtual tensors and a model that a graph can hold;
-    `prefixd stats` says where they are not in use and why."""
+    """Replay decode steps as CUDA graphs: on CUDA, with 16-bit KV in virtual tensors and a model that a graph can hold.
+    If they are not in use, `prefixd stats` says why."""
     max_running: Count = 8
-    """Requests computed at once; on CUDA 64, unless it is set."""
+    """The most requests computed at once; on CUDA 64, unless it is set."""
     max_step_tokens: Count = 512
-    """Tokens computed in one step over all requests; on CUDA 4096, unless it is set. Those that run wait for their next
-    token while a step of a long prompt is computed: 40 ms for 1000 tokens of an 8B on an H100."""
+    """The most tokens computed in one step over all requests; on CUDA 4096, unless it is set. Running requests wait for
+    their next token while a step of a long prompt is computed: 40 ms for 1000 tokens of an 8B model on an H100."""
     states_per_prompt: Annotated[int, Field(ge=0, le=64)] = 4
-    """For models with recurrent layers: most states that are kept of one prompt: at its end, where it leaves what
-    others have sent, and as state_every_tokens says. One more is kept at the end of the output. A state has the memory
-    of hundreds of tokens' KV and serves prefixes of one length. 0: none; nothing of such a model is found again."""
+    """For models with recurrent layers: the most states kept of one prompt: at its end, where it branches from earlier
+    prompts, and as state_every_tokens says. One more is kept at the end of the output. A state takes as much memory as
+    the KV of hundreds of tokens and serves prefixes of one length. 0: none; no prefix of such a model is found again.
+    """
     state_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """Among these, one each so many tokens of a prompt, in whole blocks, the last ones first; 0: none."""
+    """Among these, one state every so many tokens of a prompt, in whole blocks, the last ones first; 0: none."""
     images_per_prompt: Count = 16
-    """For models that read images: images of one prompt. A call to Generate has at most 16 MiB with all of them."""
+    """For models that read images: the most images of one prompt. A call of Generate has at most 16 MiB with all of
+    them."""
     image_bytes: Bytes = 8 << 20
-    """Size of an image's file (PNG, JPEG, WebP)."""
+    """The largest file of an image (PNG, JPEG, WebP)."""
     image_pixels: Count = 16 << 20
-    """Width times height of an image; an image that is decoded takes 4 bytes for each."""
+    """The most pixels of an image, width times height; a decoded image takes 4 bytes for each."""
     image_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
-    """Processor time to decode an image and to resize it for the model, which is done in a process of its own; one that
-    takes more is refused. A photograph of 16 million pixels takes one."""
+    """The most processor time, in seconds, to decode an image and to resize it for the model, in a process of its own;
+    an image that takes longer is refused. A photograph of 16 million pixels takes one second."""
     images_bytes: Bytes = 1 << 30
-    """Size of the images of all requests that wait or run, of their files and of their pixels as the model takes them;
-    one more is refused."""
+    """The most memory for the images of all requests that wait or run: their files, and their pixels in the model's
+    format. A request above it is refused."""
     threads: Count = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """CPU threads of the worker."""
     step_seconds: Annotated[int, Field(ge=1)] = 600
-    """The longest that a step of the worker may take. A worker that answers nothing for that long hangs: it is killed,
-    and another one is started."""
+    """The longest that a step of the worker may take, in seconds. The daemon kills a worker that does not answer for
+    that long, and starts another one."""
     restart_limit: Annotated[int, Field(ge=0)] = 3
-    """How often a worker that died is started again before the daemon gives it up."""
+    """How often the daemon starts a worker again that died, before it gives the worker up."""
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a worker."""
+        """True if there is a worker."""
         return self.embedded or self.model is not None
 
     @check_together(mode="after")

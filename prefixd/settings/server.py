@@ -1,4 +1,4 @@
-"""Where the daemon listens and who may call it: `server` and `events`."""
+"""The settings `server` and `events`: where the daemon listens, and which callers it lets in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _tcp(value: str) -> str:
 
 
 EVENT_NAMESPACE, EVENT_TENANT = "{namespace}", "{tenant}"
-"""Stand in `events.topic` for the name of the namespace that a batch is about, and for its tenant."""
+"""Stand in `events.topic` for the name of a batch's namespace, and for the namespace's tenant."""
 
 
 def _zmq(value: str) -> str:
@@ -66,7 +66,7 @@ AnnouncedNames = Annotated[str, AfterValidator(_announced)]
 
 
 def without_authority(name: str) -> str:
-    """Why a setting that names certificates is refused where no client is asked for one."""
+    """Returns why a setting that names certificates is refused if the daemon asks no client for one."""
     return (
         f"{name} names certificates, but without server.tls_client_ca no client is asked for one; set "
         f"server.tls_client_ca too, or leave {name} out"
@@ -74,60 +74,60 @@ def without_authority(name: str) -> str:
 
 
 class ServerSettings(Section):
-    """Where the daemon listens, and what it grants its clients."""
+    """The daemon's listeners, and limits of its clients."""
 
     socket: SocketPath = Field(default_factory=default_socket)
     """Unix socket for clients on this host."""
     socket_mode: Annotated[str, BeforeValidator(_socket_mode)] = "0600"
-    """Permissions of the sockets; "0660" lets the socket's group in too, but only this user maps the memory."""
+    """Permissions of the sockets. "0660" gives access to the socket's group too, but only this user maps the memory."""
     allow_uids: Annotated[tuple[UserId, ...], BeforeValidator(listed_numbers)] = ()
-    """Further users, by id, who may use the daemon and map its memory; by an access control list on the sockets."""
+    """Ids of further users that may use the daemon and map its memory, by an access control list on the sockets."""
     tcp: Annotated[str, AfterValidator(_tcp)] | None = None
     """host:port for clients on other hosts; none by default. Needs tls_cert and tls_key, or insecure_tcp."""
     tls_cert: AbsolutePath | None = None
-    """Certificate (chain) of the TCP port, PEM. With it and tls_key nobody reads along, and clients can check whom they
-    talk to. Who may use the port is up to tls_client_ca and tokens: with neither, everyone who reaches it."""
+    """Certificate (chain) of the TCP port, PEM. With it and tls_key, traffic is encrypted and clients can verify the
+    daemon. tls_client_ca and tokens decide which clients may use the port; with neither, all that reach it may."""
     tls_key: AbsolutePath | None = None
     """The certificate's private key, PEM, without a password."""
     tls_client_ca: AbsolutePath | None = None
-    """Authorities, PEM: only clients with a certificate of theirs may use the TCP port (mutual TLS). To which tenant a
-    certificate belongs is said by tenants.NAME.certificates, and who is an operator by admin_certificates; with tokens,
-    other certificates need a token besides."""
+    """Certificate authorities, PEM: only clients with a certificate from them may use the TCP port (mutual TLS).
+    tenants.NAME.certificates says which tenant a certificate belongs to, admin_certificates which ones are operators';
+    if there are tokens, all other certificates need a token too."""
     insecure_tcp: bool = False
-    """Open the TCP port without TLS, on loopback too: everyone who reaches it may use it as a client, and what travels
-    can be read and changed on the way. With tokens only their holders may use it, but the tokens can be read on the way
-    too."""
+    """Open the TCP port without TLS, also on loopback: all clients that reach it may use it, and others can read and
+    change the traffic on the way. With tokens only their holders may use it, but the tokens can be read on the way."""
     tokens: AbsolutePath | None = None
     """File (mode 0600) of bearer tokens for the TCP port and the metrics port: lines `name role token [tenant]`, and
     comments that begin with `#`. The role client opens PrefixCache and Inference, metrics the metrics port, admin those
-    and Admin; health is open to all. Without a tenant a token is of the tenant default. The daemon reads the file again
-    within 2 s of a change; while it cannot be used, the tokens read before stay valid."""
+    and Admin; health is open to all. A token without a tenant belongs to the tenant default. The daemon reads the file
+    again within 2 s of a change; while it cannot be used, the tokens read before stay valid."""
     admin_uids: Annotated[tuple[UserId, ...], BeforeValidator(listed_numbers)] = ()
-    """Users of this host, by id, who are operators at the unix socket, beside root and the daemon's user: they use
-    Admin and map the memory. Everybody else who is let in there is a client."""
+    """User ids of this host that are operators at the unix socket, beside root and the daemon's user: they use Admin
+    and map the memory. All other users that may connect are clients."""
     admin_certificates: tuple[str, ...] = ()
     """Names in client certificates (subject's common name, or a DNS or URI alternative name) of operators: they use
-    Admin over TCP. See tls_client_ca."""
+    Admin over TCP. Needs tls_client_ca."""
     max_sessions: Count = 256
-    """Sessions open at once; one more is refused. Some are kept for each tenant (8, where there are enough), however
-    many the others open; `sessions` of a tenant is a limit of its own."""
+    """The most sessions open at once; one more is refused. The daemon keeps some for each tenant (8, if there are
+    enough), so that the others cannot take all; `sessions` of a tenant is a limit of its own."""
     max_grants: Count = 4096
-    """Leases and reservations of one session at once; one more is refused."""
+    """The most leases and reservations of one session at once; one more is refused."""
     namespace_bytes: Annotated[Bytes, Field(ge=1 << 16)] = 64 << 20
-    """Memory for namespaces (a model and a salt each), some 2.5 KiB each. When it is used up, those that were not used
-    for longest are forgotten with their blocks. Where all are in use (leased, pinned, running), a client is refused one
-    more, and requests with one more salt run without the cache."""
+    """Memory for namespaces (a model and a salt each), some 2.5 KiB each. When it is full, the daemon forgets the least
+    recently used ones with their blocks. If all are in use (leased, pinned, running), it refuses a client one more, and
+    runs requests with one more salt without the cache."""
     lease_ttl_s: Seconds = 60.0
-    """How long a lease or a reservation lives unless its client asks otherwise."""
+    """Lifetime of a lease or a reservation for which the client asks for none, in seconds."""
     max_lease_ttl_s: Seconds = 3600.0
-    """The longest life a client can ask for."""
+    """The longest lifetime that a client can ask for, in seconds."""
     drain_timeout_s: Seconds = 60.0
-    """How long a drain or a SIGTERM waits for running requests before it ends them."""
+    """How long a drain or a SIGTERM waits for running requests before it ends them, in seconds."""
     metrics_port: Port | None = None
     """Port for Prometheus metrics on 127.0.0.1; none by default. With tokens, scrapers need one with the role metrics
     or admin (`authorization` in Prometheus' scrape_config); without, every user of this host can read the figures."""
     audit_log: AbsolutePath | None = None
-    """File for a line of JSON about everyone who was let in or refused, and what operators did; none by default."""
+    """File that gets a line of JSON for each caller that is let in or refused, and for each action of an operator; none
+    by default."""
 
     @check_together(mode="after")
     def _tcp_is_secure_or_says_so(self) -> Self:
@@ -164,39 +164,40 @@ class ServerSettings(Section):
 
 
 class EventSettings(Section):
-    """KV events, by which cache-aware routers see what each tier holds; over ZMQ and msgpack, as vLLM publishes them.
+    """KV events tell cache-aware routers which blocks each tier holds; over ZMQ and msgpack, as vLLM publishes them.
 
-    Whoever can connect reads the token ids and the salts of what is announced.
+    Every client that can connect reads the token ids and the salts of the announced blocks.
     """
 
     endpoint: Annotated[str, AfterValidator(_zmq)] | None = None
-    """Where routers subscribe, such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/prefixd/events; none by
-    default, and nothing is published."""
+    """Address at which routers subscribe, such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/prefixd/events. None
+    by default: the daemon then publishes no events."""
     connect: bool = False
-    """Connect to the endpoint rather than listen there: for routers that listen themselves."""
+    """Connect to the endpoint instead of listening there: for routers that listen themselves."""
     replay_endpoint: Annotated[str, AfterValidator(_zmq)] | None = None
-    """Where subscribers that missed batches ask for them once more."""
+    """Address at which subscribers ask for batches that they missed."""
     block_tokens: Count = 16
-    """Tokens of a block as routers count them: the engine's block size, vLLM's and both sides' default. A block of the
-    cache is told of as several such blocks; one of a size that cannot be divided so is told of as it is."""
+    """Tokens of a block as routers count them: the engine's block size, 16 by default in vLLM too. The daemon announces
+    a block of the cache as several such blocks, or whole if it cannot be divided into them."""
     topic: Annotated[str, AfterValidator(_topic)] = ""
-    """The first frame of every message, empty as vLLM's by default; {namespace} in it stands for the namespace's name,
-    {tenant} for whose it is. llm-d wants kv@POD@MODEL, where POD is its name for the engine to which it sends requests
-    for what is held here, such as 10.0.0.5:8000, and MODEL the one that requests name."""
+    """The first frame of every message, empty by default as in vLLM; {namespace} in it stands for the namespace's name,
+    {tenant} for its tenant. llm-d wants kv@POD@MODEL: POD is its name for the engine to which it sends requests with
+    prefixes that this daemon holds, such as 10.0.0.5:8000, and MODEL the model's name in requests."""
     namespaces: Annotated[tuple[AnnouncedNames, ...], BeforeValidator(listed_texts)] = ("default/*",)
-    """Whose namespaces are announced, besides those that the daemon's own workers fill: TENANT/NAME each, where * and ?
-    in NAME stand for any characters. A client names its namespaces as it likes, so name only tenants whose word routers
-    may take: a router sends traffic where a tenant says that a model's prefixes are. (common)/NAME: what has become
-    common by cache.share_after. Several tenants need {tenant} in the topic."""
+    """Namespaces that are announced, besides those that the daemon's own workers fill: TENANT/NAME each; * and ? in
+    NAME stand for any characters. A client can choose any name for a namespace, and a router sends a model's traffic to
+    the host that announces its prefixes, so name only tenants that routers may trust. (common)/NAME: blocks that have
+    become common by cache.share_after. Several tenants need {tenant} in the topic."""
     again_s: Seconds = 5.0
-    """Everything is announced anew for a new subscriber, but begins at most once in so many seconds, and takes at most
+    """For a new subscriber the daemon announces everything again, but at most once in this many seconds, and in at most
     a tenth of the time."""
     buffer_batches: Count = 10_000
-    """Batches kept for replay, at the most."""
+    """The most batches kept for replay."""
     buffer_bytes: Bytes = 64 << 20
-    """Bytes that the batches kept for replay may take; the oldest go first."""
+    """The most bytes of batches kept for replay; the oldest batches are dropped first."""
     queue_batches: Count = 4096
-    """Batches that may wait for one subscriber (up to about 100 KiB each); one that is further behind misses some."""
+    """The most batches that wait for one subscriber (up to about 100 KiB each); a subscriber that is further behind
+    misses some."""
 
     @check_together(mode="after")
     def _endpoints_fit(self) -> Self:

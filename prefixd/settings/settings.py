@@ -36,10 +36,10 @@ _COMMON_PART = 4
 
 
 class Settings(Section):
-    """Everything that can be configured."""
+    """All settings."""
 
     data_dir: AbsolutePath = Field(default_factory=default_data_dir)
-    """Directory for what must outlive the daemon."""
+    """Directory for files that must outlive the daemon."""
     server: ServerSettings = Field(default_factory=ServerSettings)
     gpu: GpuSettings = Field(default_factory=GpuSettings)
     cpu: CpuSettings = Field(default_factory=CpuSettings)
@@ -51,7 +51,7 @@ class Settings(Section):
     scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     tenants: dict[Annotated[str, AfterValidator(check_tenant_name)], TenantSettings] = Field(default_factory=dict)
-    """Tenants by name, each a section [tenants.NAME] of the file; those that no section names have no quotas."""
+    """Tenants by name, each a section [tenants.NAME] of the file; a tenant without a section has no quotas."""
 
     @check_together(mode="after")
     def _blocks_become_common_somewhere(self) -> Self:
@@ -63,7 +63,7 @@ class Settings(Section):
         return self
 
     def on_device(self, device: str) -> Self:
-        """With the defaults of the model's device, such as "cuda:0", for what is not set."""
+        """Returns the settings with the defaults of the model's device, such as "cuda:0", for all that are not set."""
         if not device.startswith("cuda"):
             return self
         sections: dict[str, dict[str, object]] = {
@@ -96,7 +96,7 @@ class Settings(Section):
                 raise ValueError("gpu.bytes = 0, but a model needs room for its KV; leave gpu.bytes out or raise it")
             return self
         if "bytes" not in self.gpu.model_fields_set:
-            # Frozen for everyone else; here the value is still being made.
+            # The settings are frozen, but this check still belongs to their creation.
             object.__setattr__(self, "gpu", self.gpu.model_copy(update={"bytes": 0}))
         elif self.gpu.bytes:
             raise ValueError(
@@ -140,7 +140,7 @@ class Settings(Section):
 
     @property
     def disk_path(self) -> Path:
-        """Where the disk tier lives."""
+        """The directory of the disk tier."""
         return self.disk.path or self.data_dir / "blocks"
 
     @classmethod
@@ -150,10 +150,15 @@ class Settings(Section):
         overrides: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
-        """The effective settings.
+        """Returns the effective settings.
 
-        `overrides` (flags) may be nested (`{"cpu": {"bytes": "1GiB"}}`) or dotted (`{"cpu.bytes": "1GiB"}`);
-        `environ` is the process's environment unless given. Raises ConfigError with one line.
+        Args:
+            config_file: the file; by default the one that `find_config_file` finds.
+            overrides: values of flags, nested (`{"cpu": {"bytes": "1GiB"}}`) or dotted (`{"cpu.bytes": "1GiB"}`).
+            environ: environment variables; by default those of the process.
+
+        Raises:
+            ConfigError: a value is invalid; the message has one line.
         """
         return cls.load_with_sources(config_file, overrides, environ)[0]
 
@@ -164,7 +169,7 @@ class Settings(Section):
         overrides: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> tuple[Self, dict[str, str]]:
-        """As `load`, and where each setting that is not a default comes from, by dotted name."""
+        """Returns the settings as `load` does, and the source of each value that is not a default, by dotted name."""
         known = dotted_names()
         values, sources = gather_layers(known, config_file, overrides or {}, os.environ if environ is None else environ)
         try:
@@ -177,7 +182,7 @@ _TENANTS = "tenants"
 
 
 def dotted_names(section: type[BaseModel] = Settings, prefix: str = "") -> dict[str, str]:
-    """Every setting's dotted name, with its description; `tenants.NAME.cpu_most` stands for that of any tenant."""
+    """Returns the description of every setting by dotted name; `tenants.NAME.cpu_most` stands for any tenant's."""
     names: dict[str, str] = {}
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -190,7 +195,7 @@ def dotted_names(section: type[BaseModel] = Settings, prefix: str = "") -> dict[
 
 
 def dotted_values(section: BaseModel, prefix: str = "") -> dict[str, Any]:
-    """Every setting's value by dotted name, in the order of declaration."""
+    """Returns the value of every setting by dotted name, in the order of declaration."""
     values: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)

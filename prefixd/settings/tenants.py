@@ -1,4 +1,4 @@
-"""What belongs to a tenant and what it may have: `[tenants.NAME]`."""
+"""The settings of a tenant, `[tenants.NAME]`: its users and certificates, and its quotas."""
 
 from __future__ import annotations
 
@@ -12,49 +12,53 @@ from prefixd.settings.field_types import Bytes, Count, Section, UserId, listed_n
 
 
 class TenantSettings(Section):
-    """`[tenants.NAME]`: who belongs to a tenant, and how much of the daemon it may have.
+    """`[tenants.NAME]`: the users and certificates of a tenant, and its quotas.
 
-    Read again on SIGHUP. A tenant within what it is guaranteed of a tier loses no block there for another's sake.
+    The daemon reads it again on SIGHUP. A tenant that has no more of a tier than it is guaranteed loses no block there
+    to another tenant.
     """
 
     uids: Annotated[tuple[UserId, ...], BeforeValidator(listed_numbers)] = ()
-    """Users of this host, by id, who belong to it; let in at the unix socket, but not to the memory."""
+    """User ids of this host that belong to the tenant. They may use the unix socket, but not map the memory."""
     map_memory: bool = False
-    """Whether these users may map the memory: whoever does can read and write all tenants' blocks."""
+    """Let the users in `uids` map the memory: they can then read and write all tenants' blocks."""
     certificates: tuple[str, ...] = ()
-    """Names in client certificates (subject's common name, or a DNS or URI alternative name) that belong to it."""
+    """Client certificates that belong to the tenant, by name (subject's common name, or a DNS or URI alternative name).
+    """
     gpu_guaranteed: Bytes = 0
-    """Bytes of the GPU tier below which none of its blocks goes for another tenant's sake."""
+    """Bytes of the GPU tier that the tenant is guaranteed: while its blocks have no more, none of them is evicted for
+    another tenant."""
     gpu_most: Bytes | None = None
-    """The most bytes of the GPU tier that its blocks may have. With more, after it was lowered, it loses its own blocks
-    as it stores more."""
+    """The most bytes of the GPU tier that the tenant's blocks may have. If they have more, since the limit was lowered,
+    the tenant loses its own blocks as it stores more."""
     cpu_guaranteed: Bytes = 0
     """As gpu_guaranteed, of the CPU tier."""
     cpu_most: Bytes | None = None
-    """As gpu_most, of the CPU tier; its reservations count."""
+    """As gpu_most, of the CPU tier; the tenant's reservations count too."""
     disk_guaranteed: Bytes = 0
     """As gpu_guaranteed, of the disk tier."""
     disk_most: Bytes | None = None
     """As gpu_most, of the disk tier."""
     sessions: Count | None = None
-    """Sessions open at once."""
+    """The most sessions open at once."""
     grants: Count | None = None
-    """Leases and reservations at once."""
+    """The most leases and reservations at once."""
     namespaces: Count | None = None
-    """Namespaces (a model and a salt each) that are open in a session or have blocks."""
+    """The most namespaces (a model and a salt each) that are open in a session or have blocks."""
     waiting_requests: Count | None = None
-    """Requests that wait in the queue."""
+    """The most requests that wait in the queue."""
     requests_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Calls of Generate a second."""
+    """The most calls of Generate a second."""
     calls: Count | None = None
-    """Calls under way at once; Generate, which has waiting_requests, and the streams of sessions do not count."""
+    """The most calls under way at once. Calls of Generate, which waiting_requests limits, and the streams of sessions
+    do not count."""
     retained_bytes: Bytes | None = None
-    """Bytes of blocks with a priority above 0, for which its clients may ask; without it, all tenants together may have
-    half of this host's tiers."""
+    """The most bytes of blocks to which the tenant's clients may give a priority above 0. Without it, all tenants
+    together may have half of this host's tiers."""
 
     @property
     def quota(self) -> Quota:
-        """What of this is its quota."""
+        """The quota part of these settings."""
         return Quota(
             tiers=tuple(
                 TierQuota(getattr(self, f"{tier}_guaranteed"), getattr(self, f"{tier}_most")) for tier in QUOTA_TIERS

@@ -1,4 +1,4 @@
-"""The tiers, how blocks move between them, and what is cached: `gpu`, `cpu`, `disk`, `remote`, `transfers`, `cache`."""
+"""The settings of the tiers, of transfers and of the cache: `gpu`, `cpu`, `disk`, `remote`, `transfers`, `cache`."""
 
 from __future__ import annotations
 
@@ -59,99 +59,100 @@ def _cpu_size(value: object) -> int:
 
 
 class GpuSettings(Section):
-    """The GPU tier, which the model beside the daemon works in."""
+    """The GPU tier: the memory in which the daemon's own model keeps its KV."""
 
     bytes: BytesOrAuto = 256 << 20
     """Size of the tier, with a model; without a model there is no GPU tier, and this is 0. On CUDA auto, unless it is
-    set: 90% of what the device has free at the start, less an estimate of the model's weights and of what a step takes;
-    `prefixd stats` shows what it became. On a CPU auto is most of the machine's memory, taken at the start.
+    set: 90% of the device's free memory at the start, less an estimate of the model's weights and of the memory of a
+    step; `prefixd stats` shows the result. On a CPU auto is most of the machine's memory, allocated at the start.
     `prefixd tier resize gpu` changes the size while the daemon runs."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
-    """auto, cpu, cuda or cuda:N; on cpu the tier lives in host memory."""
+    """auto, cpu, cuda or cuda:N; with cpu the tier is in host memory."""
     chunk_bytes: Bytes | None = None
-    """Unit of physical memory; by default 2MiB on CUDA, on a CPU a block's piece."""
+    """Unit of physical memory; by default 2MiB on CUDA, and a block's piece on a CPU."""
 
 
 class CpuSettings(Section):
     """The CPU tier: one arena of shared memory that local engines map."""
 
     bytes: Annotated[int, BeforeValidator(_cpu_size)] = 1 << 30
-    """Size of the tier. auto: half of what this process may have (the machine's memory, or what its control group
-    allows) less 256 MiB."""
+    """Size of the tier. auto: half of the memory that this process may have (the machine's, or the limit of its control
+    group) less 256 MiB."""
     populate: bool = True
     """Touch the arena's pages at the start, in the background, rather than on first use. Pages touched in order lie
     together, and the disk reads and writes them about twice as fast."""
     lock: bool = False
     """Lock the arena's pages into memory (mlock), so that they are never swapped out. Where the limit RLIMIT_MEMLOCK is
-    too low, the daemon goes on without and says so."""
+    too low, the daemon goes on without the lock and reports it."""
 
 
 class DiskSettings(Section):
     """The disk tier: slab files with a durable index."""
 
     bytes: Bytes = 8 << 30
-    """Size of the tier; 0: none, the cache is then forgotten at a restart."""
+    """Size of the tier; 0: there is none, and a restart loses the cache."""
     shrink: bool = False
-    """Whether the daemon may delete slabs that hold blocks where bytes is below what there is on disk; without it, it
-    refuses to start then."""
+    """Delete slabs with blocks at the start if the disk has more than `bytes`. Without it the daemon then refuses to
+    start."""
     path: AbsolutePath | None = None
     """Directory of the tier; by default `blocks` in data_dir."""
     scrub_bytes_per_s: Bytes = 16 << 20
-    """The most that the scrubber reads in a second to find damage before a reader does; 0: off. A block below 16 KiB
-    counts as 16 KiB."""
+    """The most bytes that the scrubber reads in a second, to find damage before a reader does; 0: off. A block below 16
+    KiB counts as 16 KiB."""
     scrub_every_s: Seconds = 3600.0
-    """A pass of the scrubber begins this long after the last one began, or when that one is done."""
+    """A pass of the scrubber begins this many seconds after the last one began, or when the last one is done."""
     io: Literal["mmap", "direct", "buffered"] = "direct"
     """How files are read and written: past the page cache (direct), through it (buffered), or read out of a memory map
-    and dropped from the page cache afterwards (mmap). `benchmarks.disk` compares them. What the file system or the
-    kernel cannot do is replaced by buffered, with a line of log."""
+    and dropped from the page cache afterwards (mmap). `benchmarks.disk` compares them. If the file system or the kernel
+    does not support one, the daemon uses buffered and logs it."""
     io_threads: Annotated[Count, Field(le=256)] = 4
     """Reads or writes of the tier at a time, 256 at most."""
     admit_uses: Annotated[int, Field(ge=0, le=255)] = 0
-    """How many times a block has to be asked for again before it is written to disk. 0: every block is written. 1 or
-    more saves disk writes: a block that is asked for once stays in memory only, and is gone after a restart. Blocks
-    that are stored `durable`, or named in Persist, are written at once."""
+    """How many times a block must be asked for again before it is written to disk. 0: every block is written. 1 or more
+    saves disk writes: a block that is asked for once stays in memory only, and is lost at a restart. Blocks that are
+    stored `durable`, or named in Persist, are written at once."""
     write_queue_bytes: Bytes | None = None
-    """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. Tenants share it. By
-    default half of cpu.bytes."""
+    """The most bytes of blocks that wait in memory to be written to disk; above it, Reserve waits for the disk. Tenants
+    share it. By default half of cpu.bytes."""
 
 
 class RemoteSettings(Section):
-    """A store that several hosts share, as a tier behind the disk: what one host has computed, all others find.
+    """A store that several hosts share, as a tier behind the disk: every host finds the blocks that another one has
+    computed.
 
-    See docs/remote.md. Needs `pip install 'prefixd[remote]'`, for Mooncake Store `'prefixd[mooncake]'` too.
+    docs/remote.md describes it. It needs `pip install 'prefixd[remote]'`, for Mooncake Store `'prefixd[mooncake]'` too.
     """
 
     url: Annotated[str, AfterValidator(_store_url)] | None = None
-    """Which store: valkey://host:port/db and valkeys://... (with TLS) for Valkey or Redis, valkey:///path for a unix
-    socket, s3://bucket/prefix, or mooncake://host:port (of the master). None by default."""
+    """The store's address: valkey://host:port/db and valkeys://... (with TLS) for Valkey or Redis, valkey:///path for a
+    unix socket, s3://bucket/prefix, or mooncake://host:port (of the master). None by default."""
     secret_file: AbsolutePath | None = None
-    """File (mode 0600) with the secret that all hosts share which share blocks, 16 bytes or more: `openssl rand -hex 32
-    > FILE`. Names of objects and what proves that they are ours are made from it."""
+    """File (mode 0600) with a secret of 16 bytes or more, the same on all hosts that share blocks: `openssl rand -hex
+    32 > FILE`. The names of objects, and the proof that they are from one of these hosts, are made from it."""
     encryption_key_file: AbsolutePath | None = None
-    """File (mode 0600) with a key, 16 bytes or more, the same on all hosts: with it blocks are encrypted in the store.
-    """
+    """File (mode 0600) with a key of 16 bytes or more, the same on all hosts: it encrypts the blocks in the store."""
     share: Literal["all", "reused", "pinned", "none"] = "all"
-    """Which blocks are written to the store. all: every one. reused: one that was asked for again. pinned: pinned
-    prefixes. none: this host reads only."""
+    """Blocks that this host writes to the store. all: every block. reused: blocks that were asked for again. pinned:
+    pinned prefixes. none: this host only reads."""
     ttl_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How long the store keeps a block; 0: as long as it likes. Nothing else deletes what other hosts may use."""
+    """How long the store keeps a block, in seconds; 0: the store decides. prefixd deletes no block that other hosts may
+    use."""
     timeout_s: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
-    """How long a call of the store may take, besides what its bytes take at 1 MiB/s. After a call that takes longer
-    the store is out of service until it answers again."""
+    """How long a call of the store may take, in seconds, in addition to the time of its bytes at 1 MiB/s. After a call
+    that takes longer the store is out of service until it answers again."""
     lookup_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
-    """The most that a prompt waits to learn what the store has of it; for a model of this daemon no more than a twelfth
-    of what computing the prompt takes. An answer that comes later is for the next prompt."""
+    """How long a prompt waits for the store's answer which of its blocks the store has, in seconds; for a model of this
+    daemon at most a twelfth of the time that computing the prompt takes. A later answer serves the next prompt."""
     absent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """How long the store is not asked again for what it did not have."""
+    """For this many seconds the store is not asked again for blocks that it did not have."""
     known_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
-    """How long a block that only the store has is taken to be there while nobody asks for it."""
+    """For this many seconds after the last request for it, a block that only the store has is expected to be there."""
     known_blocks: Count = 1 << 18
     """The most such blocks; each takes some 300 bytes of memory."""
     connections: Annotated[Count, Field(le=64)] = 4
-    """Valkey: connections, of a cluster to each node. Mooncake: calls at a time."""
+    """Valkey: connections, in a cluster to each node. Mooncake: calls at a time."""
     cluster: bool = False
-    """Valkey: whether the server is a node of a cluster."""
+    """Valkey: the server is a node of a cluster."""
     username: str | None = None
     """Valkey: ACL user; by default the server's default user."""
     password_file: AbsolutePath | None = None
@@ -164,20 +165,20 @@ class RemoteSettings(Section):
     """Valkey with TLS: the certificate's private key, PEM."""
 
     endpoint: str | None = None
-    """S3: URL of a server that is not AWS, https://minio.example:9000. Credentials come from the environment, as AWS's
-    own tools have it: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of the container or instance."""
+    """S3: URL of a server that is not AWS, such as https://minio.example:9000. Credentials come from the environment,
+    as for AWS's own tools: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of the container or instance."""
     region: str | None = None
     """S3: by default AWS_REGION, else us-east-1."""
     insecure_http: bool = False
     """S3: the endpoint may be http."""
     refresh_s: Seconds = 5.0
-    """S3: how often this host looks for what others have written since."""
+    """S3: seconds between two listings in which this host finds objects that others have written."""
     hostname: str = "127.0.0.1"
-    """Mooncake: by which other hosts reach this one."""
+    """Mooncake: the name by which other hosts reach this one."""
     segment_bytes: Bytes = 0
     """Mooncake: memory that this daemon gives to the store, for objects of all hosts."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """Mooncake: how objects travel."""
+    """Mooncake: the protocol of transfers."""
     device: str = ""
     """Mooncake with rdma: names of devices, separated by commas."""
 
@@ -226,42 +227,45 @@ _OF_STORES = {
     **dict.fromkeys(("endpoint", "region", "insecure_http", "refresh_s"), ("s3",)),
     **dict.fromkeys(("hostname", "segment_bytes", "protocol", "device"), ("mooncake",)),
 }
-"""Settings of `remote` that are for some stores only, by the URL's scheme."""
+"""Settings of `remote` that only some stores have, with the schemes of their URLs."""
 
 
 class TransferSettings(Section):
     """The order in which blocks move between the tiers."""
 
     urgency: bool = True
-    """What somebody waits for moves before what is brought or written ahead of need; false to measure against."""
+    """Transfer blocks that a request waits for before blocks that are prefetched or written back; false is a baseline
+    to measure against."""
     prefetch_bytes: Bytes | None = None
-    """The most that one tenant may have on its way ahead of need (Prefetch); what is beyond is left where it is. By
+    """The most bytes of one tenant that may be on their way by Prefetch; blocks beyond it stay where they are. By
     default half of cpu.bytes."""
     reserved_bytes: Bytes | None = None
-    """The most that one session may have reserved at once (Reserve, Put), with what its process may still be writing
-    into: a longer reservation is shortened, the next one refused. By default half of cpu.bytes."""
+    """The most bytes that one session may have reserved at once (Reserve, Put), including those of ended reservations
+    that its process may still write into: a longer reservation is shortened, the next one refused. By default half of
+    cpu.bytes."""
 
 
 class CacheSettings(Section):
-    """Whether blocks are cached, and which are evicted first."""
+    """Caching of blocks, and the order of their eviction."""
 
     enabled: bool = True
-    """Whether anything is cached at all; false to measure against."""
+    """Cache blocks; false is a baseline to measure against."""
     eviction: Literal["lru", "fifo", "random", "lfu", "s3-fifo", "weighing"] = "lru"
-    """Which block a full tier evicts first. "lru": the least recently used; for requests that repeat recent prompts.
+    """The block that a full tier evicts first. "lru": the least recently used; for requests that repeat recent prompts.
     "weighing": the block that saves the fewest seconds for each byte that it takes; it learns how soon blocks are asked
-    for again, and finds more than lru where many more prompts come back than fit, as in chat. "lfu": the least
+    for again, and hits more than lru if many more prompts come back than fit, as in chat. "lfu": the least
     frequently used, with ageing; for few prefixes that stay the same, such as system prompts. "s3-fifo": the oldest
     block that was not asked for again; for many prompts that come once. "fifo" and "random" are for comparison."""
     seed: int = 0
     """Seed of random eviction."""
     write_back: bool = True
-    """Copy blocks down ahead of need, so that room is made without waiting."""
+    """Copy blocks down before the room is needed, so that eviction need not wait for a copy."""
     share_after: Annotated[int, Field(ge=0, le=64)] = 0
-    """Blocks without a salt become common to all tenants when so many of them have computed them, each for itself.
-    Until then nobody can find out by a hit, or by its time, that another has them. 0: never. 1: at once, with no such
-    protection. Take more than one party may have tenants. What clients store has to be the same, byte for byte. A
-    change begins with an empty cache for what has no salt, and counting begins with the daemon."""
+    """Blocks without a salt become common to all tenants after this many tenants have computed them, each for itself.
+    Until then no tenant can find out by a hit, or by its time, that another tenant has them. 0: never. 1: at once,
+    without that protection. Choose more than the number of tenants that one party may have. The bytes that clients
+    store must be equal. After a change of this setting the cache of blocks without a salt is empty, and counting starts
+    again with each start of the daemon."""
     common_bytes: Bytes | None = None
-    """The most that common blocks (of a share_after above 1) may take of the CPU tier, and of the disk tier; those not
-    used for longest go first. They count for no tenant's quota. By default a quarter of each tier."""
+    """The most bytes of the CPU tier, and of the disk tier, that common blocks (share_after above 1) may take; the
+    least recently used go first. They count against no tenant's quota. By default a quarter of each tier."""

@@ -111,8 +111,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """Prefixes, most recently used first: each by its last block whose bytes can be had. A page at a time; a prefix that is
-        used between two pages moves to the front of the list, which is past, and may be missing from both or be in both.
+        """Prefixes, most recently used first: each is named by its last block that some tier has. A page at a time; a prefix that
+        is used between two pages moves to the front of the list, and may then be missing from both pages or be in both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,8 +126,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps a prefix in the cache whatever the eviction policy says, until Unpin. It may still move between tiers. Where there
-        is a disk tier, Pin writes it there and returns when it and the pin are durable: both outlast a restart.
+        """Keeps a prefix in the cache under any eviction policy, until Unpin. It may still move between tiers. If there is a disk
+        tier, Pin writes the prefix there and returns when the prefix and the pin are durable: both outlast a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,8 +142,8 @@ class AdminServicer(object):
     def Evict(self, request, context):
         """Drops a prefix and everything that continues it, a whole namespace, or everything; from every tier.
         Leased and pinned blocks, and the prefixes they stand on, stay and are counted; so do blocks that are added meanwhile.
-        What was dropped is gone durably, from disk too. The stream reports progress; its last message has `done` set. A call
-        that is cancelled leaves what it has not come to.
+        Dropped blocks are removed durably, from disk too. The stream reports progress; its last message has `done` set. A
+        cancelled call leaves the blocks that it has not reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,7 +157,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new work, finishes what runs, writes back. With `shutdown` the daemon then ends.
+        """Takes no new work, finishes running requests, writes blocks to disk. With `shutdown` the daemon then ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,34 +172,33 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResizeTier(self, request, context):
-        """Changes the size of a tier while requests run; only the GPU tier's, for now. What shrinking takes goes back to the
-        device: cached blocks go a tier down, or are evicted; running requests keep theirs. Frames that stay held, by requests
-        that run or by pins, are waited for; when none becomes free for `wait_s`, the tier keeps what is held, and `unfinished`
-        says so.
-        Requests that wait and can never fit the smaller tier end with RESOURCE_EXHAUSTED. The stream reports progress; its
-        last message has `done` set. A call that is cancelled leaves the tier at the size that it has come to.
+        """Changes the size of a tier while requests run; only the GPU tier's, for now. Shrinking returns memory to the device:
+        cached blocks move a tier down or are evicted; running requests keep theirs. The call waits for frames that running
+        requests or pins hold; if none becomes free for `wait_s`, the tier keeps the held frames, and `unfinished` says so.
+        Waiting requests that can never fit the smaller tier end with RESOURCE_EXHAUSTED. The stream reports progress; its last
+        message has `done` set. A cancelled call leaves the tier at the size that it has reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """All tenants, what they may have and what they have.
+        """All tenants with their quotas and their use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetTenant(self, request, context):
-        """Changes a tenant's quotas until the settings are read again (SIGHUP, a restart). Takes nothing away at once: a tenant that
-        has more than it may gets no more until it has less. INVALID_ARGUMENT when the guarantees of all tenants do not fit a tier.
+        """Changes a tenant's quotas until the settings are read again (SIGHUP, a restart). It takes nothing away at once: a tenant
+        above its quota gets no more until it has less. INVALID_ARGUMENT if the guarantees of all tenants do not fit a tier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckIntegrity(self, request, context):
-        """Accounts for every slot, lease and reservation of the live daemon, and says what is wrong with it and what to do.
+        """Accounts for every slot, lease and reservation of the live daemon, and reports each violation with a remedy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -110,26 +110,27 @@ class PrefixCacheServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def OpenSession(self, request, context):
-        """Opens a session. The first event is `opened`; the stream then stays open and its end, however it comes about, is
-        the client's death: every lease and reservation of the session ends with it.
+        """Opens a session. The first event is `opened`; the stream then stays open. When it ends, for any reason, the client
+        counts as dead: every lease and reservation of the session ends with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterNamespace(self, request, context):
-        """Names what must be equal for KV to be reusable, and opens it to the session. Registering the same namespace again
-        is free and returns the same id, across restarts too; with another salt or geometry it is another namespace. It is forgotten
-        when no session has it open and no block of it is left, and with its blocks when room is needed and it was not used for
-        longest. RESOURCE_EXHAUSTED when the tenant, or all together, have as many as they may and all are in use.
+        """Registers a namespace, which names everything that must be equal for KV to be reusable, and opens it to the session.
+        Registering the same namespace again is free and returns the same id, across restarts too; with another salt or geometry
+        it is another namespace. The daemon forgets a namespace when no session has it open and no block of it is left; if it
+        needs room, it forgets the least recently used one with its blocks. RESOURCE_EXHAUSTED when the tenant, or all tenants
+        together, have the most namespaces allowed and all are in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """The longest cached prefix of `token_ids`, run-length encoded by tier. Takes nothing, promises nothing: what it
-        reports may be evicted the moment after. Counts as use for eviction.
+        """The longest cached prefix of `token_ids`, run-length encoded by tier. It holds nothing: a reported block may be evicted
+        the moment after. Counts as use for eviction.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,9 +140,9 @@ class PrefixCacheServicer(object):
         """Match and lease for reading. Blocks that are not in the CPU tier are brought there first, so the call can take as
         long as the disk needs. A prefix that is not cached at all is no error: `blocks` is 0 and there is no lease. One call
         grants at most 2^20 parts (blocks * parts), as Reserve and Get do: ask for the blocks behind them with `first_block`.
-        Where the CPU tier has no room for all, since it is smaller or others hold it, the longest beginning that fits is leased,
-        and `cached_blocks` tells how much there is. A prompt of any length is read in slices: Acquire, copy, Release, with
-        `prefix_blocks` and the next `first_block`. Whoever holds one slice while asking for the next may find no room for it.
+        If the CPU tier has no room for all, since it is smaller or others hold it, the longest beginning that fits is leased,
+        and `cached_blocks` tells how much is cached. A prompt of any length is read in slices: Acquire, copy, Release, with
+        `prefix_blocks` and the next `first_block`. A client that holds one slice while it asks for the next may get no room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,8 +168,8 @@ class PrefixCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Persist(self, request, context):
-        """Returns when the cached prefix of `token_ids` is on disk, whoever committed it: what a client that asks for durable
-        calls for blocks that were cached already. FAILED_PRECONDITION without a disk tier.
+        """Returns when the cached prefix of `token_ids` is on disk, whichever client committed it. A client that needs durable
+        blocks calls it for blocks that were cached already. FAILED_PRECONDITION without a disk tier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,14 +178,14 @@ class PrefixCacheServicer(object):
     def Release(self, request, context):
         """Ends a lease, or gives up a reservation without committing. Releasing twice is NOT_FOUND. Releasing a reservation
         that has ended otherwise (it expired, its session's stream broke) is NOT_FOUND too, but tells the daemon that this
-        client no longer writes into its slots: until then, or until the client's process ends, they are given to nobody.
+        client no longer writes into its slots: before that, or before the client's process ends, no one else gets them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Gives leases and reservations a new lifetime from now; all of them or, with NOT_FOUND for one that is over, none.
+        """Gives leases and reservations a new lifetime from now; all of them or, with NOT_FOUND for one that has ended, none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,22 +199,22 @@ class PrefixCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchBlocks(self, request, context):
-        """Tells of the blocks in the session's namespaces: first all that there are, then each that comes to a tier or leaves it. Of
-        namespaces that the session opens later, too, and of those that were closed to make room. A client that does not read
-        is told less often and misses nothing. The stream ends with the session, with NOT_FOUND; a client that watches again is told
+        """Reports the blocks in the session's namespaces: first all present blocks, then each block that enters or leaves a tier;
+        also in namespaces that the session opens later, and in those that were closed to make room. A client that reads slowly
+        gets fewer messages and misses nothing. The stream ends with the session, with NOT_FOUND; a client that watches again gets
         everything again. One call a session: a second one is RESOURCE_EXHAUSTED. At most 64 calls at a time, divided between
-        tenants as those of Get; together they take a twentieth of the event loop's time, so many calls are told later.
-        A client that knows a namespace's name and salt is told all token ids that its tenant has cached there, also those that other
-        sessions of the tenant have stored. Other tenants see nothing, but where the daemon shares unsalted blocks at once
-        (`cache.share_after = 1`): such a namespace is one of all tenants, and all of it is told to each.
+        tenants as those of Get; together they take a twentieth of the event loop's time, so many calls get messages later.
+        A client that knows a namespace's name and salt gets all token ids that its tenant has cached there, also those that other
+        sessions of the tenant have stored. Other tenants see nothing, unless the daemon shares unsalted blocks at once
+        (`cache.share_after = 1`): such a namespace belongs to all tenants, and each of them sees all of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Retain(self, request, context):
-        """Says how long a cached prefix, or ranges of it, should stay, and how dear it is (see Retention). Also part of Commit and
-        Put, for what they store.
+        """Sets the priority of a cached prefix, or of ranges of it, and how long the priority lasts (message Retention). Commit and
+        Put can do the same for the blocks that they store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,9 +232,9 @@ class PrefixCacheServicer(object):
         """Write with the bytes in the stream: one header, then every part of every block that the header's answer would need,
         in order, in pieces. Blocks that are cached already may be sent; they are counted as duplicates and skipped.
         The daemon agrees to the header with the response header `prefixd-agreed`; a client need not wait for it, but one that
-        does sends nothing in vain.
-        Slots are taken for 16 MiB at a time, or for one block. What has come as a whole 16 MiB is cached, whatever becomes of
-        the stream; the last of it waits for the stream's end. DEADLINE_EXCEEDED when no message comes for 30 s, or less than
+        does sends no bytes that are then refused.
+        The daemon takes slots for 16 MiB at a time, or for one block. Each whole 16 MiB that has arrived is cached, even if the
+        stream fails later; the rest waits for the stream's end. DEADLINE_EXCEEDED when no message comes for 30 s, or less than
         100 kB a second: send pieces of 1 MiB or less.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

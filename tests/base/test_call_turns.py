@@ -11,8 +11,8 @@ from prefixd.base.errors import ExhaustedError
 from prefixd.base.fairness import LONGEST_TURNS, CallTurns
 from prefixd.base.tenants import Quota, Role, Tenants
 from prefixd.server.access.caller import Caller
-from prefixd.server.rpc import limits as call_limits
-from prefixd.server.rpc.limits import CallLimits
+from prefixd.server.rpc import call_limits
+from prefixd.server.rpc.call_limits import CallLimits
 
 MATCH, GET, GENERATE, SESSION, HEALTH = (
     "/prefixd.v1.PrefixCache/Match",

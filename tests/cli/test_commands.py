@@ -506,7 +506,7 @@ def test_config_show_names_sources(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     shown = json.loads(cli("config", "show", "--json").stdout)
     assert shown["cpu.bytes"] == {"value": 2 << 30, "source": "PREFIXD_CPU__BYTES"}
     assert shown["disk.bytes"]["source"] == "default"
-    assert "Which block a full tier evicts first" in cli("config", "show", "--describe").stdout
+    assert "The block that a full tier evicts first" in cli("config", "show", "--describe").stdout
 
 
 @pytest.mark.parametrize(

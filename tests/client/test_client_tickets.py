@@ -29,9 +29,9 @@ from prefixd.client import (
 from prefixd.client.connecting.connection import Connection
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
-from prefixd.server.access.tickets import LocalProcess, Tickets
+from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
+from prefixd.server.rpc.call_limits import CallLimits
 from prefixd.server.rpc.door import Door
-from prefixd.server.rpc.limits import CallLimits
 from prefixd.server.rpc.memory_listener import MemoryListener
 from prefixd.settings import Settings
 from prefixd.v1 import cache_pb2 as pb
@@ -55,8 +55,8 @@ class Guarded:
         self.issued = 0
         self.door = MemoryListener(folder / "s-memory", -1, 0, lambda session: False, ticket=self._issue)
 
-    def _fresh(self) -> Tickets:
-        self.tickets = Tickets(lambda: self.now_s, self.boot)
+    def _fresh(self) -> LocalCredentials:
+        self.tickets = LocalCredentials(lambda: self.now_s, self.boot)
         return self.tickets
 
     def _issue(self, uid: int, pid: int) -> str:
@@ -65,7 +65,7 @@ class Guarded:
 
     def lose_key(self) -> None:
         """As a daemon that was started with another data directory."""
-        self._identities._tickets = self._fresh()
+        self._identities._credentials = self._fresh()
 
     async def start(self) -> None:
         await self.stand_in.start()
@@ -200,7 +200,7 @@ async def test_a_caller_who_is_refused_whatever_it_shows_is_told_so(guarded: Gua
     async with AsyncClient(guarded.stand_in.address) as client:
         cache = await client.register(SPEC)
         guarded.lose_key()
-        others = Tickets(lambda: guarded.now_s, b"another daemon's")
+        others = LocalCredentials(lambda: guarded.now_s, b"another daemon's")
         guarded.door._ticket = lambda uid, pid: others.issue(LocalProcess(uid, pid))
         with pytest.raises(Unauthenticated, match="none of this daemon's tickets"):
             await cache.match(TOKENS)

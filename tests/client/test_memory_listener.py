@@ -126,7 +126,7 @@ async def test_who_is_let_in_can_be_decided_elsewhere(short_folder: Path) -> Non
         return "not for this session" if session_id == "other" else None
 
     let_in = [True]
-    door = MemoryListener(short_folder / "m", fd, NBYTES, lambda _: True, visit=visit, may_map=lambda uid: let_in[0])
+    door = MemoryListener(short_folder / "m", fd, NBYTES, lambda _: True, admit=visit, may_map=lambda uid: let_in[0])
     await door.start()
     (await fetch(door, "alive")).close()
     assert visits == [("alive", os.geteuid(), os.getpid())]

@@ -15,7 +15,7 @@ import pytest
 from prefixd.cache.background.write_back import WriteBack
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
 from prefixd.server.daemon import Endpoints, serve
-from prefixd.server.startup import set_aside
+from prefixd.server.startup import set_aside_index
 from prefixd.settings import Settings
 
 
@@ -69,7 +69,7 @@ async def test_a_shortage_of_threads_ends_nothing(
             raise RuntimeError("can't start new thread")
         really(thread)
 
-    monkeypatch.setattr(set_aside, "_WATCH_S", 3600.0)  # it looks in a thread
+    monkeypatch.setattr(set_aside_index, "_WATCH_S", 3600.0)  # it looks in a thread
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         daemon = asyncio.create_task(serve(settings, ready=ready.set_result))

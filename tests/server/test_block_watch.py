@@ -127,7 +127,7 @@ async def test_who_does_not_read_misses_nothing(cache: TieredCache) -> None:
         trie.put_copies(rows, CPU, np.arange(1000)[:, None], 0.0)
         trie.drop_copies(rows, CPU)
     trie.drop_copies(rows[900:], DISK)
-    assert not watch._said
+    assert not watch._unsent
     while len(told.has) != 900:
         told.take(await asyncio.wait_for(anext(changes), 60))
     assert told.blocks(namespace.id, pb.TIER_DISK) == beginnings(range(3600))
@@ -135,7 +135,7 @@ async def test_who_does_not_read_misses_nothing(cache: TieredCache) -> None:
     with pytest.raises(SessionEndedError):
         await asyncio.wait_for(anext(changes), 60)
     trie.drop_copies(rows[:1], DISK)
-    assert not watch._announced[trie.ordinal].news.any(), "it is told of nothing any more"
+    assert not watch._announced[trie.ordinal].changed.any(), "it is told of nothing any more"
 
 
 async def test_changes_in_other_geometries_are_not_looked_at(cache: TieredCache) -> None:
@@ -144,9 +144,9 @@ async def test_changes_in_other_geometries_are_not_looked_at(cache: TieredCache)
     other, mine = (cache.register(NamespaceSpec("m", 4, (PartSpec("a", 0, size),))) for size in (8, 16))
     session.open_namespace(mine)
     watch = BlockWatch(cache, session)
-    cache.observe(watch._note)
+    cache.observe(watch._mark_changed)
     watch.announce_all()
-    while watch._open() or watch._turn():
+    while watch._add_opened_namespaces() or watch._turn():
         pass
     watch._wake.clear()
     for namespace, wakes in ((other, False), (mine, True)):

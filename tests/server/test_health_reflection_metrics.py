@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefixd.server.rpc.health import Health
+from prefixd.server.rpc.health_service import Health
 from prefixd.v1 import cache_pb2
 
 if TYPE_CHECKING:

@@ -31,11 +31,18 @@ from prefixd.cache import (
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
 from prefixd.cache.rules import FullAttention
-from prefixd.server.kv_events import announcer
-from prefixd.server.kv_events import events as events_module
+from prefixd.server.kv_events import announced_rows, announcer, removals, router_events
 from prefixd.server.kv_events import publisher as publisher_module
+from prefixd.server.kv_events.block_hashes import block_hash
+from prefixd.server.kv_events.event_messages import (
+    MEDIA,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+)
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
-from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.settings import EventSettings
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
@@ -97,14 +104,14 @@ async def cache(tmp_path: Path) -> Any:
 
 
 def hash_of(namespace: Namespace, trie: Trie, row: int) -> int:
-    return announcer.block_hash(namespace.id, trie.key(row))
+    return block_hash(namespace.id, trie.key(row))
 
 
 def matchable(namespace: Namespace, trie: Trie) -> set[tuple[str, int]]:
     return {
         (medium, hash_of(namespace, trie, row))
         for row in trie.used_rows().tolist()
-        for tier, medium in enumerate(announcer.MEDIA.values())
+        for tier, medium in enumerate(MEDIA.values())
         if trie.has(row, tier) and trie.offered & (1 << tier)
     }
 
@@ -130,7 +137,7 @@ def engine_blocks(trie: Trie, width: int) -> set[tuple[str, int]]:
     return {
         (medium, end)
         for row in trie.used_rows().tolist()
-        for tier, medium in enumerate(announcer.MEDIA.values())
+        for tier, medium in enumerate(MEDIA.values())
         if trie.has(row, tier) and trie.offered & (1 << tier)
         for end in ends_in(row)
     }
@@ -142,21 +149,23 @@ async def test_what_was_told_is_what_is_so(
 ) -> None:
     """Rows are used again, blocks come back under other rows, a tier goes and comes, in the middle of small turns; with
     blocks of six tokens and an engine that has so many, two or one, so that they begin alike."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    for name, value in (
-        ("_TURN_ROWS", 5),
-        ("_TURN_COUNTED", 15),
-        ("_TURN_HASHES", 4),
-        ("_TURN_BLOCKS", 9),
-        ("_WINDOW", 6),
-        ("_TURN_FORGOTTEN", 3),
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    for module, name, value in (
+        (announcer, "_TURN_ROWS", 5),
+        (announcer, "_TURN_COUNTED", 15),
+        (removals, "_TURN_HASHES", 4),
+        (announcer, "_TURN_BLOCKS", 9),
+        (announced_rows, "_WINDOW", 6),
+        (removals, "_TURN_FORGOTTEN", 3),
     ):
-        monkeypatch.setattr(announcer, name, value)
+        monkeypatch.setattr(module, name, value)
     namespace = cache.register(NamespaceSpec("m", 6, (PartSpec("a", 0, 8), PartSpec("b", 0, 8))))
     trie = cache.trie(namespace)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"block_tokens": width}))
+    now_s = [0.0]  # stands still at the end: nothing is announced again once the disk is out of service
+    settings = ON.model_copy(update={"block_tokens": width, "again_s": 1.0})
+    events = router_events.KVEvents(cache, settings, lambda: now_s[0])
     router: Any = events._publisher
-    cache.observe(events._note)
+    cache.observe(events._mark_changed)
     events.announce_all()
     choose = random.Random(seed)
 
@@ -186,6 +195,7 @@ async def test_what_was_told_is_what_is_so(
                     trie.drop_copies(np.array([row]), choose.choice(tiers))
 
     for _ in range(300):
+        now_s[0] += 0.05
         choose.choice((grow, grow, shrink))()
         if choose.random() < 0.02:
             events.announce_all()
@@ -212,13 +222,13 @@ async def test_of_several_groups_those_count_that_every_prefix_needs(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, lasting: bool
 ) -> None:
     """Windows and states come and go, and the block stays announced; where there are no others, any of them counts."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     parts = (PartSpec("full", 0, 8, None if lasting else SlidingWindowSpec(9)), PartSpec("state", 0, 8, STATE))
     namespace = cache.register(NamespaceSpec("m", 2, parts))
     trie = cache.trie(namespace)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
-    cache.observe(events._note)
+    cache.observe(events._mark_changed)
     rows = enter_chain(trie, cache.chain(namespace, np.arange(8, dtype="<u4").tobytes()), namespace.root)
 
     def told() -> list[bool]:
@@ -241,13 +251,13 @@ async def test_of_several_groups_those_count_that_every_prefix_needs(
 
 async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much comes at once: a turn tells of few blocks, and consecutive ones in one event."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     namespace = cache.register(NamespaceSpec("m", 64, (PartSpec("a", 0, 8),)))
     trie = cache.trie(namespace)
     chain = cache.chain(namespace, np.arange(64 * 3000, dtype="<u4").tobytes())
     rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
     trie.put_copies(rows, DISK, np.arange(len(chain))[:, None], 0.0)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
     events.announce_all()
     while events._turn():
@@ -257,11 +267,11 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
     assert all(len(batch) == 1 for batch in stored)
     assert [len(batch[0].block_hashes) for batch in stored] == [512] * 23 + [4 * 3000 - 23 * 512]
     assert [key for batch in stored for key in batch[0].block_hashes[3::4]] == [
-        announcer.block_hash(namespace.id, chain.key(i)) for i in range(3000)
+        block_hash(namespace.id, chain.key(i)) for i in range(3000)
     ]
     assert {batch[0].block_size for batch in stored} == {16}
     trie.drop_copies(rows, DISK)
-    events._note(trie, rows)
+    events._mark_changed(trie, rows)
     while events._turn():
         pass
     removed = [batch for batch in router.batches if isinstance(batch[0], BlockRemoved)]
@@ -271,14 +281,14 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
 
 async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Subscribers that come one after the other cannot keep an announcement from its end."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     monkeypatch.setattr(announcer, "_TURN_BLOCKS", 1)
     namespace = cache.register(NamespaceSpec("m", 1, (PartSpec("a", 0, 8),)))
     trie = cache.trie(namespace)
     for token in range(4):
         chain = cache.chain(namespace, np.array([token], "<u4").tobytes())
         trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[token]]), 0.0)
-    events = events_module.KVEvents(cache, ON, iter(range(0, 100_000, 1000)).__next__)
+    events = router_events.KVEvents(cache, ON, iter(range(0, 100_000, 1000)).__next__)
     router: Any = events._publisher
     most = 0
     for _ in range(12):
@@ -296,7 +306,7 @@ async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_al
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, took_s: float
 ) -> None:
     """137 in 8 s took 21 MiB to each router that was subscribed. Announcing takes a tenth of the time at most."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     namespace = cache.register(NamespaceSpec("m", 1, (PartSpec("a", 0, 8),)))
     trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
     trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[0]]), 0.0)
@@ -308,7 +318,7 @@ async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_al
         self.batches.append(said)
 
     monkeypatch.setattr(Router, "publish", publish)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"again_s": 5.0}), lambda: now)
+    events = router_events.KVEvents(cache, ON.model_copy(update={"again_s": 5.0}), lambda: now)
     router: Any = events._publisher
     begun = []
     while now < 100.0:
@@ -326,8 +336,8 @@ async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_al
 async def test_a_subscriber_that_had_to_wait_hears_everything_without_another_event(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"again_s": 0.05}))
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON.model_copy(update={"again_s": 0.05}))
     router: Any = events._publisher
     events.start()
     for announced in (1, 2, 3):
@@ -363,12 +373,12 @@ async def test_whose_blocks_are_told(
     told: bool,
 ) -> None:
     """And when they go, or everything is told anew."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(
         cache, ON.model_copy(update={"namespaces": named, "topic": "kv@{tenant}@{namespace}"})
     )
     router: Any = events._publisher
-    cache.observe(events._note)
+    cache.observe(events._mark_changed)
     namespace = cache.register(NamespaceSpec(**{**CLAIMED, **spec}))
     trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
     rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
@@ -387,10 +397,10 @@ async def test_whose_blocks_are_told(
 
 async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a namespace which was not known when the announcement began."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON.model_copy(update={"topic": "kv@{namespace}"}))
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON.model_copy(update={"topic": "kv@{namespace}"}))
     router: Any = events._publisher
-    cache.observe(events._note)
+    cache.observe(events._mark_changed)
     cache.register(NamespaceSpec("early", 1, (PartSpec("a", 0, 8),)))
     events.announce_all()
     events._turn()
@@ -414,7 +424,7 @@ def folder() -> Iterator[Path]:
 async def test_a_context_that_does_not_end_is_left_to_itself(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "_END_S", 0.05)
+    monkeypatch.setattr(publisher_module, "_CLOSE_S", 0.05)
     publisher = Publisher(EventSettings(endpoint=f"ipc://{folder}/events"), lambda: None)
     go_on, destroy = threading.Event(), publisher._context.destroy
     monkeypatch.setattr(publisher._context, "destroy", lambda linger: (go_on.wait(60), destroy(linger)))
@@ -500,18 +510,18 @@ async def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
 async def test_what_only_a_shared_store_has_is_not_announced(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     namespace = cache.register(NamespaceSpec("m", 2, (PartSpec("kv", 0, 8),)))
     trie = cache.trie(namespace)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
-    cache.observe(events._note)
+    cache.observe(events._mark_changed)
     rows = enter_chain(trie, cache.chain(namespace, np.arange(4, dtype="<u4").tobytes()), namespace.root)
     trie.put_copies(np.array(rows), REMOTE, np.array([[1], [2]]), 0.0)
     trie.put_copies(np.array(rows[:1]), CPU, np.array([[1]]), 0.0)
     while events._turn():
         pass
-    assert router.blocks == {(announcer.MEDIA["cpu"], hash_of(namespace, trie, rows[0]))}
+    assert router.blocks == {(MEDIA["cpu"], hash_of(namespace, trie, rows[0]))}
 
 
 @pytest.mark.parametrize(
@@ -531,18 +541,18 @@ async def test_what_only_a_shared_store_has_is_not_announced(
     ],
 )
 def test_only_an_asterisk_and_a_question_mark_stand_for_others(named: str, name: str, match: bool) -> None:
-    assert (events_module.pattern_of_names(["x/y", named]).match(name) is not None) == match
-    assert events_module.pattern_of_names([]).match(name) is None
+    assert (router_events.pattern_of_names(["x/y", named]).match(name) is not None) == match
+    assert router_events.pattern_of_names([]).match(name) is None
 
 
 async def test_blocks_that_cannot_be_divided_are_told_as_they_are(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the log says so, once a size."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON)
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
-    cache.observe(events._note)
+    cache.observe(events._mark_changed)
     for salt in (b"", b"s"):
         namespace = cache.register(NamespaceSpec("m", 24, (PartSpec("kv", 0, 8),), salt))
         trie = cache.trie(namespace)
@@ -554,18 +564,18 @@ async def test_blocks_that_cannot_be_divided_are_told_as_they_are(
     stored = [event for batch in router.batches for event in batch if isinstance(event, BlockStored)]
     assert [(event.block_size, len(event.block_hashes)) for event in stored] == [(24, 2)] * 2
     assert [record.message for record in caplog.records if "blocks of 24 tokens" in record.message] == [
-        "blocks of 24 tokens cannot be told to routers in blocks of events.block_tokens = 16, and are told as they "
-        "are: a router that counts in other blocks does not know them"
+        "blocks of 24 tokens cannot be divided into blocks of events.block_tokens = 16 and are announced whole; a "
+        "router that counts in other blocks does not find them"
     ]
 
 
 async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was told of its former blocks is told to be gone, though nobody looked at it in between."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     monkeypatch.setattr(announcer, "_TURN_COUNTED", 4)
-    events = events_module.KVEvents(cache, ON)
+    events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
-    cache.observe(events._note)
+    cache.observe(events._mark_changed)
     namespace = cache.register(NamespaceSpec("m", 32, (PartSpec("kv", 0, 8),)))
     trie = cache.trie(namespace)
     rows = enter_chain(trie, cache.chain(namespace, bytes(32 * 4 * 5)), namespace.root, namespace.ordinal)
@@ -585,15 +595,15 @@ async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch
 
 async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client chooses how many tries there are."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
-    events = events_module.KVEvents(cache, ON)
-    cache.observe(events._note)
+    monkeypatch.setattr(router_events, "Publisher", Router)
+    events = router_events.KVEvents(cache, ON)
+    cache.observe(events._mark_changed)
     namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(40)]
     while events._turn():
         pass
     looked: list[int] = []
-    of = events._of
-    monkeypatch.setattr(events, "_of", lambda trie: (looked.append(trie.ordinal), of(trie))[1])
+    of = events._rows_of
+    monkeypatch.setattr(events, "_rows_of", lambda trie: (looked.append(trie.ordinal), of(trie))[1])
     for namespace in namespaces[7:9]:
         trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(16))
         trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), CPU, np.array([[0]]), 0.0)
@@ -605,10 +615,10 @@ async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, mon
 
 async def test_all_tries_together_have_a_turns_rows(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many large ones that changed would hold the loop for as long as there are."""
-    monkeypatch.setattr(events_module, "Publisher", Router)
+    monkeypatch.setattr(router_events, "Publisher", Router)
     monkeypatch.setattr(announcer, "_TURN_ROWS", 1)
-    events = events_module.KVEvents(cache, ON)
-    cache.observe(events._note)
+    events = router_events.KVEvents(cache, ON)
+    cache.observe(events._mark_changed)
     namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(3)]
     while events._turn():
         pass
@@ -616,8 +626,10 @@ async def test_all_tries_together_have_a_turns_rows(cache: TieredCache, monkeypa
         trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(16))
         trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), CPU, np.array([[0]]), 0.0)
     looked: list[int] = []
-    look = events._look
-    monkeypatch.setattr(events, "_look", lambda trie, of: (looked.append(trie.ordinal), look(trie, of))[1])
+    compare = events._compare_changed_rows
+    monkeypatch.setattr(
+        events, "_compare_changed_rows", lambda trie, of: (looked.append(trie.ordinal), compare(trie, of))[1]
+    )
     assert events._turn() and len(looked) == 1
     while events._turn():
         pass

@@ -20,7 +20,7 @@ import zmq
 
 from benchmarks.checks.fault_injection.faulty_daemon import FaultyDaemon
 from prefixd.cache.index.keys import BlockChain
-from prefixd.server.kv_events.announcer import block_hash
+from prefixd.server.kv_events.block_hashes import block_hash
 from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:

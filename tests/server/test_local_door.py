@@ -167,7 +167,7 @@ def test_the_directory_of_the_socket(folder: Path, open_umask: None) -> None:
     with pytest.raises(ConfigError, match=rf"0660, but {folder}/600/run \(mode 0700\).*run `chmod 0710 {folder}"):
         SocketAccess(0o660).make_directory(folder / "600" / "run")
     (folder / "file").touch()
-    with pytest.raises(ConfigError, match="it is there and no directory"):
+    with pytest.raises(ConfigError, match="a file of that name exists"):
         SocketAccess().make_directory(folder / "file")
 
 

@@ -14,8 +14,8 @@ from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Role
 from prefixd.cache import TieredCache, Troubles
 from prefixd.server.access.audit import AuditLog
+from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
-from prefixd.server.access.tickets import Tickets
 from prefixd.server.rpc.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
 from prefixd.settings import Settings
@@ -37,7 +37,7 @@ class House:
         cache.tenants.set_quotas(settings.quotas)
         self.audit = AuditLog(None)
         self.troubles = Troubles(elapsed_s)
-        self.doors = Listeners(settings, cache.tenants, Tickets(elapsed_s, boot_id()), self.audit)
+        self.doors = Listeners(settings, cache.tenants, LocalCredentials(elapsed_s, boot_id()), self.audit)
         self.before_read: Callable[[], object] = lambda: None
         self.reload = SettingsReload(settings, self._read, self.doors, cache, self.troubles, self.audit)
 
@@ -85,7 +85,7 @@ async def test_guarantees_that_only_a_restart_can_keep_change_nothing(cache: Tie
     tokens.write_text(f"other client {'b' * 32}\n")
     trouble = await house.read()
     assert f"guaranteed {4 * MIB} bytes of the cpu tier, which has {MIB}" in trouble
-    assert "raise cpu.bytes and start the daemon again" in trouble and "what was read before stays in force" in trouble
+    assert "raise cpu.bytes and start the daemon again" in trouble and "that were read before stay in force" in trouble
     assert house.sessions("a") == 1 and cache.tenants.get("b") is None
     assert [token.name for token in house.doors.tokens.tokens] == ["engine"]
     house.now["tenants.b.cpu_guaranteed"] = MIB // 2
@@ -150,7 +150,7 @@ async def test_tokens_and_blocks_of_tenants_that_settings_do_not_name_are_told_o
     assert "the token engine is of tenant acme" in strange
     assert not await house.read() and not warnings()
     tokens.write_text(f"engine client {'a' * 32} b\nthird client {'c' * 32} c\n")
-    await file.look(house.troubles)
+    await file.reload_if_changed(house.troubles)
     (line,) = warnings()
     assert "the token third is of tenant c" in line
     shared.free(slots)

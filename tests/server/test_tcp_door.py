@@ -262,12 +262,12 @@ async def test_a_file_that_changes_is_read_again(tokens: Path) -> None:
     await file.load()
     assert names(file) == ["engine", "operator"]
     write_tokens(tokens, f"operator admin {OPERATOR}\n")
-    await file.look(troubles)
+    await file.reload_if_changed(troubles)
     assert names(file) == ["operator"]
     fresh = write_tokens(tokens.with_name("fresh"), f"# taken out: operator\nengine client {ENGINE}\n")
     os.utime(fresh, ns=(0, tokens.stat().st_mtime_ns))
     fresh.rename(tokens)
-    await file.look(troubles)
+    await file.reload_if_changed(troubles)
     assert names(file) == ["engine"] and not list(troubles)
     file.close()
 
@@ -293,13 +293,13 @@ async def test_a_file_that_cannot_be_used_leaves_the_tokens_and_is_said_until_it
     ):
         spoil(how)
         for _ in range(2):
-            await file.look(troubles)
+            await file.reload_if_changed(troubles)
         (trouble,) = troubles
         assert trouble.part == "tokens" and words in trouble.what and remedy in trouble.remedy
         assert "read before stay valid" in trouble.what
         assert names(file) == ["engine", "operator"]
         write_tokens(tokens, f"engine client {ENGINE}\noperator admin {OPERATOR}\n")
-        await file.look(troubles)
+        await file.reload_if_changed(troubles)
         assert not list(troubles)
     assert ENGINE not in caplog.text
     file.close()
@@ -320,7 +320,7 @@ async def test_a_file_that_changes_while_it_is_read_is_read_once_more(
         patch.setattr(token_file, "read_tokens", read)
         await file.load()
     assert names(file) == ["engine", "operator"]
-    await file.look(troubles)
+    await file.reload_if_changed(troubles)
     assert names(file) == ["operator"]
     file.close()
 

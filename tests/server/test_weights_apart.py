@@ -14,10 +14,10 @@ import pytest
 
 from prefixd.base.errors import ConfigError
 from prefixd.cache import Namespace
-from prefixd.server.kv_events import announcer
-from prefixd.server.kv_events import events as kv_events
+from prefixd.server.kv_events import router_events
+from prefixd.server.kv_events.block_hashes import block_hash
+from prefixd.server.kv_events.event_messages import BlockStored, Event
 from prefixd.server.kv_events.publisher import EventCounters
-from prefixd.server.kv_events.wire import BlockStored, Event
 from prefixd.serving.models import model_host
 from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerState
@@ -133,13 +133,13 @@ async def test_events_tell_their_blocks_apart(
     tmp_path: Path, directories: list[Path], monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
     """By topic, or where all have one topic, by hashes."""
-    monkeypatch.setattr(kv_events, "Publisher", Heard)
+    monkeypatch.setattr(router_events, "Publisher", Heard)
     rig = Rig(tmp_path / "disk", cpu=16)
     homes = await registered(rig, directories)
-    events = kv_events.KVEvents(rig.cache, EventSettings(endpoint="ipc:///nowhere", topic=topic))
+    events = router_events.KVEvents(rig.cache, EventSettings(endpoint="ipc:///nowhere", topic=topic))
     heard: Any = events._publisher
     hashes: list[set[int]] = []
-    rig.cache.observe(events._note)
+    rig.cache.observe(events._mark_changed)
     for home in homes:
         heard.stored.clear()
         await rig.put(PROMPT, namespace=home)
@@ -148,8 +148,8 @@ async def test_events_tell_their_blocks_apart(
         ((said_on, said),) = heard.stored.items()
         assert said_on.decode() == topic.replace("{namespace}", home.spec.name)
         trie = rig.cache.trie(home)
-        assert said == {announcer.block_hash(home.id, trie.key(row)) for row in rig.rows(PROMPT, home)}
+        assert said == {block_hash(home.id, trie.key(row)) for row in rig.rows(PROMPT, home)}
         hashes.append(said)
     assert len(hashes[0] | hashes[1]) == 2 * len(PROMPT)
-    rig.cache.unobserve(events._note)
+    rig.cache.unobserve(events._mark_changed)
     await rig.close()

@@ -201,7 +201,10 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
         ({"server.lease_ttl_s": 7200}, ["server.lease_ttl_s = 7200", "server.max_lease_ttl_s = 3600"]),
         ({"gpu.device": "tpu"}, ["gpu.device = 'tpu'", "cuda:N"]),
         ({"worker.model": "/models/x", "worker.embedded": True}, ["/models/x", "keep one"]),
-        ({"scheduler.policy": "fcfs", "scheduler.starvation_bound_s": 5}, ["starvation_bound_s = 5", "starves nobody"]),
+        (
+            {"scheduler.policy": "fcfs", "scheduler.starvation_bound_s": 5},
+            ["starvation_bound_s = 5", "starves no"],
+        ),
         ({"worker.max_step_tokens": 8}, ["worker.max_step_tokens = 8", "worker.block_tokens = 16"]),
         ({"worker.draft_model": "/models/x"}, ["worker.draft_model = /models/x", "set worker.model too"]),
         (

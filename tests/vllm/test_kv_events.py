@@ -19,8 +19,9 @@ from vllm.v1.core.kv_cache_utils import to_event_extra_keys
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.server.kv_events import wire as ours
-from prefixd.server.kv_events.announcer import MEDIA, block_hash
+from prefixd.server.kv_events import event_messages as ours
+from prefixd.server.kv_events.block_hashes import block_hash
+from prefixd.server.kv_events.event_messages import MEDIA
 
 WAIT_MS = 60_000
 NAMES = ("KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")

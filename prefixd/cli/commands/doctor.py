@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
 
 SET_ASIDE = "disk index"
-"""The part of the trouble that an index was set aside; `prefixd.server.startup.set_aside.PART`."""
+"""The part of the trouble that an index was set aside; `prefixd.server.startup.set_aside_index.PART`."""
 EXAMPLES = examples(
     "prefixd doctor", "prefixd doctor --json | jq '.violations'", "prefixd doctor --calibrate machine.json"
 )
@@ -72,7 +72,7 @@ def _calibrate(file: Path, address: str | None) -> None:
     from prefixd.cli.demo.demo import check_writable
     from prefixd.planner.calibrate import measure_machine, measure_passes
     from prefixd.planner.hardware import Calibration
-    from prefixd.server.startup.device import resolve_device
+    from prefixd.server.startup.compute_device import resolve_device
     from prefixd.settings import Settings
 
     check_writable(file)

@@ -1,1 +1,1 @@
-"""Who calls, what they may, and how much of the daemon each may use at once."""
+"""Identifies callers, and controls access to the sockets, tokens and the audit log."""

@@ -1,10 +1,11 @@
-"""The audit log: lines of JSON about who is let in or refused, and what operators do (docs/operations/security.md).
+"""The audit log: a line of JSON for each caller that is let in or refused and for each operator's action.
 
     {"time": "2026-03-01T09:12:44.120Z", "event": "refused", "tenant": "acme", "role": "client", "caller": "engine-3",
      "door": "tcp", "pid": 0, "what": "/prefixd.v1.Admin/Evict", "why": "the role admin is needed"}
 
-No token ids, no salts, no secrets. Lines are written in a thread, in order; where the disk is slower than callers are,
-lines are left out and counted in the next one (`lost`). SIGHUP opens the file anew, so that it can be renamed away.
+docs/operations/security.md describes the fields. No line has token ids, salts or secrets. A thread writes the lines in
+order; if the disk is slower than callers are, lines are left out and counted in the next line (`lost`). SIGHUP opens
+the file again, so that it can be renamed away.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ log = logging.getLogger(__name__)
 _MOST_WAITING = 10_000
 _MOST_KNOWN = 4096
 _AGAIN_S = 3600.0
-"""Who was let in is told again after so long."""
+"""Seconds after which a caller that is let in again gets another line."""
 _LONGEST_TEXT = 512
 _CLOSE_S = 5.0
 
 
 class AuditLog:
-    """Appends lines to a file; does nothing without one.
+    """Appends lines to a file; without a file, its methods do nothing.
 
     Args:
-        path: the file, made with mode 0600; None: no log.
+        path: the file, created with mode 0600; None: no log.
 
     Raises:
-        ConfigError: the file cannot be opened, somebody else can put another one in its place, or there is no thread to
-            write it.
+        ConfigError: the file cannot be opened, another user can put another file in its place, or the thread that
+            writes it cannot be started.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.enabled = path is not None
-        """Whether there is a file."""
+        """True if there is a file."""
         self._path = path
         self._known: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self._lost = 0
@@ -66,26 +67,26 @@ class AuditLog:
             os.close(self._file)
             raise ConfigError(f"server.audit_log = {path}: no thread to write it ({error}); raise ulimit -u") from error
 
-    def let_in(self, caller: Caller) -> None:
-        """A caller was let in; told once an hour for each caller and door."""
+    def log_let_in(self, caller: Caller) -> None:
+        """Logs that a caller was let in, once an hour for each caller and door."""
         if self._thread is None:
             return
-        who, now_s = (caller.tenant.name, caller.name, caller.door), time.monotonic()
-        told_s = self._known.get(who)
-        if told_s is not None and now_s - told_s < _AGAIN_S:
+        identity, now_s = (caller.tenant.name, caller.name, caller.door), time.monotonic()
+        logged_s = self._known.get(identity)
+        if logged_s is not None and now_s - logged_s < _AGAIN_S:
             return
-        self._known[who] = now_s
-        self._known.move_to_end(who)
+        self._known[identity] = now_s
+        self._known.move_to_end(identity)
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
-        self.tell("let in", caller)
+        self.log_event("let in", caller)
 
-    def refused(self, caller: Caller | None, what: str, why: str, *, door: str = "", peer: str = "") -> None:
-        """A call was refused. Of a caller who is not known, there are the door and the peer's address."""
-        self.tell("refused", caller, door=door, peer=peer, what=what, why=why)
+    def log_refused(self, caller: Caller | None, what: str, why: str, *, door: str = "", peer: str = "") -> None:
+        """Logs that a call was refused. For an unknown caller, `door` and `peer` say where the call came from."""
+        self.log_event("refused", caller, door=door, peer=peer, what=what, why=why)
 
-    def tell(self, event: str, caller: Caller | None, **what: str | float | None) -> None:
-        """Any event, such as "evicted", once it has happened; `what` says of what. Never waits."""
+    def log_event(self, event: str, caller: Caller | None, **what: str | float | None) -> None:
+        """Logs an event that has happened, such as "evicted"; `what` are further fields of the line. Never waits."""
         if self._thread is None:
             return
         line: dict[str, object] = {
@@ -114,11 +115,11 @@ class AuditLog:
             self._lost += 1
 
     def reopen(self) -> None:
-        """Writes to a new file of the same name from the next line on, where the old one was renamed."""
+        """Opens the path again before the next line is written: a new file, if the old one was renamed."""
         self._reopen.set()
 
     def close(self) -> None:
-        """Writes what waits and closes the file. Where the disk does not answer, lines are lost after some seconds."""
+        """Writes the waiting lines and closes the file. If the disk does not answer for 5 s, lines are lost."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -158,7 +159,7 @@ class AuditLog:
 
 
 def _open(path: Path) -> int:
-    """The file, which is this process's user's or root's, and not another one by a link that somebody has made."""
+    """Opens the file, and refuses one that belongs to another user or that a link of another user leads to."""
     setting = f"server.audit_log = {path}"
     try:
         check_folder(setting, path.absolute().parent)
@@ -174,7 +175,7 @@ def _open(path: Path) -> int:
     elif found.st_uid not in (0, os.geteuid()):
         why = f"it belongs to user {found.st_uid}"
     elif found.st_nlink > 1:
-        why = f"it has {found.st_nlink} names, as somebody may have given it to another file"
+        why = f"it has {found.st_nlink} names, so another user may have linked it to another file"
     if why:
         os.close(opened)
         raise ConfigError(f"{setting}: {why}; remove it or choose another file")

@@ -1,4 +1,4 @@
-"""Who makes the call that is being handled, and what goes with that call: set by the door, read by the services."""
+"""The call that is being handled and its caller: the door sets them, the services read them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Caller:
     """One caller.
 
     Attributes:
-        tenant: to whom it belongs.
-        role: what it may use.
-        name: for logs: `uid 1001`, a token's or a certificate's name.
+        tenant: the tenant that it belongs to.
+        role: the services that it may use.
+        name: a name for logs: `uid 1001`, or the name of a token or certificate.
         door: `unix` or `tcp`.
-        pid: of a process of this host that proved who it is, else 0.
-        host: from where an anonymous caller calls, else empty.
+        pid: process id of a local caller that sent a credential, else 0.
+        host: address of a caller that sent no token or certificate to an open TCP port, else empty.
     """
 
     tenant: Tenant
@@ -33,12 +33,12 @@ class Caller:
 
     @property
     def origin(self) -> tuple[Tenant, str, str, str]:
-        """The same for all calls of one user, token, certificate or, where nothing is shown, host."""
+        """Identifies the user, token or certificate; or the host, if the caller sent none of them."""
         return self.tenant, self.door, self.name, self.host
 
 
 class Line(Protocol):
-    """Where a message that has arrived waits before it is put together."""
+    """A line in which messages that have arrived wait until gRPC may put them together."""
 
     async def turn(self) -> None:
         """Waits until the next message may be put together."""
@@ -46,12 +46,12 @@ class Line(Protocol):
 
 
 class Call:
-    """One call, from the moment at which it came.
+    """One call, from its arrival on.
 
     Attributes:
-        caller: who makes it; None for an anonymous caller, who may ask for the daemon's health.
-        receive_s: seconds that its first message may take.
-        message_bytes: bytes of the last message that has arrived; 0 before the first, and between two.
+        caller: the caller; None for an anonymous caller, which may only ask for the daemon's health.
+        receive_s: seconds that its first message may take to arrive.
+        message_bytes: bytes of the last message that has arrived; 0 before the first message and between two.
     """
 
     receive_s = 60.0
@@ -63,36 +63,36 @@ class Call:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since it came: its message was received, perhaps in line behind others."""
+        """Seconds since the call arrived: it received its message meanwhile, perhaps behind other messages."""
         return asyncio.get_running_loop().time() - self._came_s
 
     def first(self) -> AbstractAsyncContextManager[Line | None]:
-        """Around the receiving of its first message; gives where that waits once it has arrived."""
+        """Wraps the receiving of the first message; yields the line in which the message waits after its arrival."""
         raise NotImplementedError
 
     def later(self) -> AbstractAsyncContextManager[Line | None]:
-        """Around the receiving of another message."""
+        """Wraps the receiving of a later message; yields its line likewise."""
         raise NotImplementedError
 
     def stream(self) -> AbstractAsyncContextManager[None]:
-        """Around a call that sends many messages."""
+        """Wraps the whole of a call that sends many messages."""
         raise NotImplementedError
 
     async def refusal_turn(self) -> None:
-        """Waits until the caller may be told that a limit is reached."""
+        """Waits until the caller may be told that it has reached a limit."""
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("call")
-"""The call that is being handled, from the door on."""
+"""The call that is being handled; the door sets it."""
 
 
 def current_call() -> Call:
-    """The call that is being handled. Raises LookupError outside of one."""
+    """Returns the call that is being handled. Raises LookupError outside of a call."""
     return CURRENT_CALL.get()
 
 
 def current_caller() -> Caller:
-    """Who makes the call that is being handled. Raises LookupError outside of one."""
+    """Returns the caller of the call that is being handled. Raises LookupError outside of a call."""
     caller = CURRENT_CALL.get().caller
     if caller is None:
         raise LookupError("the caller is anonymous")

@@ -1,4 +1,4 @@
-"""To which tenant a caller belongs, and with which role: by token, certificate or user of this host."""
+"""Finds a caller's tenant and role by its token, its certificate or its user on this host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from prefixd.base.tenants import DEFAULT, Role, Tenants
 from prefixd.server.access.caller import Caller
-from prefixd.server.access.tickets import SCHEME, Tickets
+from prefixd.server.access.local_credentials import SCHEME, LocalCredentials
 from prefixd.server.access.token_file import TokenFile
 from prefixd.settings import ServerSettings, TenantSettings
 
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class UnknownCallerError(Exception):
-    """What a caller shows is not known here, or nothing was shown where something must be."""
+    """The caller sent a token or credential that the daemon does not know, or none where one is needed."""
 
 
 class Identities:
-    """Who is who. Replaced in parts by `update` while the daemon runs.
+    """Identifies callers. `update` replaces the settings while the daemon runs.
 
     Args:
-        settings: of the server.
-        named: the tenants of the settings.
+        settings: the settings of the server.
+        named: the tenants that the settings name.
         tenants: all tenants of the daemon.
-        tokens: the tokens that count now; None where settings name no file.
-        tickets: reads what local clients show.
+        tokens: the valid tokens; None if the settings name no file.
+        credentials: reads the credentials that local clients send.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class Identities:
         named: Mapping[str, TenantSettings],
         tenants: Tenants,
         tokens: TokenFile | None,
-        tickets: Tickets,
+        credentials: LocalCredentials,
     ) -> None:
         self._tenants = tenants
         self._tokens = tokens
-        self._tickets = tickets
+        self._credentials = credentials
         self._only_owner = True
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         if tokens is not None:
-            tokens.listeners.append(self._tell_of_strange_tokens)
+            tokens.listeners.append(self._log_tokens_of_unnamed_tenants)
         self.update(settings, named)
 
     def update(self, settings: ServerSettings, named: Mapping[str, TenantSettings]) -> None:
-        """Uses these settings from now on. Tokens that do not fit them are told of when tokens are read next."""
+        """Uses these settings from now on. Tokens that do not fit them are logged when the tokens are next read."""
         self._admin_uids = {0, os.geteuid(), *settings.admin_uids}
         self._admin_certificates = frozenset(settings.admin_certificates)
         self._mapping_uids = {*self._admin_uids, *settings.allow_uids}
@@ -57,14 +57,14 @@ class Identities:
         self._tenant_of_uid = {uid: name for name, tenant in named.items() for uid in tenant.uids}
         self._tenant_of_certificate = {each: name for name, tenant in named.items() for each in tenant.certificates}
         others = {*settings.allow_uids, *settings.admin_uids, *self._tenant_of_uid} - {0, os.geteuid()}
-        # Connections outlast settings: where others could connect once, they may still be connected.
+        # A connection outlasts a change of the settings: users that could connect earlier may still be connected.
         self._only_owner &= not others and int(settings.socket_mode, 8) & 0o066 == 0
 
-    def _tell_of_strange_tokens(self) -> None:
-        """Logs the tokens whose tenants the settings do not name, each once: their holders may call much later."""
+    def _log_tokens_of_unnamed_tenants(self) -> None:
+        """Logs each token of a tenant that the settings do not name, once: its holder may call much later."""
         tokens = () if self._tokens is None or not self._named else self._tokens.tokens
-        strange = {(token.name, token.tenant) for token in tokens if token.tenant not in self._named}
-        for name, tenant in sorted(strange - self._told):
+        refused = {(token.name, token.tenant) for token in tokens if token.tenant not in self._named}
+        for name, tenant in sorted(refused - self._logged):
             log.warning(
                 "server.tokens: the token %s is of tenant %s, which the settings do not name: its calls are refused; "
                 "add [tenants.%s] or mend the token's line",
@@ -72,16 +72,18 @@ class Identities:
                 tenant,
                 tenant,
             )
-        self._told = strange
+        self._logged = refused
 
     # -- the unix socket ----------------------------------------------------------------------------------------
 
     def of_local(self, authorization: str) -> Caller:
-        """Who calls at the unix socket. Without a ticket: the operator where nobody else can connect, else a client of
-        the default tenant.
+        """Returns the caller at the unix socket that sent this metadata.
+
+        A caller without a credential is the operator if only the daemon's user and root can connect, and else a client
+        of the default tenant.
 
         Raises:
-            UnknownCallerError: the ticket is none; or there is none, and users may be tenants', with quotas of theirs.
+            UnknownCallerError: the credential is not valid; or there is none, and users of this host belong to tenants.
         """
         if not authorization:
             if self._tenant_of_uid:
@@ -89,10 +91,10 @@ class Identities:
                     "no ticket: users of this host belong to tenants here; fetch one at the daemon's memory socket, as "
                     f"the SDK does, and send `authorization: {SCHEME} ...`"
                 )
-            role, who = (Role.ADMIN, "owner") if self._only_owner else (Role.CLIENT, "without ticket")
-            return Caller(self._tenants.default, role, who, "unix")
-        scheme, _, ticket = authorization.partition(" ")
-        holder = self._tickets.read(ticket.strip()) if scheme == SCHEME else None
+            role, name = (Role.ADMIN, "owner") if self._only_owner else (Role.CLIENT, "without ticket")
+            return Caller(self._tenants.default, role, name, "unix")
+        scheme, _, credential = authorization.partition(" ")
+        holder = self._credentials.read(credential.strip()) if scheme == SCHEME else None
         if holder is None:
             raise UnknownCallerError(
                 f"`authorization: {SCHEME} ...` is none of this daemon's tickets, or older than a day; fetch another "
@@ -101,7 +103,7 @@ class Identities:
         return self.of_user(holder.uid, holder.pid)
 
     def of_user(self, uid: int, pid: int) -> Caller:
-        """A user of this host: an operator, of a tenant, or of the default tenant."""
+        """Returns the caller for a user of this host: an operator, or a client of its tenant or the default tenant."""
         name = f"uid {uid}"
         if uid in self._admin_uids:
             return Caller(self._tenants.default, Role.ADMIN, name, "unix", pid)
@@ -109,13 +111,13 @@ class Identities:
         return Caller(tenant, Role.CLIENT, name, "unix", pid)
 
     def may_map(self, uid: int) -> bool:
-        """Whether a process of this user may have what cannot be taken back: the daemon's memory."""
+        """True if processes of this user may map the daemon's memory, which cannot be taken back."""
         return uid in self._mapping_uids
 
     # -- the TCP port -------------------------------------------------------------------------------------------
 
     def of_token(self, authorization: str) -> Caller:
-        """Who has this token. Raises UnknownCallerError."""
+        """Returns the holder of the token that `authorization` carries. Raises UnknownCallerError."""
         scheme, _, secret = authorization.partition(" ")
         found = None if self._tokens is None else self._tokens.find(secret.strip())
         if found is None or scheme.lower() != "bearer":
@@ -128,7 +130,8 @@ class Identities:
         return Caller(self._tenants.known(found.tenant), Role(found.role), found.name, "tcp")
 
     def refuse_scraper(self, authorization: str) -> str | None:
-        """Why whoever sends this may not read the metrics; None: they may, as everybody where there are no tokens."""
+        """Returns why the sender of this header may not read the metrics; None if it may, as all may if the settings
+        name no tokens."""
         if self._tokens is None:
             return None
         try:
@@ -142,13 +145,13 @@ class Identities:
         return None
 
     def of_certificate(self, names: Sequence[str], host: str = "") -> Caller:
-        """Who shows a certificate with these names; of the default tenant where no setting has one of them.
+        """Returns the caller that sent a certificate with these names, of the default tenant if no setting names one.
 
-        Without any name, nobody had to show anything: settings let everyone in who reaches the port, as clients. Then
-        they are told apart by the host from where they call.
+        `names` is empty if the settings ask for no certificate: everyone who reaches the port is then a client, and
+        callers are told apart by `host`, the address from which they call.
 
         Raises:
-            UnknownCallerError: there are tokens, and the certificate is nobody's.
+            UnknownCallerError: the settings have tokens, and none of them names the certificate.
         """
         for name in names:
             if name in self._admin_certificates:

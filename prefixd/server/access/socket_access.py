@@ -1,4 +1,4 @@
-"""Who gets in on this host: private directories, and sockets for the daemon's user and those it names."""
+"""Access on this host: private directories, and sockets for the daemon's user and the users that the settings name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OTHERS = 0o077
 _OTHERS_READ = 0o044
 _OTHERS_WRITE = 0o022
 
-# What the kernel keeps in system.posix_acl_access: a version, then (tag, permissions, id) by tag and id.
+# The kernel's format of system.posix_acl_access: a version, then (tag, permissions, id) sorted by tag and id.
 _ACL = "system.posix_acl_access"
 _ACL_VERSION = struct.Struct("<I")
 _ACL_ENTRY = struct.Struct("<HHI")
@@ -32,25 +32,26 @@ _READ_WRITE, _SEARCH = 6, 1
 
 @dataclass(frozen=True, slots=True)
 class SocketAccess:
-    """Who may connect to the daemon's unix sockets.
+    """The users that may connect to the daemon's unix sockets.
 
     Args:
-        mode: permissions of the socket files, of the bits 0o666.
-        uids: users that are let in beside those, by an access control list on the socket and its directory.
+        mode: permissions of the socket files, some of the bits 0o666.
+        uids: further users, who get access by an access control list on the socket and its directory.
     """
 
     mode: int = 0o600
     uids: tuple[int, ...] = ()
 
     def make_directory(self, directory: Path) -> None:
-        """The directory of the sockets: made private, or checked when it is there.
+        """Makes the directory of the sockets, or checks one that exists.
 
-        One that is made lets in exactly those who may use the sockets. One that is there must be this user's or root's,
-        and nobody else may be able to replace what is in it; a directory such as /tmp, where only the owner of a file
-        can remove it, is fine.
+        A new directory gives access to exactly the users that may use the sockets. An existing one must belong to this
+        user or root, and no other user may be able to replace files in it; a directory such as /tmp, in which only
+        the owner of a file can remove it, is fine.
 
         Raises:
-            ConfigError: it cannot be made, others can write to it, or it keeps out those who are to be let in.
+            ConfigError: the directory cannot be made, other users can write to it, or it keeps out users that may use
+                the sockets.
         """
         search = self.mode >> 2 & 0o011 | self.mode >> 1 & 0o011
         _refuse_links(directory)
@@ -79,19 +80,21 @@ class SocketAccess:
             self._allow(directory, _SEARCH)
 
     def open(self, path: Path) -> None:
-        """Lets those in who may use the socket file at `path`, which was bound by this process, and nobody else.
+        """Gives access to the socket file at `path`, which this process has bound, to exactly the users that may use
+        it.
 
         Raises:
             ConfigError: the file system has no access control lists, and `uids` need one.
         """
         path.chmod(self.mode)
         if self.uids or _has_acl(path):
-            self._allow(path, _READ_WRITE, nobody_else=True)
+            self._allow(path, _READ_WRITE, replace=True)
 
-    def _allow(self, path: Path, permissions: int, *, nobody_else: bool = False) -> None:
+    def _allow(self, path: Path, permissions: int, *, replace: bool = False) -> None:
+        """Gives `permissions` to `uids`; `replace` takes them away from all other users."""
         try:
             entries = _read_acl(path)
-            if nobody_else:
+            if replace:
                 entries = {(tag, who): given for (tag, who), given in entries.items() if tag != _USER}
                 entries |= {(_OTHER, _NO_ID): self.mode & 7, (_GROUP_OBJ, _NO_ID): self.mode >> 3 & 7}
             entries |= {(_USER, uid): permissions for uid in self.uids}
@@ -114,7 +117,7 @@ def _has_acl(path: Path) -> bool:
 
 
 def _read_acl(path: Path) -> dict[tuple[int, int], int]:
-    """Permissions by (tag, id); those of the mode where there is no list."""
+    """Returns permissions by (tag, id); those of the file's mode if it has no list."""
     try:
         found = os.getxattr(path, _ACL)
     except OSError as error:
@@ -126,7 +129,7 @@ def _read_acl(path: Path) -> dict[tuple[int, int], int]:
 
 
 def private_umask() -> Callable[[], None]:
-    """From here on nothing that this process makes is open to others, not for a moment; returns how to undo it."""
+    """Makes all new files of this process private from their creation on; returns a function that undoes this."""
     before = os.umask(_OTHERS)
 
     def undo() -> None:
@@ -136,12 +139,12 @@ def private_umask() -> Callable[[], None]:
 
 
 def make_private(name: str, directory: Path) -> None:
-    """The directory that the setting `name` gives, this user's alone.
+    """Makes the directory that the setting `name` gives, or makes an existing one private to this user.
 
-    One that others can read is closed to them. One that others can write to is refused: what is in it may not be ours.
+    A directory that other users can write to is refused: its files may not be the daemon's.
 
     Raises:
-        ConfigError: it cannot be made, belongs to another user, or others can write to it.
+        ConfigError: the directory cannot be made, belongs to another user, or other users can write to it.
     """
     _refuse_links(directory)
     _make(directory)
@@ -157,18 +160,19 @@ def make_private(name: str, directory: Path) -> None:
             f"{name} = {directory} can be written to by other users (mode {mode:04o}); "
             f"run `chmod 700 {directory}` or choose another directory"
         )
-    if mode & _OTHERS_READ:  # to be let through, towards a socket, shows nothing
+    if mode & _OTHERS_READ:  # search permission may stay: users need it to reach a socket, and it shows no names
         directory.chmod(0o700)
         log.warning("%s = %s was open to other users (mode %04o) and is private now", name, directory, mode)
 
 
 def check_folder(name: str, folder: Path) -> None:
-    """The folder of the file that the setting `name` gives: nobody but root, this user and its own group may replace
-    what is in it. A directory such as /tmp, where only the owner of a file can remove it, is fine.
+    """Checks the folder of the file that the setting `name` gives: only root, this user and its own group may be able
+    to replace files in it. A directory such as /tmp, in which only the owner of a file can remove it, is fine.
 
     Raises:
-        ConfigError: it belongs to another user, everybody can write to it, or a link of another user leads there.
-        OSError: it is not there.
+        ConfigError: the folder belongs to another user, everybody can write to it, or another user's symbolic link
+            leads there.
+        OSError: the folder does not exist.
     """
     _refuse_links(folder)
     found = folder.stat()
@@ -186,11 +190,11 @@ def check_folder(name: str, folder: Path) -> None:
 
 
 def _refuse_links(directory: Path) -> None:
-    """Raises ConfigError where a symbolic link of another user is on the way: that user can make it lead elsewhere."""
+    """Raises ConfigError if the path has a symbolic link of another user, who could make it lead elsewhere."""
     for step in (*reversed(directory.absolute().parents), directory.absolute()):
         try:
             found = step.lstat()
-        except OSError:  # what is not there is made later, and what cannot be looked at fails then
+        except OSError:  # a missing directory is made later; one that cannot be read causes an error then
             return
         if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
             raise ConfigError(
@@ -203,5 +207,5 @@ def _make(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        why = "it is there and no directory" if error.errno == errno.EEXIST else error.strerror
+        why = "a file of that name exists" if error.errno == errno.EEXIST else error.strerror
         raise ConfigError(f"directory {directory} cannot be made ({why}); choose another path") from error

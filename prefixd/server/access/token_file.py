@@ -1,7 +1,7 @@
-"""The file of bearer tokens: who may come in over TCP, of which tenant and with which role. Read again when it changes.
+"""The file of bearer tokens, each with a tenant and a role. The daemon reads the file again when it changes.
 
-A token that leaked, or whose holder left, is taken out without a restart, which would end every session. The file is
-read in a thread (aiofiles): it may lie on a network file system, and the event loop waits for no disk.
+So an operator removes a leaked token without a restart, which would end every session. A thread reads the file
+(aiofiles): it may lie on a network file system, and the event loop must not wait for a disk.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from prefixd_swap import SwapError, started_threads
 log = logging.getLogger(__name__)
 
 PART = "tokens"
-"""What its troubles are about, in `Troubles`."""
-LOOK_S = 2.0
-"""Seconds between two looks at the file."""
+"""The part that `Troubles` names when the file cannot be used."""
+CHECK_S = 2.0
+"""Seconds between two checks whether the file has changed."""
 _SHORTEST_TOKEN = 16
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
@@ -39,7 +39,7 @@ _Identity = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Who a token belongs to, what it opens, and its SHA-256: the token itself is kept nowhere."""
+    """A token's name, role, SHA-256 and tenant; the daemon does not keep the token itself."""
 
     name: str
     role: Role
@@ -49,17 +49,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens:
-    """The tokens of a file, and which file that was."""
+    """The tokens of a file, and the state in which the file was read."""
 
     tokens: tuple[Token, ...]
     seen: _Identity
 
 
 class TokenFile:
-    """The tokens that count now.
+    """The tokens that are valid now.
 
     Args:
-        path: a file of lines `name role token [tenant]`; one that begins with `#` is a comment.
+        path: a file of lines `name role token [tenant]`; a line that begins with `#` is a comment.
 
     Raises:
         ConfigError: the thread that reads the file cannot be started.
@@ -68,34 +68,36 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.tokens: tuple[Token, ...] = ()
-        """Empty before `load`: nobody comes in."""
+        """Empty before `load`: no caller is then known."""
         self.listeners: list[Callable[[], None]] = []
-        """Called when a file was read into use, whatever has changed in it."""
+        """Called after each `use`."""
         self._by_digest: dict[bytes, Token] = {}
-        self._seen: _Identity | None = None  # of the file that `tokens` are from
+        self._seen: _Identity | None = None  # state of the file that `tokens` are from
         try:
             self._threads = started_threads(1, "prefixd-tokens")
         except SwapError as error:
             raise ConfigError(f"server.tokens = {path}: {error}") from error
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread that reads the file."""
         self._threads.shutdown(wait=False)
 
     def find(self, secret: str) -> Token | None:
-        """The token with this secret. How long it takes says nothing of other secrets: it is their SHA-256 that is
-        looked for, and takes as long for a thousand tokens."""
+        """Returns the token with this secret, if there is one.
+
+        The time that it takes reveals nothing of other secrets: it looks up a SHA-256, in a table of any size.
+        """
         return self._by_digest.get(digest(secret))
 
     async def load(self) -> None:
-        """Reads the file, and uses it from now on. Raises ConfigError as `read`; the tokens stay as they were then."""
+        """Reads the file and uses it from now on. Raises ConfigError as `read` does, and changes nothing then."""
         self.use(await self.read())
 
     async def read(self) -> ReadTokens:
-        """What the file says now; changes nothing.
+        """Returns the tokens that the file has now; changes nothing.
 
         Raises:
-            ConfigError: it cannot be read, others can read it, or a line is wrong.
+            ConfigError: the file cannot be read, other users can read it, or a line is wrong.
         """
         try:
             seen = await self._identity()
@@ -104,21 +106,21 @@ class TokenFile:
         return ReadTokens(await read_tokens(self._path, self._threads), seen)
 
     def use(self, read: ReadTokens) -> None:
-        """These tokens count from now on."""
+        """Makes these the valid tokens."""
         self.tokens = read.tokens
         self._by_digest = {token.digest: token for token in self.tokens}
-        self._seen = read.seen  # one that was changed since is seen to have changed
+        self._seen = read.seen  # the next check finds a file that has changed since it was read
         for listener in self.listeners:
             listener()
 
     async def watch(self, troubles: Troubles) -> None:
-        """Looks at the file every `LOOK_S` seconds, for ever."""
+        """Checks the file every `CHECK_S` seconds, without end."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            await self.look(troubles)
+            await asyncio.sleep(CHECK_S)
+            await self.reload_if_changed(troubles)
 
-    async def look(self, troubles: Troubles) -> None:
-        """Reads the file if it has changed. One that cannot be used is a trouble, and the tokens stay as they were."""
+    async def reload_if_changed(self, troubles: Troubles) -> None:
+        """Reads the file if it has changed. If it cannot be used, reports a trouble and keeps the tokens."""
         try:
             if await self._identity() != self._seen:
                 before = len(self.tokens)
@@ -133,16 +135,20 @@ class TokenFile:
             troubles.end(PART)
 
     async def _identity(self) -> _Identity:
-        """What differs when the file is another one, has other content, or lets in other readers."""
+        """Returns numbers that differ if the file, its content, its owner or its permissions are different."""
         found = await aiofiles.os.stat(self._path, executor=self._threads)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Token, ...]:
-    """The tokens in a file, see `TokenFile`; `threads` read it, by default those of the event loop.
+    """Returns the tokens in a file of the format that `TokenFile` describes.
+
+    Args:
+        path: the file.
+        threads: threads that read the file; by default those of the event loop.
 
     Raises:
-        ConfigError: the file cannot be read, others can read it, or a line is wrong.
+        ConfigError: the file cannot be read, other users can read it, or a line is wrong.
     """
     try:
         async with aiofiles.open(path, encoding="utf-8", executor=threads) as file:
@@ -171,12 +177,12 @@ async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Toke
 
 
 def digest(secret: str) -> bytes:
-    """What is kept of a token."""
+    """Returns the SHA-256 that the daemon keeps of a token."""
     return hashlib.sha256(secret.encode("ascii", "replace")).digest()
 
 
 def _token(words: list[str], before: list[Token], where: str) -> Token:
-    """Never repeats the line: it holds a secret."""
+    """Returns the token of one line, or raises ConfigError; no message repeats the line, which holds a secret."""
     if not 3 <= len(words) <= 4:
         raise ConfigError(f"{where} has {len(words)} words; write `name role token [tenant]`")
     name, role, secret, tenant = (*words, DEFAULT)[:4]

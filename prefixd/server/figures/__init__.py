@@ -1,1 +1,1 @@
-"""The daemon's figures: one snapshot, from which `Stats` and the metrics page come."""
+"""The daemon's figures: `Snapshot` collects them, for `Admin.Stats` and for the metrics page."""

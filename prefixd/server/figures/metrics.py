@@ -13,16 +13,16 @@ from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import metric_pb2
 
 METRIC: Any = metric_pb2.metric
-"""The option of a field that is a figure."""
+"""Option of a field that is one figure."""
 METRICS: Any = metric_pb2.metrics
-"""The option of a field that is a message with figures."""
+"""Option of a field that is a message with figures."""
 
 _PREFIX = "prefixd_"
 _Labels = dict[str, str]
 
 
 class MetricsCollector(Collector):
-    """The figures that were taken. A thread may collect them: they change no more."""
+    """Collects metrics from figures that do not change any more, so that a thread may do it."""
 
     def __init__(self, stats: pb.StatsResponse) -> None:
         self._stats = stats
@@ -80,7 +80,7 @@ def _add_figure(
 
 
 def _text(message: Message, field: Any) -> str:
-    """A field as a label: `gpu` of TIER_GPU."""
+    """Returns a field's value as a label: `gpu` for TIER_GPU."""
     value = getattr(message, field.name)
     if field.enum_type is None:
         return str(value)

@@ -1,8 +1,8 @@
 """Prometheus metrics over HTTP, on the daemon's event loop and within limits.
 
 A connection carries one request. When there are too many connections, the oldest that has sent no request is closed: a
-scraper always gets in, and no number of connections takes the daemon's descriptors. Figures are taken on the event
-loop, since only it may look at the cache; the page is written in a thread of its own.
+scraper can always connect, and no number of connections uses up the daemon's descriptors. The event loop takes the
+figures, since only it may read the cache; a thread writes the page.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _BACKLOG = 128  # connections that the kernel keeps until they are accepted
 _SHORTAGE_PAUSE_S = 0.5
 _HEAD_BYTES = 8 << 10
 _HEAD_S = 5.0
-"""From the connection to the end of the request's head."""
+"""Most seconds from the connection to the end of the request's head."""
 _SEND_S = 10.0
-"""For the page to be sent, to a client that reads it."""
+"""Most seconds to send the page."""
 _PATHS = ("/metrics", "/")
 
 
 class MetricsServer:
-    """Serves what `take` gives at http://127.0.0.1/metrics.
+    """Serves the figures at http://127.0.0.1/metrics.
 
     Args:
-        take: the figures; called on the event loop, once a scrape.
-        refuse: says why not to whoever sends this `Authorization` (empty: none); None: welcome.
+        take: returns the figures; called on the event loop, once for each scrape.
+        refuse: returns why a client that sends this header `Authorization` (empty: none) is refused, or None.
         head_s: seconds after which a connection that has sent no whole request is closed.
         send_s: seconds after which a client that does not read its answer is cut off.
 
     Raises:
-        OutOfMemoryError: the system gives no thread to write the pages in.
+        OutOfMemoryError: the thread that writes the pages cannot be started.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MetricsServer:
 
     @property
     def connections(self) -> int:
-        """Connections that are open."""
+        """Number of open connections."""
         return len(self._connections)
 
     async def start(self, port: int) -> int:
@@ -96,7 +96,7 @@ class MetricsServer:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Takes one connection: those that wait are taken when it has been counted."""
+        """Accepts one connection; the next one is accepted when this one has been counted."""
         loop = asyncio.get_running_loop()
         try:
             client, _ = listener.accept()
@@ -112,19 +112,19 @@ class MetricsServer:
         self._accepting.add(task)
         task.add_done_callback(self._accepting.discard)
 
-    def opened(self, connection: _Connection) -> None:
-        """Counts a connection; one that is too many costs the oldest that has not asked, or else itself."""
+    def add_connection(self, connection: _Connection) -> None:
+        """Counts a connection. If there are too many, closes the oldest that has sent no request: maybe this one."""
         self._connections[connection] = None
         if len(self._connections) > _CONNECTIONS:
             next(each for each in self._connections if each.answering is None).abort()
 
-    def closed(self, connection: _Connection) -> None:
-        """Forgets a connection."""
+    def remove_connection(self, connection: _Connection) -> None:
+        """Stops counting a connection."""
         self._connections.pop(connection, None)
 
     async def page(self, accept: str) -> tuple[bytes, str]:
-        """The metrics and their content type, in the format that the header `Accept` asks for."""
-        async with self._rendering:  # one at a time: scrapes must not crowd out everything else
+        """Returns the metrics and their content type, in the format that the header `Accept` asks for."""
+        async with self._rendering:  # one at a time, so that scrapes do not take the whole event loop
             stats = await self._take()
             encode, content_type = choose_encoder(accept)
             registry = CollectorRegistry()
@@ -133,31 +133,31 @@ class MetricsServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: a request, its answer, the end."""
+    """One connection: reads a request, answers it and closes."""
 
     def __init__(self, server: MetricsServer) -> None:
         self.answering: asyncio.Task[None] | None = None
-        """The answer to its request, once that is there."""
+        """The task that answers the request; None before the request has arrived."""
         self._server = server
         self._head = b""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Waits for a request, not for ever."""
+        """Waits for a request, `head_s` seconds at most."""
         self._transport = cast(asyncio.Transport, transport)
         self._deadline = asyncio.get_running_loop().call_later(self._server.head_s, self.abort)
-        self._server.opened(self)
+        self._server.add_connection(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Ends what is done for it."""
+        """Cancels the answer and the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
         if self.answering is not None:
             self.answering.cancel()
-        self._server.closed(self)
+        self._server.remove_connection(self)
 
     def data_received(self, data: bytes) -> None:
-        """Answers when the head of the request is there; anything behind it is ignored."""
+        """Answers once the head of the request has arrived; ignores all bytes after it."""
         if self.answering is not None or self._transport.is_closing():
             return
         self._head += data
@@ -169,11 +169,11 @@ class _Connection(asyncio.Protocol):
             self._send(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def eof_received(self) -> bool:
-        """A client may say that it sends no more, and still wait for its answer."""
+        """Keeps the connection open for the answer: a client may close its sending side after its request."""
         return self.answering is not None
 
     def abort(self) -> None:
-        """Closes the connection at once, whatever is still to be sent."""
+        """Closes the connection at once and drops unsent data."""
         self._transport.abort()
 
     async def _answer(self, head: str) -> None:
@@ -213,6 +213,6 @@ class _Connection(asyncio.Protocol):
 
 
 def _field(lines: Sequence[str], wanted: str) -> str:
-    """The values of a header's field, separated by commas."""
+    """Returns all values of a header field, separated by commas."""
     fields = (line.partition(":") for line in lines)
     return ",".join(value.strip() for name, _, value in fields if name.lower() == wanted)

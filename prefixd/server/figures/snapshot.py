@@ -1,4 +1,4 @@
-"""The daemon's figures, for `Admin.Stats`."""
+"""Collects the daemon's figures for `Admin.Stats`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from prefixd_swap.tiers import GpuTier, MemoryTier
 from prefixd_swap.tiers import Tier as TierObject
 
 _MOST_NAMESPACES = 1000
-_NAMESPACES_BYTES = 4 << 20  # a quarter of what a message may have
+_NAMESPACES_BYTES = 4 << 20  # a quarter of the largest message
 _NAMESPACE_WORK = 10  # pieces of work, see `Pacer`
 
 _STATES = {
@@ -43,7 +43,7 @@ _STATES = {
 
 @dataclass(slots=True)
 class Snapshot:
-    """Collects all figures from where they are kept."""
+    """Collects all figures from the parts of the daemon that keep them."""
 
     cache: TieredCache
     draining: asyncio.Event
@@ -54,7 +54,7 @@ class Snapshot:
     events: KVEvents | None = None
 
     async def take(self) -> pb.StatsResponse:
-        """The figures now. What is counted in the columns is up to some milliseconds old at a million blocks."""
+        """Returns the figures now. Counts of blocks are up to some milliseconds old at a million blocks."""
         cache = self.cache
         counts = await _Counts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
         namespaces = await _namespaces(cache, counts.on_gpu)
@@ -103,7 +103,7 @@ class Snapshot:
         )
 
     def troubles(self) -> list[pb.Trouble]:
-        """What is not as it should be, while the rest goes on."""
+        """Returns the parts of the daemon that are degraded while the rest works."""
         now = self.clock()
         return [
             pb.Trouble(part=trouble.part, what=trouble.what, remedy=trouble.remedy, since_s=now - trouble.since_s)
@@ -251,7 +251,7 @@ class Snapshot:
 
 
 def total_worker(workers: Sequence[pb.WorkerStats]) -> pb.WorkerStats:
-    """The first one, with what all of them have counted; ready if all are."""
+    """Returns the first worker's figures with all workers' counts added; its state is READY only if all are ready."""
     total = pb.WorkerStats()
     total.CopyFrom(workers[0])
     for other in workers[1:]:
@@ -262,7 +262,7 @@ def total_worker(workers: Sequence[pb.WorkerStats]) -> pb.WorkerStats:
 
 
 def _add_counts(total: Message, one: Message) -> None:
-    """Adds what is a figure of the metrics page and a number, in the messages inside, too."""
+    """Adds the numbers of `one` that are figures of the metrics page to `total`, in nested messages too."""
     for field in total.DESCRIPTOR.fields:
         options = field.GetOptions()
         if options.HasExtension(METRICS) and one.HasField(field.name):
@@ -331,20 +331,20 @@ def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
 
 @dataclass(slots=True)
 class _Counts:
-    """Blocks, counted in the columns of all tries."""
+    """Counts of blocks, from the columns of all tries."""
 
     blocks: list[int]
-    """By tier."""
+    """Blocks by tier."""
     held: list[int]
-    """Those of them that somebody holds there, by tier."""
+    """Blocks that are held in a tier, by tier."""
     unused: Unused
-    """Of the GPU tier's cached blocks."""
+    """Unused bytes of the GPU tier's cached blocks."""
     on_gpu: Counter[int]
-    """Those in the GPU tier, by their namespace's ordinal."""
+    """Blocks in the GPU tier, by the ordinal of their namespace."""
 
     @classmethod
     async def of(cls, cache: TieredCache, needs: Sequence[KvNeeds]) -> Self:
-        """Counts a slice of rows at a time, so that the event loop is not held."""
+        """Counts one slice of rows at a time, so that other tasks of the event loop run in between."""
         blocks, held, unused = [0] * TIERS, [0] * TIERS, Unused()
         on_gpu, compute = Counter[int](), cache.tiers.compute.level
         for trie in list(cache.tries):
@@ -356,7 +356,7 @@ class _Counts:
                     here = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
                     blocks[tier] += int(np.count_nonzero(here))
                     held[tier] += int(np.count_nonzero(trie.held(rows, tier) & here))
-                # Models of one shape share a trie, and need the same of its blocks.
+                # Models of one shape share a trie and need the same parts of its blocks.
                 if (counting := next((each for each in needs if each.counts(trie)), None)) is not None:
                     here_unused = counting.of_cached(trie, rows)
                     unused.spare += here_unused.spare
@@ -368,7 +368,7 @@ class _Counts:
 
 
 async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> list[pb.NamespaceStats]:
-    """Those with most blocks, as many as one answer may tell of."""
+    """Returns figures of the namespaces with most blocks, at most 1000 and 4 MiB of them."""
     blocks = {namespace: cache.trie(namespace).blocks_of(namespace.ordinal) for namespace in cache.namespaces}
     found: list[pb.NamespaceStats] = []
     left, pacer = _NAMESPACES_BYTES, Pacer()
@@ -397,7 +397,10 @@ async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> list[pb.
 
 
 def _resident_bytes(trie: Trie, tier: MemoryTier) -> int:
-    """Bytes of the tier's slots that blocks of `trie` have. At once: slots change hands between two callbacks."""
+    """Returns the bytes of the tier's slots that blocks of `trie` have.
+
+    It counts all rows without a pause: slots change owners between two callbacks.
+    """
     sizes = np.array([tier.footprint((size,)) for size in trie.part_bytes], np.int64)
     there = trie.there[: trie.rows, tier.level]
     complete = int(np.count_nonzero(there == trie.all_groups))

@@ -1,4 +1,4 @@
-"""Tenants for operators: what each may have and has, and how that is changed while the daemon runs."""
+"""Figures of tenants for operators: what each may use and uses; and changes of quotas while the daemon runs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ _TIER_LIMITS = tuple(f"{tier}_most" for tier in QUOTA_TIERS)
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:
-    """A tenant's requests, of all models."""
+    """Counts of one tenant's requests to all models."""
 
     waiting: int = 0
     running: int = 0
 
 
 def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota], *, gpu: bool) -> None:
-    """Raises ValueError unless the tiers, as large as they are now, hold what these quotas guarantee of them.
+    """Checks that the tiers in their present size hold what these quotas guarantee.
 
-    `gpu`: whether the daemon has models, hence a GPU tier once they are loaded.
+    Args:
+        cache: its tiers.
+        quotas: the quotas by tenant.
+        gpu: True if the daemon has models, and thus a GPU tier once they are loaded.
+
+    Raises:
+        ValueError: the guarantees of a tier are more than the tier has.
     """
     sizes = {tier.level: tier.capacity_bytes for tier in cache.tiers.existing}
     for level, name in enumerate(QUOTA_TIERS):
@@ -44,13 +50,13 @@ def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota], *, gpu: bo
 
 
 class TenantFigures:
-    """What tenants have, and what they may have.
+    """Figures and quotas of tenants.
 
     Args:
         cache: the cache.
-        calls: of a tenant, under way.
-        requests: by tenant.
-        gpu: whether there is a GPU tier, or will be once the models are loaded.
+        calls: returns the number of a tenant's calls under way.
+        requests: returns the counts of requests by tenant.
+        gpu: True if there is a GPU tier, or will be once the models are loaded.
     """
 
     def __init__(
@@ -67,11 +73,12 @@ class TenantFigures:
         self._requests = requests
 
     def take(self) -> list[pb.TenantStats]:
-        """All tenants' figures, by the order in which the daemon came to know them."""
+        """Returns the figures of all tenants, in the order in which the daemon first saw them."""
         return self._all(list(self._cache.tenants))
 
     def take_some(self) -> list[pb.TenantStats]:
-        """Figures of all tenants, or where there are more than `SOME`, of those with most sessions; by their order."""
+        """Returns the figures of all tenants, in the same order; if there are more than `SOME`, only of the `SOME`
+        tenants with most sessions."""
         tenants = list(self._cache.tenants)
         if len(tenants) > SOME:
             sessions = Counter(session.tenant for session in self._cache.leases.sessions.values())
@@ -88,11 +95,11 @@ class TenantFigures:
         ]
 
     def set_quota(self, request: pb.SetTenantRequest) -> pb.TenantStats:
-        """Changes the quota of a tenant that the daemon knows.
+        """Changes the quota of a tenant that the daemon knows; returns its figures.
 
         Raises:
             NotFoundError: there is no such tenant.
-            InvalidArgumentError: a value is none, or the guarantees do not fit.
+            InvalidArgumentError: a value is invalid, or the guarantees do not fit into a tier.
         """
         tenants = self._cache.tenants
         tenant = tenants.get(request.name)
@@ -108,7 +115,7 @@ class TenantFigures:
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
         tenant.quota = quota
-        self._cache.mover.changed.set()  # what was beyond a limit may be written now
+        self._cache.mover.changed.set()  # blocks that the former limit kept back may be written now
         return self._all([tenant])[0]
 
     def _stats(self, tenant: Tenant, requests: RequestFigures, sessions: Sequence[Session]) -> pb.TenantStats:

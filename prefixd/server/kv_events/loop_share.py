@@ -1,4 +1,4 @@
-"""A bounded part of the event loop's time, for all who share it."""
+"""Bounds the part of the event loop's time that several tasks take together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SHARE = 0.05
 
 
 class LoopShare:
-    """Lets those who share it work one after the other, with pauses: what they do takes `share` of the time at most.
+    """Lets tasks work one after the other, with pauses, so that all of them together take at most `share` of the time.
 
     Args:
-        share: of the time.
+        share: largest part of the time, 0.05 for 5%.
         clock: seconds, monotonic.
-        used: seconds that this thread has computed.
+        used: CPU time of this thread, in seconds.
     """
 
     def __init__(
@@ -29,17 +29,17 @@ class LoopShare:
         self._clock = clock
         self._used = used
         self._line = asyncio.Lock()
-        self._free_s = clock()  # the next one may begin then
+        self._free_s = clock()  # when the next task may begin
 
     async def turn(self) -> None:
-        """Waits until it is the caller's turn: it goes on at once then, and counts what it does."""
+        """Waits until it is the caller's turn. The caller must then work at once, inside `counted`."""
         async with self._line:
             while (left_s := self._free_s - self._clock()) > 0.0:
                 await asyncio.sleep(left_s)
 
     @contextmanager
     def counted(self) -> Generator[None]:
-        """Counts what is done inside, where nothing waits."""
+        """Counts the CPU time of the work inside, which must not await anything."""
         began_s, used_s = self._clock(), self._used()
         try:
             yield

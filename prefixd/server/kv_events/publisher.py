@@ -1,7 +1,7 @@
-"""Batches of KV events, out to whoever subscribed.
+"""Sends batches of KV events to all subscribers.
 
-Nothing here waits. A subscriber has a queue of its own, in ZMQ; who falls behind by more than that misses batches,
-sees it by the sequence numbers, and can ask for them again (`Replay`). The others miss nothing.
+No call here waits. ZMQ has a queue for each subscriber; a subscriber that falls behind by more than the queue holds
+misses batches, notices it by the sequence numbers, and can ask for them again (`Replay`). Other subscribers miss none.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from prefixd.server.kv_events.replay import Replay
+from prefixd.server.kv_events.event_messages import Event, KVEventBatch
+from prefixd.server.kv_events.event_replay import Replay
 from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
-from prefixd.server.kv_events.wire import Event, KVEventBatch
 from prefixd.settings import EventSettings
 
 log = logging.getLogger(__name__)
 
-_DATA_PARALLEL_RANK = 0  # what an engine without data parallelism says
-_LINGER_MS = 200  # for what is still in the queues at the end
-_END_S = 2.0
+_DATA_PARALLEL_RANK = 0  # as an engine without data parallelism sends
+_LINGER_MS = 200  # at the end, ZMQ has this long to send what is in its queues
+_CLOSE_S = 2.0
 _LOG_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
 class EventCounters:
-    """What was published since the start."""
+    """Counts since the start of the daemon."""
 
     events: int = 0
     batches: int = 0
     overruns: int = 0
-    """Times a subscriber fell so far behind that it missed batches; one until it has caught up."""
+    """Times that a full queue made a subscriber miss batches; counted once until it has caught up."""
     subscriptions: int = 0
-    """Those in force now."""
+    """Subscriptions that are in force now."""
 
 
 class Publisher:
-    """Publishes batches, numbered from 0 on, whatever their topic. Used from the event loop alone.
+    """Publishes batches, numbered from 0 on across all topics. Used from the event loop only.
 
     Args:
-        settings: where to; `endpoint` is set.
-        subscribed: called when somebody has subscribed.
+        settings: the sockets; `endpoint` is set.
+        subscribed: called when a subscriber has subscribed.
         clock: seconds since 1970.
 
     Raises:
@@ -65,7 +65,7 @@ class Publisher:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._replay: Replay | None = None
         try:
-            # XPUB is PUB that also tells of subscriptions, and (NODROP) of a queue that is full.
+            # XPUB is PUB that also reports subscriptions, and (NODROP) a queue that is full.
             self._socket: Socket = self._context.socket(zmq.XPUB)
             self._socket.setsockopt(zmq.SNDHWM, settings.queue_batches)
             self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)
@@ -76,7 +76,7 @@ class Publisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._end = on_readable(self._socket, self._take_subscriptions)
+        self._stop_reading = on_readable(self._socket, self._read_subscriptions)
 
     def publish(self, topic: bytes, events: Sequence[Event]) -> None:
         """Sends one batch. Never waits: a subscriber whose queue is full misses it."""
@@ -94,25 +94,25 @@ class Publisher:
         self._next += 1
         self.counters.batches += 1
         self.counters.events += len(events)
-        self._take_subscriptions()
+        self._read_subscriptions()
 
     def close(self) -> None:
-        """Closes the sockets; what is queued has a moment to go out.
+        """Closes the sockets; ZMQ has 0.2 s to send what is queued.
 
-        ZMQ's context has been seen to wait on beyond its sockets' linger; it is left to itself then.
+        ZMQ's context has been seen to wait longer than its sockets' linger: after 2 s `close` returns without it.
         """
-        self._end()
+        self._stop_reading()
         if self._replay is not None:
             self._replay.close()
         ending = threading.Thread(
             target=self._context.destroy, kwargs={"linger": _LINGER_MS}, name="kv-events-end", daemon=True
         )
         ending.start()
-        ending.join(_END_S)
+        ending.join(_CLOSE_S)
         if ending.is_alive():
-            log.warning("the sockets of the KV events are not closed after %g s; what was not sent is lost", _END_S)
+            log.warning("the sockets of the KV events are not closed after %g s; unsent batches are lost", _CLOSE_S)
 
-    def _take_subscriptions(self) -> None:
+    def _read_subscriptions(self) -> None:
         while (message := receive(self._socket)) is not None:
             kind = message[0][:1]
             if kind == b"\x01":

@@ -1,4 +1,4 @@
-"""ZMQ sockets on the event loop: opened, read when there is something, never waited for."""
+"""ZMQ sockets on the event loop, read when a message is there; no call here waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ Socket = zmq.Socket[bytes]
 
 
 def open_socket(socket: Socket, name: str, endpoint: str, *, connect: bool = False) -> None:
-    """Binds or connects `socket`; ConfigError, about the setting `name`, when that cannot be."""
+    """Binds or connects `socket`.
+
+    Raises:
+        ConfigError: the endpoint, which the setting `name` gives, cannot be used.
+    """
     try:
         if connect:
             socket.connect(endpoint)
@@ -27,7 +31,7 @@ def open_socket(socket: Socket, name: str, endpoint: str, *, connect: bool = Fal
 
 
 def receive(socket: Socket) -> list[bytes] | None:
-    """The next message, or None when there is none yet."""
+    """Returns the frames of the next message, or None if none has arrived."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
@@ -35,17 +39,18 @@ def receive(socket: Socket) -> list[bytes] | None:
 
 
 def on_readable(socket: Socket, read: Callable[[], None]) -> Callable[[], None]:
-    """Has `read` called when there may be something to read; returns how to end that.
+    """Calls `read` whenever messages may have arrived; returns a function that ends this.
 
-    `read` takes all there is. Sending may take the signal, so it has to be called after that, too.
+    `read` must receive all messages that are there. The caller must also call `read` after each send: ZMQ may use up
+    the descriptor's signal while it sends.
     """
     loop = asyncio.get_running_loop()
     descriptor = int(socket.getsockopt(zmq.FD))
     loop.add_reader(descriptor, read)
-    first = loop.call_soon(read)  # the descriptor tells of news alone
+    first = loop.call_soon(read)  # the descriptor signals only messages that arrive from now on
 
-    def end() -> None:
+    def stop() -> None:
         first.cancel()
         loop.remove_reader(descriptor)
 
-    return end
+    return stop

@@ -1,4 +1,4 @@
-"""Who watches the blocks: each session at most once at a time, and no longer than it is open."""
+"""Watches of sessions: a session has at most one at a time, and the watch ends with the session."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 
 from prefixd.base.errors import ExhaustedError, SessionEndedError
 from prefixd.cache import Session, TieredCache
+from prefixd.server.kv_events.block_watch import BlockWatch
 from prefixd.server.kv_events.loop_share import LoopShare
-from prefixd.server.kv_events.watch import BlockWatch
 
 _REPLACED_S = 1.0
-"""For a session's former watch to end, which its client has cancelled just now."""
-_LOOK_S = 0.02
+"""Time for a session's former watch to end after its client has cancelled it."""
+_CHECK_S = 0.02
 
 
 class Watches:
@@ -27,37 +27,37 @@ class Watches:
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
         self._share = LoopShare()
-        self._until: dict[str, asyncio.Timeout] = {}  # by the ids of the sessions that are watched
+        self._timeouts: dict[str, asyncio.Timeout] = {}  # that end the watches, by session id
 
     @asynccontextmanager
     async def watch(self, session: Session) -> AsyncGenerator[BlockWatch]:
-        """The only watch of a session.
+        """Opens the only watch of a session.
 
         Raises:
-            ExhaustedError: it has another one.
-            SessionEndedError: the session ended meanwhile, whatever was waited for inside.
+            ExhaustedError: the session has another watch.
+            SessionEndedError: the session ended; also raised inside the block, whatever it waits for.
         """
         end_s = time.monotonic() + _REPLACED_S
-        while session.id in self._until:
+        while session.id in self._timeouts:
             if time.monotonic() > end_s:
                 session.tenant.refused["watches"] += 1
                 raise ExhaustedError(
                     f"session {session.id[:8]} of tenant {session.tenant.name} has a call of WatchBlocks under way, "
                     "and a session may have one; read that one, end it first, or open another session"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
         self._cache.leases.session(session.id)
         try:
-            async with asyncio.timeout(None) as until:
-                self._until[session.id] = until
+            async with asyncio.timeout(None) as timeout:
+                self._timeouts[session.id] = timeout
                 try:
                     yield BlockWatch(self._cache, session, self._share)
                 finally:
-                    del self._until[session.id]
+                    del self._timeouts[session.id]
         except TimeoutError:
             raise SessionEndedError(f"session {session.id[:8]}, whose blocks were watched, has ended") from None
 
     def end(self, session: Session) -> None:
-        """The session has ended: so does its watch, also one that waits for its client to read."""
-        if (until := self._until.get(session.id)) is not None:
-            until.reschedule(asyncio.get_running_loop().time())
+        """Ends the watch of a session that has ended, even while the watch waits for its client to read."""
+        if (timeout := self._timeouts.get(session.id)) is not None:
+            timeout.reschedule(asyncio.get_running_loop().time())

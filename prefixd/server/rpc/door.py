@@ -1,6 +1,6 @@
 """The door: every call passes it before its method, and this file calls every check.
 
-    1. who calls: a ticket, a token, a certificate, or nothing (`Identities`)
+    1. the caller: by a local credential, a token, a certificate, or none of them (`Identities`)
     2. whether the caller's role is enough, and whether its tenant may have one more call (`CallLimits`)
     3. its message, when its turn has come (`CallersCall`), in a size that can be parsed (`check_fields`)
     4. the method; a PrefixdError becomes the call's status (`abort`)
@@ -28,10 +28,10 @@ from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.caller import CURRENT_CALL, Call, Caller
 from prefixd.server.access.identities import Identities, UnknownCallerError
 from prefixd.server.rpc.anonymous import AnonymousCall
-from prefixd.server.rpc.limits import OPEN_SERVICES, CallLimits
+from prefixd.server.rpc.call_limits import OPEN_SERVICES, CallLimits
+from prefixd.server.rpc.message_size import LARGE_BYTES, check_fields
 from prefixd.server.rpc.receiving import first_message, later_message
 from prefixd.server.rpc.status import Context, abort
-from prefixd.server.rpc.wire import LARGE_BYTES, check_fields
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Door:
     Args:
         identities: tells callers' tenants and roles.
         limits: the limits of all doors together.
-        audit: logs who is let in and refused.
+        audit: logs callers that are let in or refused.
         name: `unix` or `tcp`.
     """
 
@@ -164,7 +164,7 @@ class Door:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         CURRENT_CALL.set(call)
         if self._audit.enabled:
-            self._audit.let_in(caller)
+            self._audit.log_let_in(caller)
         return call
 
     def _who_calls(self, context: Context) -> Caller:
@@ -192,13 +192,13 @@ class Door:
     async def _tell_refused(self, caller: Caller, method: str, why: str) -> None:
         """Waits until a caller may be told of a refusal, and logs it."""
         if await self._limits.refusals.turn(caller.tenant):
-            self._audit.refused(caller, method[:_METHOD], why)
+            self._audit.log_refused(caller, method[:_METHOD], why)
 
     async def _refuse_unknown(self, method: str, why: str, context: Context) -> NoReturn:
         """Ends the call of an unknown caller, and logs where it came from."""
         if await self._limits.refusals.turn(None):
             peer = context.peer() if self._name == "tcp" else ""
-            self._audit.refused(None, method[:_METHOD], why, door=self._name, peer=peer)
+            self._audit.log_refused(None, method[:_METHOD], why, door=self._name, peer=peer)
             log.info("refused %s%s: %s", method[:_METHOD], f" from {peer}" if peer else "", why)
         remedy = (
             "; send `authorization: Bearer TOKEN`, with a token from the daemon's server.tokens "

@@ -15,12 +15,12 @@ from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
+from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
-from prefixd.server.access.tickets import Tickets
 from prefixd.server.access.token_file import TokenFile
 from prefixd.server.rpc import anonymous
+from prefixd.server.rpc.call_limits import CALLS, HEALTH_CALLS, WAITING, CallLimits
 from prefixd.server.rpc.door import Door, ServiceTable
-from prefixd.server.rpc.limits import CALLS, HEALTH_CALLS, WAITING, CallLimits
 from prefixd.server.rpc.receiving import OPENING
 from prefixd.server.rpc.tcp_connections import MOST, TcpConnections
 from prefixd.server.rpc.tls import tls_credentials
@@ -30,37 +30,37 @@ log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 16 << 20
 _ENDING = 64
-"""Calls of Generate beside those that wait and run: their text is read, or their answer sent."""
+"""Calls of Generate beside those that wait and run: the daemon is reading their text or sending their answer."""
 _LATE_S = 5.0
-"""For connections to be closed when the daemon ends, beside the time that calls have."""
+"""Time for connections to close when the daemon ends, after the time that calls have to finish."""
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_frame_size", 1 << 20),
-    # A prompt of 131,072 tokens is 512 KiB: let it come in one go. No more: each call that waits may have as much here,
-    # and windows would grow with what a caller sends.
+    # A prompt of 131,072 tokens is 512 KiB, which must arrive without a pause. A larger window would let each waiting
+    # call hold that much memory, and a probed window (bdp_probe) would grow with the caller's messages.
     ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.http2.bdp_probe", 0),
-    # A client on another host that vanishes without a word is dead after half a minute.
+    # The daemon detects after half a minute that a client on another host has vanished without closing.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
-# Strangers reach this one: what a connection can make us keep is bounded, and so is their number.
+# Anonymous callers can connect to the TCP port: it bounds the memory of a connection and the number of connections.
 _TCP_OPTIONS = [
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_allowed_incoming_connections", MOST),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # A connection without a call makes room for others; a session is a call.
+    # A connection without a call is closed to make room for others; a session is a call.
     ("grpc.max_connection_idle_ms", 60_000),
 ]
 
 
 class _CallerHungUp(logging.Filter):
-    """Keeps a traceback out of the log that gRPC writes when a caller goes away while its answer is being sent."""
+    """Drops the traceback that gRPC logs when a caller disconnects while its answer is being sent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False for that."""
+        """Returns False for that record."""
         return not str(record.msg).startswith("ExecuteBatchError raised in core by servicer method")
 
 
@@ -68,32 +68,32 @@ _caller_hung_up = _CallerHungUp()
 
 
 class Listeners:
-    """Where calls come in. Services are added to `services` before it is opened.
+    """The unix socket and the TCP port. Services are added to `services` before `open`.
 
-    Who may connect to the unix socket is checked by the kernel, against the socket's permissions and access control
-    list; which user somebody is, by tickets: gRPC accepts the connections itself and can neither be asked for their
-    SO_PEERCRED nor be handed accepted ones, and a listener of ours in front of it would copy every byte. On TCP,
-    tokens and certificates say who comes in. A `Door` is at each.
+    The kernel checks which users may connect to the unix socket, by the socket's permissions and access control list.
+    Local credentials prove which user calls: gRPC accepts connections itself, gives no access to their SO_PEERCRED and
+    takes no connection that another listener has accepted, and a proxy in front of it would copy every byte. On TCP,
+    tokens and certificates identify callers. Each listener has a `Door`.
 
     Args:
-        settings: all of them.
-        tenants: to whom callers belong.
-        tickets: what local clients show.
-        audit: is told who is let in and refused.
+        settings: all settings.
+        tenants: all tenants of the daemon.
+        credentials: reads the credentials that local clients send.
+        audit: logs callers that are let in or refused.
 
     Raises:
-        ConfigError: a certificate or a key that cannot be used.
+        ConfigError: a certificate or a key cannot be used.
     """
 
-    def __init__(self, settings: Settings, tenants: Tenants, tickets: Tickets, audit: AuditLog) -> None:
+    def __init__(self, settings: Settings, tenants: Tenants, credentials: LocalCredentials, audit: AuditLog) -> None:
         server = settings.server
         self.access = _socket_access(settings)
-        """Who may connect to the unix sockets, as of now."""
+        """The users that may connect to the unix sockets now."""
         self._settings = server
         logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
-        """To be loaded before the listeners are opened, and watched from then on."""
-        self.identities = Identities(server, settings.tenants, tenants, self.tokens, tickets)
+        """The caller must load it before `open`, and watch it from then on."""
+        self.identities = Identities(server, settings.tenants, tenants, self.tokens, credentials)
         generations = _generations(settings)
         self.limits = CallLimits(tenants, generations)
         self._unix = grpc.aio.server(options=_OPTIONS)
@@ -113,10 +113,11 @@ class Listeners:
         )
 
     async def open(self) -> str | None:
-        """Takes calls; returns host:port of the TCP door, if there is one.
+        """Begins to take calls; returns host:port of the TCP port, if there is one.
 
         Raises:
-            ConfigError: the socket or the port cannot be bound, or there is no thread to watch connections.
+            ConfigError: the socket or the port cannot be bound, or the thread that watches connections cannot be
+                started.
         """
         path: Path = self._settings.socket
         try:
@@ -132,27 +133,27 @@ class Listeners:
         return tcp
 
     def update(self, settings: Settings) -> None:
-        """From now on callers are who these settings say, and users are let in whom they name.
+        """Identifies callers by these settings from now on, and gives the users that they name access to the sockets.
 
-        The sockets keep the mode that they were made with: only a restart changes it.
+        The sockets keep the mode that they were created with: only a restart changes it.
 
         Raises:
             ConfigError: the socket's file system takes no access control list; nothing has changed then.
-            OSError: a socket's file is gone; nothing has changed then.
+            OSError: a socket's file is missing; nothing has changed then.
         """
         access = replace(_socket_access(settings), mode=self.access.mode)
         if access.uids != self.access.uids:
             try:
-                self._let_in(access)
+                self._give_access(access)
             except (ConfigError, OSError):
-                with suppress(ConfigError, OSError):  # else who is let in is what it has come to
-                    self._let_in(self.access)
+                with suppress(ConfigError, OSError):  # if this fails too, some of the new users keep access
+                    self._give_access(self.access)
                 raise
             self.access = access
         server = settings.server.model_copy(update={"socket_mode": self._settings.socket_mode})
         self.identities.update(server, settings.tenants)
 
-    def _let_in(self, access: SocketAccess) -> None:
+    def _give_access(self, access: SocketAccess) -> None:
         access.make_directory(self._settings.socket.parent)
         for path in (self._settings.socket, local_door(self._settings.socket)):
             access.open(path)
@@ -160,8 +161,8 @@ class Listeners:
     async def close(self, grace_s: float) -> None:
         """Takes no more calls, and ends those that still run after `grace_s`.
 
-        A connection is not closed by gRPC before what is being written to it is written. Who does not read from its
-        socket is waited for no longer than a moment: what is cached is still to be kept.
+        gRPC does not close a connection before it has written all pending data to it. `close` waits 5 s for a caller
+        that does not read: the daemon must still write cached blocks to disk.
         """
         if self._connections is not None:
             self._connections.stop()
@@ -170,7 +171,7 @@ class Listeners:
         for stop in stopped:
             stop.result()
         if late:
-            log.warning("callers do not read what is sent to them: their connections end with the process")
+            log.warning("some callers do not read their answers: their connections end with the process")
 
     def _bind_tcp(self) -> str | None:
         address = self._settings.tcp
@@ -188,19 +189,19 @@ class Listeners:
 
 
 def _generations(settings: Settings) -> int:
-    """Calls of Generate at once: as many as may wait and run, and some."""
+    """Returns the most calls of Generate at once: those that may wait and run, and 64 more."""
     worker = settings.worker
     models = 1 + len(worker.more_models) if worker.enabled else 0
     return models * (settings.scheduler.queue_limit + 2 * worker.max_running) + _ENDING
 
 
 def local_door(path: Path) -> Path:
-    """Where the local door of the daemon with this socket is."""
+    """Returns the path of the local door of the daemon with this socket."""
     return path.with_name(path.name + MEMORY_SOCKET_SUFFIX)
 
 
 def _socket_access(settings: Settings) -> SocketAccess:
-    """Who may connect to the unix sockets: those that settings allow, operators, and the tenants' users."""
+    """Returns the users that may connect to the unix sockets: those that the settings allow, operators and tenants'."""
     server = settings.server
     uids = dict.fromkeys((*server.allow_uids, *server.admin_uids))
     uids |= dict.fromkeys(uid for tenant in settings.tenants.values() for uid in tenant.uids)

@@ -1,16 +1,16 @@
-"""The door for local clients: hands out the arena, as a file descriptor, and tickets.
+"""The local door: hands out the arena, as a file descriptor, and local credentials to processes of this host.
 
 A client connects to a unix socket, sends one line and gets one line of JSON:
 
-    ticket       {"ticket": "e803..."}: says at the gRPC socket which user it is, see `Tickets`
-    SESSION ID   {"arena_bytes": 8589934592}, whose first byte carries the descriptor (SCM_RIGHTS); the line may carry a
-                 descriptor of the client's process (pidfd), for a kernel that does not give the daemon one
+    ticket       {"ticket": "e803..."}: proves at the gRPC socket which user calls (`LocalCredentials`)
+    SESSION ID   {"arena_bytes": 8589934592}; its first byte carries the descriptor (SCM_RIGHTS). The client's line may
+                 carry a descriptor of the client's process (pidfd), for a kernel that does not give the daemon one
 
-Who may not have it gets `{"error": "..."}`. A descriptor cannot be taken back, so it goes only to processes of
-operators, of users that `server.allow_uids` names, and of tenants with `map_memory`.
+A refused client gets `{"error": "..."}`. A descriptor cannot be taken back, so it goes only to processes of operators,
+of users that `server.allow_uids` names, and of tenants with `map_memory`.
 
-Visitors that say nothing keep nobody out: when there are too many, of one user or in all, the one that has waited
-longest is told so and sent away. An honest client sends its line as it connects.
+Visitors that send nothing keep no other out: if there are too many, of one user or in all, the one that has waited
+longest gets an error and is disconnected. An honest client sends its line as it connects.
 """
 
 from __future__ import annotations
@@ -46,10 +46,18 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
 class MemoryListener:
-    """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of the users let in.
+    """Listens at `path` and hands out the arena to processes of open sessions.
 
-    `visit(session id, uid, pid, its connection, the descriptor that it sent or -1)` is called before each time, and may
-    say why not. `ticket(uid, pid)` makes tickets. Without a descriptor (-1) it hands out tickets alone.
+    Args:
+        path: the unix socket.
+        fd: descriptor of the arena; -1: there is none, and the door hands out credentials only.
+        nbytes: size of the arena.
+        is_session: returns True for the id of an open session.
+        access: users that may connect.
+        admit: called with (session id, uid, pid, connection, descriptor that the client sent or -1) before the arena
+            is handed out; returns why it must not be, or None.
+        may_map: returns True for a user that may map the arena.
+        ticket: returns a credential for (uid, pid); None: there are none.
     """
 
     def __init__(
@@ -59,7 +67,7 @@ class MemoryListener:
         nbytes: int,
         is_session: Callable[[str], bool],
         access: SocketAccess = SocketAccess(),  # noqa: B008 - immutable
-        visit: Callable[[str, int, int, socket.socket, int], str | None] = lambda *visitor: None,
+        admit: Callable[[str, int, int, socket.socket, int], str | None] = lambda *visitor: None,
         may_map: Callable[[int], bool] = lambda uid: uid in (0, os.geteuid()),
         ticket: Callable[[int, int], str] | None = None,
     ) -> None:
@@ -68,26 +76,26 @@ class MemoryListener:
         self._nbytes = nbytes
         self._is_session = is_session
         self._access = access
-        self._visit = visit
+        self._admit = admit
         self._may_map = may_map
         self._ticket = ticket
         self._listener: socket.socket | None = None
         self._visits: dict[asyncio.Task[None], tuple[int, socket.socket]] = {}
-        """By whom the visitors under way are, and their connections; the oldest first."""
+        """The visitors under way with their users and connections, the oldest first."""
         self._visits_of: Counter[int] = Counter()
         self._warn_s = 0.0
-        self._told = set[int]()
-        """Users of whom the log says that they were refused."""
+        self._logged = set[int]()
+        """Users that the log names as refused."""
         self._closing: Counter[int] = Counter()
-        """Descriptors that visitors sent and that are not closed yet, by user. With as many as may be, no more are
-        received."""
+        """By user, how many descriptors that visitors sent are not closed yet. At the limit no more are received."""
         self._unclosed: list[tuple[int, int]] = []
-        """Those of them, with their users, for which there was no thread."""
+        """(user, descriptor) of those that no thread closes yet."""
 
     async def start(self) -> None:
-        """Begins to listen; a socket file left by a daemon that is gone is replaced.
+        """Begins to listen, and replaces a socket file that an ended daemon has left.
 
-        Raises `OSError` when the path is taken by something else or by a process that listens.
+        Raises:
+            OSError: the path is another kind of file, or a process listens there.
         """
         self._remove_leftover()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -102,7 +110,7 @@ class MemoryListener:
         self._listen(listener)
 
     async def close(self) -> None:
-        """Stops listening and removes the socket; what was handed out stays with its holders."""
+        """Stops listening and removes the socket; processes keep the descriptors that they have."""
         listener, self._listener = self._listener, None
         if listener is not None:
             asyncio.get_running_loop().remove_reader(listener)
@@ -118,7 +126,7 @@ class MemoryListener:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Takes one visitor: others have their turn before the next."""
+        """Accepts one visitor; other tasks of the event loop run before the next."""
         loop = asyncio.get_running_loop()
         try:
             visitor, _ = listener.accept()
@@ -131,20 +139,20 @@ class MemoryListener:
         visitor.setblocking(False)
         _, uid = _peer(visitor)
         if self._visits_of[uid] >= _VISITORS_OF_A_USER:
-            self._send_away(next(task for task, (user, _) in self._visits.items() if user == uid))
+            self._disconnect(next(task for task, (user, _) in self._visits.items() if user == uid))
         elif len(self._visits) >= _VISITORS:
-            self._send_away(next(iter(self._visits)))
+            self._disconnect(next(iter(self._visits)))
         visit = loop.create_task(self._serve(visitor), name="prefixd-memory-door")
         self._visits[visit] = uid, visitor
         self._visits_of[uid] += 1
-        visit.add_done_callback(self._left)
+        visit.add_done_callback(self._forget_visit)
 
-    def _send_away(self, visit: asyncio.Task[None]) -> None:
+    def _disconnect(self, visit: asyncio.Task[None]) -> None:
         uid, visitor = self._visits[visit]
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._warn_s:  # a crowd must not fill the log
             self._warn_s = now_s + _WARN_S
-            log.warning("visitors of user %d to the memory door are sent away: they ask for nothing", uid)
+            log.warning("user %d has too many idle connections to the memory door: the oldest are closed", uid)
         with suppress(OSError):
             visitor.send(
                 _line(
@@ -156,12 +164,12 @@ class MemoryListener:
                 )
             )
         visit.cancel()
-        self._left(visit)
+        self._forget_visit(visit)
 
-    def _left(self, visit: asyncio.Task[None]) -> None:
-        left = self._visits.pop(visit, None)
-        if left is not None:
-            self._visits_of[left[0]] -= 1
+    def _forget_visit(self, visit: asyncio.Task[None]) -> None:
+        ended = self._visits.pop(visit, None)
+        if ended is not None:
+            self._visits_of[ended[0]] -= 1
 
     async def _serve(self, visitor: socket.socket) -> None:
         with visitor, suppress(OSError, TimeoutError):
@@ -184,7 +192,7 @@ class MemoryListener:
 
     @asynccontextmanager
     async def _descriptors(self, uid: int) -> AsyncGenerator[list[int]]:
-        """A list of descriptors that a visitor sends, which are closed at the end."""
+        """Yields a list for the descriptors that a visitor sends, and closes them at the end."""
         received: list[int] = []
         try:
             yield received
@@ -192,18 +200,18 @@ class MemoryListener:
             for descriptor in received:
                 if _is_pidfd(descriptor):
                     os.close(descriptor)
-                else:  # of a file system that does not answer one takes for ever: not on the loop
+                else:  # closing a file of a file system that does not answer never returns: not on the event loop
                     self._closing[uid] += 1
                     self._unclosed.append((uid, descriptor))
             self._close_unclosed()
 
     def _close_unclosed(self) -> None:
-        """Closes them in threads. What there is no thread for waits for the next visitor."""
+        """Closes descriptors in threads. If no thread can be started, the rest waits for the next visitor."""
         loop = asyncio.get_running_loop()
 
         def closed(uid: int) -> None:
             self._closing[uid] -= 1
-            self._closing += Counter()  # without those who have none
+            self._closing += Counter()  # drops users with a count of 0
 
         def close(uid: int, descriptor: int) -> None:
             with suppress(OSError):
@@ -214,7 +222,7 @@ class MemoryListener:
         while self._unclosed:
             try:
                 threading.Thread(target=close, args=self._unclosed[-1], name="prefixd-close", daemon=True).start()
-            except RuntimeError:  # the limit of threads is told elsewhere
+            except RuntimeError:  # another part of the daemon reports the limit of threads
                 return
             self._unclosed.pop()
 
@@ -223,8 +231,8 @@ class MemoryListener:
         if self._fd < 0:
             return "this daemon has no CPU tier to share: set cpu.bytes, or use memory='streamed' in the SDK"
         if not self._may_map(uid):
-            if uid not in self._told:  # an engine asks again every second
-                self._told.add(uid)
+            if uid not in self._logged:  # an engine asks again every second
+                self._logged.add(uid)
                 log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
             return (
                 f"user {uid} may not map the memory of user {os.geteuid()}: have an operator who trusts the user with "
@@ -233,13 +241,13 @@ class MemoryListener:
             )
         if session_id is None or not self._is_session(session_id):
             return "no such session: it has ended, or was never opened"
-        self._told.discard(uid)
-        return self._visit(session_id, uid, pid, visitor, sent)
+        self._logged.discard(uid)
+        return self._admit(session_id, uid, pid, visitor, sent)
 
     def _remove_leftover(self) -> None:
         try:
             if not stat.S_ISSOCK(self.path.lstat().st_mode):
-                return  # bind will say that the path is taken
+                return  # bind fails and says that the path is in use
         except FileNotFoundError:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -250,13 +258,13 @@ class MemoryListener:
 
 
 def _peer(visitor: socket.socket) -> tuple[int, int]:
-    """Pid and uid of the process that connected."""
+    """Returns the pid and uid of the process that connected."""
     pid, uid, _ = _UCRED.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(pid), int(uid)
 
 
 def _is_pidfd(descriptor: int) -> bool:
-    """Whether a descriptor is a process's: `anon_inode:[pidfd]`, and since Linux 6.9 `pidfd:[4242]`."""
+    """True for a process's descriptor: a link to `anon_inode:[pidfd]`, since Linux 6.9 to `pidfd:[4242]`."""
     try:
         return "pidfd" in os.readlink(f"/proc/self/fd/{descriptor}").partition("/")[0]
     except OSError:
@@ -264,7 +272,8 @@ def _is_pidfd(descriptor: int) -> bool:
 
 
 async def _receive(visitor: socket.socket, descriptors: list[int], most: int) -> bytes:
-    """What comes next, as `sock_recv`; up to `most` descriptors that come with it are added to `descriptors`."""
+    """Returns the next bytes, as `sock_recv` does, and adds up to `most` descriptors that come with them to
+    `descriptors`."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -285,7 +294,7 @@ async def _read_line(visitor: socket.socket, descriptors: list[int], most: int) 
     line = b""
     while not line.endswith(b"\n"):
         data = await _receive(visitor, descriptors, most)
-        if not data or len(line) + len(data) > _LINE_LIMIT or len(descriptors) > 1:  # a client sends its own alone
+        if not data or len(line) + len(data) > _LINE_LIMIT or len(descriptors) > 1:  # a client sends one descriptor
             return None
         line += data
     return line[:-1].decode(errors="replace")

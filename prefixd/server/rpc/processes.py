@@ -1,4 +1,4 @@
-"""The processes that have the arena mapped, and how their ends are noticed."""
+"""Watches the processes that have the arena mapped, and reports when one of them has ended."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from prefixd.base.tenants import Role
 from prefixd.cache import Process, TieredCache
 from prefixd.server.access.caller import Caller
 
-_SO_PEERPIDFD = 77  # Linux 6.5: a descriptor of the process that connected, whatever its pid is called where
+_SO_PEERPIDFD = 77  # Linux 6.5: a descriptor of the process that connected, in whatever PID namespace it is
 _PID = struct.Struct("i")
 _PROCESSES = 16
-"""Of one session, that have the arena: each takes a descriptor while it lives."""
+"""Most processes of one session that may have the arena: the daemon keeps a descriptor of each while it lives."""
 
 
 class ProcessWatch:
-    """Tells the cache which sessions' clients have the arena mapped, and when their processes have ended.
+    """Tells the cache which processes of a session have the arena mapped, and when they have ended.
 
-    A descriptor of the process (pidfd) becomes readable when the last of its threads has ended: by then its mappings
-    are gone. Children that a client forks inherit its mapping and are not watched: they must not fill its reservations.
+    A descriptor of a process (pidfd) becomes readable when the last of its threads has ended: by then its mappings are
+    gone. Children that a client forks inherit its mapping and are not watched: they must not fill its reservations.
 
     Args:
-        cache: whose slots the processes can write into.
-        caller_of: who a user's process is, by uid and pid. Without it every user may act for every session whose id it
-            knows.
-        peer_pidfd: a descriptor of the process at the other end of a connection, OSError where the kernel (before 6.5)
-            gives none; another one in tests.
+        cache: the processes can write into its slots.
+        caller_of: returns the caller for a user's process, by uid and pid. None: every user may act for every session
+            that it knows the id of.
+        peer_pidfd: returns a descriptor of the process at the other end of a connection; raises OSError if the kernel
+            (before 6.5) gives none. Tests pass another function.
     """
 
     def __init__(
@@ -45,13 +45,21 @@ class ProcessWatch:
         self._peer_pidfd = peer_pidfd or _peer_pidfd
         self._watched: dict[int, Process] = {}  # by pidfd
 
-    def visit(self, session_id: str, uid: int, pid: int, visitor: socket.socket, sent: int = -1) -> str | None:
-        """The arena is about to be handed to process `pid` of user `uid`, for a session; returns why it must not be.
+    def admit(self, session_id: str, uid: int, pid: int, visitor: socket.socket, sent: int = -1) -> str | None:
+        """Watches a process of a session to which the daemon is about to hand the arena.
 
-        A process that cannot be watched gets none: nobody could ever know when it has stopped writing. `sent` is the
-        descriptor of its own that it sent (-1: none), for which nobody but it answers: it is used where there is no
-        other, in a PID namespace of its own before Linux 6.5. Who lies about it gains nothing, since whoever maps the
-        arena can write anywhere in it.
+        Args:
+            session_id: the session.
+            uid: user of the process.
+            pid: its number, 0 if it is in a PID namespace that this daemon does not see.
+            visitor: the connection of the process.
+            sent: a descriptor of its own that the process sent, or -1. It is used where the kernel gives no other: in
+                a PID namespace of its own before Linux 6.5. A process gains nothing by sending a wrong one, since
+                every process that maps the arena can write anywhere in it.
+
+        Returns:
+            None, or why the process must not get the arena. A process that cannot be watched does not get it: the
+            daemon could not find out when it has stopped writing.
         """
         try:
             pidfd = self._open_pidfd(pid, visitor, sent)
@@ -79,7 +87,7 @@ class ProcessWatch:
         if process is None:
             process = Process(pid)
             self._watched[pidfd] = process
-            asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
+            asyncio.get_running_loop().add_reader(pidfd, self._report_end, pidfd)
         else:
             os.close(pidfd)
         session.processes.add(process)
@@ -100,13 +108,13 @@ class ProcessWatch:
 
     def _known(self, pid: int) -> Process | None:
         for known, process in list(self._watched.items()):
-            if _has_ended(known):  # its number may be another's by now
-                self._ended(known)
+            if _has_ended(known):  # another process may have its number by now
+                self._report_end(known)
             elif process.pid == pid > 0:
                 return process
         return None
 
-    def _ended(self, pidfd: int) -> None:
+    def _report_end(self, pidfd: int) -> None:
         self._cache.process_ended(self._forget(pidfd))
 
     def _forget(self, pidfd: int) -> Process:
@@ -120,8 +128,8 @@ def _peer_pidfd(visitor: socket.socket) -> int:
 
 
 def _is_pidfd_of(descriptor: int, pid: int) -> bool:
-    """Whether a descriptor that a client sent is a living process's, and of the number that the kernel says it has here
-    (0 in a PID namespace that is not below ours)."""
+    """True if a descriptor that a client sent is that of a living process with the number that the kernel gives for the
+    connection (0 in a PID namespace that is not below this one)."""
     try:
         lines = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Connections to the TCP door, of one host and of all: none keeps the others out.
+"""Limits the TCP connections of one host and of all hosts, so that no host keeps the others out.
 
-gRPC accepts connections itself, up to a number, and knows of no hosts. So from time to time this process's descriptors
-are looked through: where there are too many connections, hosts with most of them lose their newest, and the kernel
-drops what they send to open others (a filter at the listening socket) until they have closed some.
+gRPC accepts connections itself, up to a number for all hosts together. So a thread goes through this process's
+descriptors four times a second: if there are too many connections, the hosts with most of them lose their newest, and
+the kernel drops their packets that would open others (a filter at the listening socket) until they have closed some.
 
 ```
 most 512       [ B | C C |  A A A A A A A A A A A A A A A ... A  |  free  ]
@@ -27,36 +27,36 @@ from prefixd.base.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MOST = 512
-"""Connections that gRPC takes."""
+"""Connections that gRPC accepts."""
 LIMIT = MOST * 3 // 4
-"""From here on hosts lose connections, so that there are always some for others."""
+"""Above this number hosts lose connections, so that other hosts can always connect."""
 OF_HOST = 16
-"""A host with no more keeps them."""
+"""A host with at most this many keeps all of them."""
 _EVERY_S = 0.25
 _MOST_SHUT_OUT = 64
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-# Classic BPF (linux/filter.h); a packet's network header is at _NET.
+# Classic BPF (linux/filter.h); a packet's network header begins at _NET.
 _LOAD_BYTE, _LOAD_WORD, _JUMP_IF, _SHIFT_RIGHT, _RETURN = 0x30, 0x20, 0x15, 0x74, 0x06
 _NET = 0xFFF00000
 
 
 class TcpConnections:
-    """Cuts connections off where one host has too many.
+    """Closes connections of hosts that have too many.
 
     Args:
-        port: of the door.
-        limit: connections of all hosts, from which on those with most lose some.
-        of_host: connections that each host keeps.
+        port: the TCP port of the daemon.
+        limit: number of connections, of all hosts, above which the hosts with most of them lose some.
+        of_host: connections that each host keeps in any case.
     """
 
     def __init__(self, port: int, limit: int = LIMIT, of_host: int = OF_HOST) -> None:
         self.cut_off = 0
-        """Connections that were."""
+        """Connections that were closed."""
         self._port = port
         self._limit = limit
         self._of_host = of_host
         self._shut_out: frozenset[str] = frozenset()
-        """Hosts that can open no connection."""
+        """Hosts that can open no further connection."""
         self._seen: dict[int, None] = {}
         """Inodes of the connections' sockets, the oldest first."""
         self._warned = ""
@@ -64,18 +64,18 @@ class TcpConnections:
         self._thread = threading.Thread(target=self._watch, name="prefixd-connections", daemon=True)
 
     def start(self) -> None:
-        """Looks four times a second, in a thread. Raises ConfigError: there is none."""
+        """Starts the thread that checks the connections. Raises ConfigError if it cannot be started."""
         try:
             self._thread.start()
         except RuntimeError as error:
             raise ConfigError(f"no thread to watch connections ({error}); raise ulimit -u") from error
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Ends the thread."""
         self._ended.set()
 
-    def look(self) -> None:
-        """Cuts off what is too much. Takes some milliseconds for a thousand descriptors."""
+    def enforce_limit(self) -> None:
+        """Closes the connections that are too many. Takes some milliseconds for a thousand descriptors."""
         descriptors = os.listdir("/proc/self/fd")
         if len(descriptors) <= self._limit and not self._shut_out:
             self._seen.clear()
@@ -85,14 +85,14 @@ class TcpConnections:
         try:
             for name in descriptors:
                 with suppress(OSError):  # it was closed meanwhile, or is no connection
-                    self._add(int(name), found, doors)
+                    self._add_connection(int(name), found, doors)
             self._seen = {inode: None for inode in (*self._seen, *sorted(found)) if inode in found}
             count = Counter(host for host, _ in found.values())
             chosen = self._newest_of_largest(found, count)
             full = count.total() > self._limit * 3 // 4
             shut_out = {found[inode][0] for inode in chosen}
             shut_out |= {host for host in self._shut_out if full and count[host] > self._of_host}
-            self._shut(doors, frozenset(sorted(shut_out, key=count.__getitem__)[-_MOST_SHUT_OUT:]))
+            self._shut_out_hosts(doors, frozenset(sorted(shut_out, key=count.__getitem__)[-_MOST_SHUT_OUT:]))
             for inode in reversed(chosen):
                 self._seen.pop(inode)
                 with suppress(OSError):
@@ -102,8 +102,8 @@ class TcpConnections:
             for each in (*doors, *(connection for _, connection in found.values())):
                 each.close()
 
-    def _shut(self, doors: list[socket.socket], hosts: frozenset[str]) -> None:
-        """From now on these hosts can open no connection; where that cannot be, the next look tries again."""
+    def _shut_out_hosts(self, doors: list[socket.socket], hosts: frozenset[str]) -> None:
+        """Has the kernel drop new connections of these hosts only; if that fails, the next check tries again."""
         if hosts == self._shut_out or not doors:
             return
         program = drop_hosts(sorted(hosts))
@@ -124,19 +124,24 @@ class TcpConnections:
         self._warned = ""
 
     def _warn(self, what: str) -> None:
-        """Logs what is wrong, once while it is."""
+        """Logs a problem, once as long as it lasts."""
         if what != self._warned:
             log.warning("%s", what)
         self._warned = what
 
-    def _add(self, descriptor: int, found: dict[int, tuple[str, socket.socket]], doors: list[socket.socket]) -> None:
-        """A copy of a descriptor, if it is the door or a connection to it: what it is of is not closed meanwhile."""
+    def _add_connection(
+        self, descriptor: int, found: dict[int, tuple[str, socket.socket]], doors: list[socket.socket]
+    ) -> None:
+        """Adds a descriptor that is a connection to `found`, by inode, or one that is the listening socket to `doors`.
+
+        Both get a copy of the descriptor: gRPC may close its own meanwhile.
+        """
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return
         copy = os.dup(descriptor)
         try:
             connection = socket.socket(fileno=copy)
-        except BaseException:  # the number has become another file's since it was looked at
+        except BaseException:  # another file has got the number since `readlink`
             os.close(copy)
             raise
         try:
@@ -148,12 +153,12 @@ class TcpConnections:
                 if inode not in found:
                     found[inode] = host, connection
                     return
-        except OSError:  # its other end has gone
+        except OSError:  # the other end has disconnected
             pass
         connection.close()
 
     def _newest_of_largest(self, found: dict[int, tuple[str, socket.socket]], count: Counter[str]) -> list[int]:
-        """The connections to cut off: one after the other the newest of the host that has most."""
+        """Returns the inodes of the connections to close: again and again the newest of the host that has most."""
         lines: dict[str, list[int]] = {}
         for inode in self._seen:
             lines.setdefault(found[inode][0], []).append(inode)
@@ -169,15 +174,15 @@ class TcpConnections:
     def _watch(self) -> None:
         while not self._ended.wait(_EVERY_S):
             try:
-                self.look()
-            except OSError:  # no descriptor to look with: the limit of open files is told elsewhere
+                self.enforce_limit()
+            except OSError:  # out of descriptors: another part of the daemon reports the limit of open files
                 pass
-            except Exception as error:  # this thread is the only one that looks: it must go on
-                self._warn(f"connections to the TCP door cannot be looked at ({error!r}); please report it")
+            except Exception as error:  # no other thread enforces the limit: this one must go on
+                self._warn(f"the number of TCP connections cannot be checked ({error!r}); please report it")
 
 
 def host_of(address: str) -> str:
-    """What counts as one host: an IPv4 address, or the network of 64 bits that an IPv6 host has to itself."""
+    """Returns what counts as one host: an IPv4 address, or the /64 network that an IPv6 host usually has to itself."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
@@ -187,7 +192,7 @@ def host_of(address: str) -> str:
 
 
 def drop_hosts(hosts: list[str]) -> bytes:
-    """A filter for a listening socket (classic BPF) that drops the packets of hosts, as `host_of` calls them."""
+    """Returns a filter for a listening socket (classic BPF) that drops packets from hosts, as `host_of` names them."""
 
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("@HBBI", code, if_true, if_false, value)

@@ -1,4 +1,4 @@
-"""TLS of the TCP listener: what it proves itself with, and what it asks of its clients."""
+"""TLS of the TCP listener: the daemon's certificate, and the certificates that clients must have."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from prefixd.settings import ServerSettings
 
 
 def tls_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """What the TCP port proves itself with and asks of its clients; None for one without TLS.
+    """Returns the TLS credentials of the TCP port; None if it has no TLS.
 
     Raises:
-        ConfigError: a file cannot be read, is no certificate or key, or the key is another certificate's.
+        ConfigError: a file cannot be read, is no certificate or key, or the key does not fit the certificate.
     """
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     files = {"tls_cert": settings.tls_cert, "tls_key": settings.tls_key, "tls_client_ca": settings.tls_client_ca}
     content = {name: _read(name, path) for name, path in files.items() if path is not None}
-    # gRPC would say what is wrong with them at the first handshake only, and to the client only.
+    # gRPC would find an error only at the first handshake, and report it to the client only.
     check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         check.load_cert_chain(settings.tls_cert, settings.tls_key, password="")

@@ -20,7 +20,9 @@ from prefixd.server.access.caller import current_caller
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.rpc.status import streaming, unary
-from prefixd.server.services.prefixes import find_prefix, inspect_prefix, list_prefixes
+from prefixd.server.services.prefix_info import inspect_prefix
+from prefixd.server.services.prefix_keys import find_prefix
+from prefixd.server.services.prefix_pages import list_prefixes
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
@@ -212,7 +214,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return stats
 
     def _told(self, event: str, **what: str | float | None) -> None:
-        self._audit.tell(event, current_caller(), **what)
+        self._audit.log_event(event, current_caller(), **what)
 
     @unary
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityResponse:

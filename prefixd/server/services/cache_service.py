@@ -34,7 +34,7 @@ from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.access.caller import current_caller
 from prefixd.server.kv_events import Watches
 from prefixd.server.rpc.status import Context, abort, deliver, granting, unary
-from prefixd.server.rule_messages import retention_wishes, rule_spec
+from prefixd.server.rule_messages import retention_requests, rule_spec
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back
 from prefixd.v1 import cache_pb2 as pb
@@ -210,7 +210,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         grant = cache.leases.find(session, request.reservation_id)
         if not isinstance(grant, Reservation):
             raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
-        retention = retention_wishes(request.retention) if request.retention else []
+        retention = retention_requests(request.retention) if request.retention else []
         committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable, retention=retention)
         return pb.CommitResponse(committed=committed, duplicates=duplicates, retention_refused=grant.retention_refused)
 
@@ -248,7 +248,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Says how long the blocks of a cached prefix should stay."""
         cache = self._cache
         _, namespace = self._opened(request.session_id, request.namespace_id)
-        retention = retention_wishes(request.retention)
+        retention = retention_requests(request.retention)
         chain = cache.chain(namespace, request.token_ids)
         return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
 

@@ -10,7 +10,7 @@ from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.base.tenants import Role
 from prefixd.server.access.caller import current_call, current_caller
 from prefixd.server.rpc.status import streaming, unary
-from prefixd.server.rule_messages import retention_wishes
+from prefixd.server.rule_messages import retention_requests
 from prefixd.serving.generation import (
     Accepted,
     Finished,
@@ -71,7 +71,7 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         read_only=request.read_only,
         message_bytes=current_call().message_bytes,
         waited_s=current_call().waited_s,
-        retention=retention_wishes(request.retention),
+        retention=retention_requests(request.retention),
     )
 
 

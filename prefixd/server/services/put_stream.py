@@ -20,7 +20,7 @@ from prefixd.base.pacer import Pacer
 from prefixd.cache import Lease, Reservation, Session, TieredCache
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.rpc.status import deliver, outlive
-from prefixd.server.rule_messages import retention_wishes
+from prefixd.server.rule_messages import retention_requests
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_swap import round_to_slot
 
@@ -70,7 +70,7 @@ class Put:
             raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
         self._session = self._session_of(header.session_id)
         self._namespace = namespace = self._cache.open_in(self._session, header.namespace_id)
-        self._retention = retention_wishes(header.retention)
+        self._retention = retention_requests(header.retention)
         self._parts = namespace.check_parts(header.parts)
         self._chain = cache.chain(namespace, header.token_ids)
         trie = cache.trie(namespace)

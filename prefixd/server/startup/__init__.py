@@ -1,1 +1,1 @@
-"""What the daemon opens before it serves: device, data directory, tiers, cache. Each is undone by the given stack."""
+"""Opens the device, the data directory, the tiers and the cache before the daemon serves; a stack closes each again."""

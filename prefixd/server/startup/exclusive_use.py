@@ -1,4 +1,4 @@
-"""One daemon for a data directory and one for a socket: a second one is refused with a message that names the first."""
+"""Refuses a second daemon for a data directory or a socket, with a message that names the first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixd.server.access.socket_access import make_private
 
 
 def lock_directory(directory: Path) -> Callable[[], None]:
-    """Makes the data directory and locks it; returns how to unlock it.
+    """Makes the data directory and locks it; returns a function that unlocks it.
 
     Raises:
         ConfigError: the directory cannot be written, or another daemon has locked it.

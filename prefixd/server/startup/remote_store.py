@@ -1,4 +1,4 @@
-"""The shared store that the settings name, as a tier."""
+"""Opens the shared store that the settings name, as a tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ _MOST_SECRET_BYTES = 4096
 
 
 def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Transfers) -> RemoteTier:
-    """The tier; it connects with its first call. `remote.url` is set. Most of what moves is in `arena`.
+    """Returns the tier, which connects at its first call.
+
+    Args:
+        settings: the settings; `remote.url` is set.
+        arena: the memory that most transfers read or write; registered with the store.
+        transfers: runs the tier's transfers.
 
     Raises:
         ConfigError: a file cannot be used, or a package is missing.
@@ -93,10 +98,10 @@ def _options(settings: RemoteSettings) -> StoreOptions:
 
 
 def _check_tls(settings: RemoteSettings) -> None:
-    """Reads the files once, as the first connection will.
+    """Reads the TLS files once, so that an error is found before the first connection.
 
     Raises:
-        ConfigError: one cannot be read, is no certificate or key, or the key is another certificate's.
+        ConfigError: a file cannot be read, is no certificate or key, or the key does not fit the certificate.
     """
     ca, cert, key = settings.tls_ca, settings.tls_cert, settings.tls_key
     for name, path in (("tls_ca", ca), ("tls_cert", cert), ("tls_key", key)):
@@ -117,7 +122,7 @@ def _check_tls(settings: RemoteSettings) -> None:
             raise ConfigError(f"remote.tls_ca = {ca} has no certificate in PEM, only lists of revoked ones")
     try:
         if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # else it would ask for one at the terminal
+            context.load_cert_chain(cert, key, password="")  # without a password it would ask at the terminal
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
             f"remote.tls_cert = {cert} and remote.tls_key = {key} are not a certificate in PEM and its key without a "
@@ -130,10 +135,10 @@ def _text(path: Path | None) -> str | None:
 
 
 def _secret(name: str, path: Path, least_bytes: int) -> bytes:
-    """What a secret file has, without white space at its ends.
+    """Returns the content of a secret file, without white space at its ends.
 
     Raises:
-        ConfigError: it cannot be read, others can read it, or it is too short or too long.
+        ConfigError: the file cannot be read, other users can read it, or it is too short or too long.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Opens the tiers and the cache over them, with what is on disk restored."""
+"""Opens the tiers and the cache over them, and restores the blocks that are on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefixd.base.clocks import elapsed_s
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers, Troubles
-from prefixd.process.limits import LOCK
+from prefixd.process.process_limits import LOCK
 from prefixd.server.access.socket_access import make_private
 from prefixd.server.startup.remote_store import open_remote
 from prefixd.serving.dispatch.wiring import make_cache
@@ -30,12 +30,12 @@ def open_cache(
     troubles: Troubles,
     stack: AsyncExitStack,
 ) -> TieredCache:
-    """Opens the cache over the arena and the disk tier's store; blocks that are on disk can be matched.
+    """Opens the cache over the arena and the disk tier's store; prompts can match the blocks on disk from then on.
 
-    Closing the cache is left to the caller, who closes it before the tiers that `stack` closes.
+    The caller closes the cache, before `stack` closes the tiers.
 
     Raises:
-        ConfigError: a setting with which the tiers or the cache cannot be opened.
+        ConfigError: the tiers or the cache cannot be opened with these settings.
     """
     try:
         tiers = Tiers.local(
@@ -61,15 +61,15 @@ def open_cache(
     except SwapError as error:
         raise ConfigError(f"the cache cannot be opened: {error}") from error
     if restored:
-        log.info("%d blocks are back from disk", restored)
+        log.info("%d blocks were restored from disk", restored)
     return cache
 
 
 def open_arena(settings: Settings, device: str, troubles: Troubles, stack: AsyncExitStack) -> CpuArena | None:
-    """Opens the CPU tier's memory, locked and pinned where settings and device ask for it; None without a CPU tier.
+    """Opens the CPU tier's memory, and locks and pins it if settings and device need that; None without a CPU tier.
 
     Raises:
-        ConfigError: the memory is not there.
+        ConfigError: the machine does not have this much memory.
     """
     if not settings.cpu.bytes:
         return None

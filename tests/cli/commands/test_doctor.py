@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.cli import environment
 from prefixd.cli.commands import doctor
-from prefixd.server.startup import set_aside
+from prefixd.server.startup import set_aside_index
 from prefixd.v1 import admin_pb2, cache_pb2
 
 Cli = Callable[..., Any]
@@ -51,7 +51,7 @@ def test_an_index_that_was_set_aside_is_status_1(cli: Cli, daemon: Any) -> None:
 
 
 def test_doctor_knows_the_troubles_name() -> None:
-    assert doctor.SET_ASIDE == set_aside.PART
+    assert doctor.SET_ASIDE == set_aside_index.PART
 
 
 def test_as_json(cli: Cli, daemon: Any) -> None:

@@ -22,7 +22,7 @@ from prefixd.client import AsyncCache, ClientError, ExhaustedError, InvalidArgum
 from prefixd.client.connecting.portal import Portal
 from prefixd.integrations.engine import link as link_module
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.server.access.tickets import SCHEME, LocalProcess, Tickets
+from prefixd.server.access.local_credentials import SCHEME, LocalCredentials, LocalProcess
 from tests.client.conftest import StandIn, short_folder
 from tests.client.test_client_tickets import Guarded
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
@@ -158,7 +158,7 @@ async def test_who_is_refused_is_not_up(short_folder: Path, make_link: MakeLink,
         await asyncio.to_thread(wait_until, lambda: link.up)
         assert await asyncio.to_thread(link.start(match(link)).result, DEADLINE_S) == 1
         guarded.lose_key()
-        honest, others = guarded.door._ticket, Tickets(lambda: 0.0, b"another daemon's")
+        honest, others = guarded.door._ticket, LocalCredentials(lambda: 0.0, b"another daemon's")
         guarded.door._ticket = lambda uid, pid: others.issue(LocalProcess(uid, pid))
         assert isinstance(await _refused(link), LinkDown) and not link.up
         asked = guarded.issued

@@ -26,7 +26,7 @@ def test_lines_are_appended_to_a_file_of_ones_own(folder: Path) -> None:
     path = folder / "audit.log"
     for number in range(2):
         log = AuditLog(path)
-        log.tell("evicted", None, what=f"{number}")
+        log.log_event("evicted", None, what=f"{number}")
         log.close()
     assert [json.loads(line)["what"] for line in path.read_text().splitlines()] == ["0", "1"]
     assert path.stat().st_mode & 0o777 == 0o600
@@ -40,7 +40,7 @@ def test_another_file_in_its_place_is_refused(folder: Path) -> None:
         AuditLog(path)
     path.unlink()
     os.link(victim, path)
-    with pytest.raises(ConfigError, match=r"it has 2 names, as somebody may have given it"):
+    with pytest.raises(ConfigError, match=r"it has 2 names, so another user may have linked it"):
         AuditLog(path)
     path.unlink()
     os.mkfifo(path)
@@ -88,11 +88,11 @@ def test_a_rotation_does_not_follow_what_was_put_there_meanwhile(
     path, victim = folder / "audit.log", folder / "victim"
     victim.write_text("")
     log = AuditLog(path)
-    log.tell("evicted", None, what="before")
+    log.log_event("evicted", None, what="before")
     path.rename(folder / "audit.log.1")
     path.symlink_to(victim)
     log.reopen()
-    log.tell("evicted", None, what="after")
+    log.log_event("evicted", None, what="after")
     log.close()
     assert victim.read_text() == ""
     assert "it is a symbolic link; choose another file; the audit log goes on in the old file" in caplog.text
@@ -119,10 +119,10 @@ def test_a_disk_that_does_not_answer_does_not_keep_the_daemon_from_ending(
     log = AuditLog(folder / "audit.log")
     thread = log._thread
     assert thread is not None
-    log.tell("evicted", None)
+    log.log_event("evicted", None)
     assert writing.wait(30)
     for _ in range(5):
-        log.tell("evicted", None)
+        log.log_event("evicted", None)
     closing = threading.Thread(target=log.close, daemon=True)
     closing.start()
     closing.join(10)

@@ -9,7 +9,7 @@ import pytest
 
 from prefixd.base.tenants import COMMON, Quota, Role, Tenants
 from prefixd.server.access.identities import Identities, UnknownCallerError
-from prefixd.server.access.tickets import GOOD_FOR_S, LocalProcess, Tickets
+from prefixd.server.access.local_credentials import GOOD_FOR_S, LocalCredentials, LocalProcess
 from prefixd.server.access.token_file import TokenFile
 from prefixd.settings import Settings
 
@@ -28,14 +28,14 @@ class Clock:
         return self.now_s
 
 
-def made(settings: dict[str, object], tokens: TokenFile | None = None) -> tuple[Identities, Tickets, Clock]:
+def made(settings: dict[str, object], tokens: TokenFile | None = None) -> tuple[Identities, LocalCredentials, Clock]:
     clock = Clock()
-    tickets = Tickets(clock, BOOT)
+    tickets = LocalCredentials(clock, BOOT)
     known = Settings.load(None, settings, {})
     return Identities(known.server, known.tenants, Tenants(known.quotas), tokens, tickets), tickets, clock
 
 
-def ticket(tickets: Tickets, uid: int) -> str:
+def ticket(tickets: LocalCredentials, uid: int) -> str:
     return f"Ticket {tickets.issue(LocalProcess(uid, 7))}"
 
 
@@ -93,7 +93,7 @@ def test_a_ticket_is_good_for_a_day_and_from_this_daemon_alone(tmp_path: Path) -
     for wrong in (
         given,
         altered,
-        ticket(Tickets(clock, BOOT), 0),
+        ticket(LocalCredentials(clock, BOOT), 0),
         "Ticket",
         "Ticket zz",
         f"Bearer {given[7:]}",
@@ -101,7 +101,11 @@ def test_a_ticket_is_good_for_a_day_and_from_this_daemon_alone(tmp_path: Path) -
     ):
         with pytest.raises(UnknownCallerError, match="none of this daemon's tickets"):
             identities.of_local(wrong)
-    first, second, third = Tickets(clock, BOOT), Tickets(clock, BOOT), Tickets(clock, b"another boot")
+    first, second, third = (
+        LocalCredentials(clock, BOOT),
+        LocalCredentials(clock, BOOT),
+        LocalCredentials(clock, b"another boot"),
+    )
     for each in (first, second, third):
         each.load_key(tmp_path)
     issued = first.issue(LocalProcess(5, 6))

@@ -19,7 +19,7 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.server.access.caller import Call
 from prefixd.server.rpc import receiving
 from prefixd.server.rpc.anonymous import AT_ONCE, AT_ONCE_OF_HOST, CALLS, CALLS_OF_HOST, AnonymousCalls
-from prefixd.server.rpc.limits import HEALTH_CALLS
+from prefixd.server.rpc.call_limits import HEALTH_CALLS
 
 TOKEN = "client-" + "c" * 32
 UNREAD = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]

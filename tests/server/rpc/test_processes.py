@@ -70,7 +70,7 @@ async def test_the_end_of_a_process_is_noticed(
     with process, connection:
         try:
             for _ in range(2):
-                assert watch.visit(session.id, 0, process.pid, connection) is None
+                assert watch.admit(session.id, 0, process.pid, connection) is None
             (known,) = session.processes
             assert (known.pid, known.alive) == (process.pid, True)
             namespace = cache.register(NamespaceSpec("n", 1, (PartSpec("g", 0, 8),)))
@@ -79,7 +79,7 @@ async def test_the_end_of_a_process_is_noticed(
             cache.leases.close(session)
             assert cache.quarantine.nbytes == 2 * 4096
             another = cache.leases.open("two", 1, 0.0, cache.tenants.default)
-            assert watch.visit(another.id, 0, process.pid, connection) is None
+            assert watch.admit(another.id, 0, process.pid, connection) is None
             assert another.processes == {known}, "the same process, that may speak for what it has lost"
         finally:
             process.kill()
@@ -96,16 +96,16 @@ async def test_a_number_that_another_process_has_now_is_not_mistaken(
     session, fresh = (cache.leases.open("one", 1, 0.0, cache.tenants.default) for _ in range(2))
     first, connection = visitor(listener)
     with first, connection:
-        assert watch.visit(session.id, 0, 4711, connection) is None
+        assert watch.admit(session.id, 0, 4711, connection) is None
         (gone,) = session.processes
         first.kill()
         first.wait()
         # Its end is not noticed yet, as the event loop has not run; the next one has the same number.
         second, other = visitor(listener)
         with second, other:
-            refusal = watch.visit(session.id, 0, 4711, other)
+            refusal = watch.admit(session.id, 0, 4711, other)
             assert refusal is not None and "ended with the process" in refusal
-            assert watch.visit(fresh.id, 0, 4711, other) is None
+            assert watch.admit(fresh.id, 0, 4711, other) is None
             (new,) = fresh.processes
             assert new is not gone and new.alive and not gone.alive
             second.kill()
@@ -121,7 +121,7 @@ async def test_a_process_that_cannot_be_watched_gets_no_memory(
         connection, _ = listener.accept()
         with connection:
             # In another pid namespace it has no number here.
-            refusal = watch.visit(session.id, 0, 0, connection)
+            refusal = watch.admit(session.id, 0, 0, connection)
     assert refusal is not None and "cannot be watched" in refusal and "memory='streamed'" in refusal
     assert not session.processes
     before = set(os.listdir("/proc/self/fd"))
@@ -139,12 +139,12 @@ async def test_a_user_of_another_tenant_gets_no_memory(cache: TieredCache, liste
         connection, _ = listener.accept()
         before = set(os.listdir("/proc/self/fd"))
         with connection:
-            refusal = watch.visit(session.id, 1002, os.getpid(), connection)
+            refusal = watch.admit(session.id, 1002, os.getpid(), connection)
             assert refusal is not None and "1002 belongs to tenant two, and the session to tenant one" in refusal
             assert set(os.listdir("/proc/self/fd")) == before
             assert not session.processes
             for uid in (1001, 0):
-                assert watch.visit(session.id, uid, os.getpid(), connection) is None
+                assert watch.admit(session.id, uid, os.getpid(), connection) is None
             assert len(session.processes) == 1
     watch.close()
 
@@ -161,8 +161,8 @@ async def test_a_session_has_only_so_many_processes(
         own, _ = listener.accept()
         with own:
             for _ in range(2):
-                assert watch.visit(session.id, 0, process.pid, connection) is None
-            refusal = watch.visit(session.id, 0, os.getpid(), own)
+                assert watch.admit(session.id, 0, process.pid, connection) is None
+            refusal = watch.admit(session.id, 0, os.getpid(), own)
             assert refusal is not None and "1 processes of the session have the arena" in refusal
         process.kill()
 
@@ -180,18 +180,18 @@ async def test_before_linux_6_5_a_process_without_a_number_here_is_watched_by_wh
     pidfd = os.pidfd_open(process.pid)
     try:
         with process, connection, open(os.devnull) as other:
-            assert watch.visit(session.id, 0, process.pid, connection, pidfd) is None
+            assert watch.admit(session.id, 0, process.pid, connection, pidfd) is None
             (known,) = session.processes
             for sent in (-1, pidfd, other.fileno()):  # none; one of a number that is not 0; no pidfd
-                refusal = watch.visit(session.id, 0, 0, connection, sent)
+                refusal = watch.admit(session.id, 0, 0, connection, sent)
                 assert refusal is not None and "Linux 6.5" in refusal
             monkeypatch.setattr(processes, "_is_pidfd_of", lambda sent, pid: (sent, pid) == (pidfd, 0))
-            assert watch.visit(session.id, 0, 0, connection, pidfd) is None
+            assert watch.admit(session.id, 0, 0, connection, pidfd) is None
             process.kill()
         async with asyncio.timeout(60):
             while any(each.alive for each in {known, *session.processes}):
                 await asyncio.sleep(0.01)
-        assert watch.visit(session.id, 0, process.pid, connection, pidfd) is not None, "it has ended"
+        assert watch.admit(session.id, 0, process.pid, connection, pidfd) is not None, "it has ended"
     finally:
         os.close(pidfd)
         watch.close()

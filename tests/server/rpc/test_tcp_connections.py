@@ -54,10 +54,10 @@ def open_ones(connections: list[socket.socket]) -> list[bool]:
 def test_the_host_with_most_loses_its_newest(door: Door) -> None:
     watch = TcpConnections(door.port, limit=12, of_host=3)
     honest, first = door.connect("127.0.0.1", 4), door.connect("127.0.0.2", 8)
-    watch.look()
+    watch.enforce_limit()
     assert open_ones(honest + first) == [True] * 12, "as many as may be"
     later = door.connect("127.0.0.2", 20) + door.connect("127.0.0.3", 2)
-    watch.look()
+    watch.enforce_limit()
     assert watch.cut_off == 22
     assert open_ones(honest) == [True] * 4
     assert open_ones(first) == [True] * 6 + [False] * 2, "the newest went first"
@@ -76,35 +76,35 @@ def can_connect(port: int, host: str) -> bool:
 def test_who_lost_connections_opens_none_until_it_has_closed_some(door: Door) -> None:
     watch = TcpConnections(door.port, limit=8, of_host=2)
     many = door.connect("127.0.0.2", 12)
-    watch.look()
+    watch.enforce_limit()
     assert watch.cut_off == 4
     assert not can_connect(door.port, "127.0.0.2")
     assert can_connect(door.port, "127.0.0.3")
     for accepted in door.accepted[-5:]:  # as gRPC does with those that were cut off
         accepted.close()
-    watch.look()
+    watch.enforce_limit()
     assert not can_connect(door.port, "127.0.0.2"), "it has as many as before"
     for connection, accepted in zip(many[:4], door.accepted[:4], strict=True):
         connection.close()
         accepted.close()
-    watch.look()
+    watch.enforce_limit()
     assert can_connect(door.port, "127.0.0.2")
 
 
 def test_a_filter_for_many_hosts_is_taken_by_the_kernel(door: Door) -> None:
     hosts = [f"127.0.1.{number}" for number in range(32)] + [f"2001:db8:0:{number:x}::/64" for number in range(32)]
     watch = TcpConnections(door.port)
-    watch._shut([door._listener], frozenset(hosts))
+    watch._shut_out_hosts([door._listener], frozenset(hosts))
     assert not can_connect(door.port, "127.0.1.31")
     assert can_connect(door.port, "127.0.2.1")
-    watch._shut([door._listener], frozenset())
+    watch._shut_out_hosts([door._listener], frozenset())
     assert can_connect(door.port, "127.0.1.31")
 
 
 def test_hosts_with_few_keep_them_however_many_hosts_there_are(door: Door) -> None:
     watch = TcpConnections(door.port, limit=5, of_host=2)
     connections = [each for host in range(2, 8) for each in door.connect(f"127.0.0.{host}", 2)]
-    watch.look()
+    watch.enforce_limit()
     assert (open_ones(connections), watch.cut_off) == ([True] * 12, 0)
 
 
@@ -112,7 +112,7 @@ def test_connections_to_other_doors_do_not_count(door: Door) -> None:
     with ExitStack() as stack:
         others = Door(stack).connect("127.0.0.2", 20)
         watch = TcpConnections(door.port, limit=4, of_host=1)
-        watch.look()
+        watch.enforce_limit()
         assert (open_ones(others), watch.cut_off) == ([True] * 20, 0)
 
 
@@ -137,7 +137,7 @@ def test_a_descriptor_that_becomes_another_files_meanwhile_is_no_leak(
     no_socket = os.open("/dev/null", os.O_RDONLY)
     monkeypatch.setattr("prefixd.server.rpc.tcp_connections.os.dup", lambda descriptor: really(no_socket))
     before = len(os.listdir("/proc/self/fd"))
-    watch.look()
+    watch.enforce_limit()
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(no_socket)
     assert open_ones(many) == [True] * 3
@@ -154,11 +154,11 @@ def test_a_host_without_a_filter_is_not_said_to_be_shut_out(
 
     with monkeypatch.context() as patched:
         patched.setattr("prefixd.server.rpc.tcp_connections.socket.socket.setsockopt", refuse, raising=False)
-        watch.look()
-        watch.look()
+        watch.enforce_limit()
+        watch.enforce_limit()
     assert watch._shut_out == frozenset() and caplog.text.count("can open others (Cannot allocate memory)") == 1
     assert can_connect(door.port, "127.0.0.2")
-    watch.look()  # as there are still too many
+    watch.enforce_limit()  # as there are still too many
     assert watch._shut_out == {"127.0.0.2"} and not can_connect(door.port, "127.0.0.2")
 
 
@@ -172,10 +172,10 @@ def test_the_thread_goes_on_whatever_a_look_ends_with(
         looked.release()
         raise KeyError(7)
 
-    monkeypatch.setattr(watch, "look", look)
+    monkeypatch.setattr(watch, "enforce_limit", look)
     monkeypatch.setattr("prefixd.server.rpc.tcp_connections._EVERY_S", 0.001)
     watch.start()
     assert all(looked.acquire(timeout=10) for _ in range(3))
     watch.stop()
     watch._thread.join(10)
-    assert caplog.text.count("cannot be looked at (KeyError(7))") == 1
+    assert caplog.text.count("cannot be checked (KeyError(7))") == 1

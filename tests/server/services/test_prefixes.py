@@ -16,8 +16,10 @@ from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.pacer import Pacer
 from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec, TieredCache, Tiers, Trie
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows
-from prefixd.server.services import prefixes
-from prefixd.server.services.prefixes import LIMIT, Prefix, find_prefix, inspect_prefix, list_prefixes
+from prefixd.server.services import prefix_info, prefix_keys, prefix_pages
+from prefixd.server.services.prefix_info import LIMIT, inspect_prefix
+from prefixd.server.services.prefix_keys import Prefix, find_prefix
+from prefixd.server.services.prefix_pages import list_prefixes
 from prefixd.v1 import admin_pb2 as pb
 from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
 
@@ -73,7 +75,8 @@ def keys(found: Sequence[pb.PrefixInfo]) -> list[str]:
 async def test_pages_have_every_prefix_once_and_the_latest_first(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, limit: int, slice_rows: int
 ) -> None:
-    monkeypatch.setattr(prefixes, "_SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(prefix_keys, "_SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(prefix_pages, "_SLICE_ROWS", slice_rows)
     rng = np.random.default_rng(limit)
     expected: list[tuple[float, int, int, str]] = []
     for number in range(50):
@@ -92,7 +95,7 @@ async def test_pages_have_every_prefix_once_and_the_latest_first(
 async def test_a_page_that_grows_too_large_ends_early(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     for prompt in range(10):
         enter(cache, 0, 2, float(prompt))
-    monkeypatch.setattr("prefixd.server.services.prefixes._PAGE_BYTES", 1)
+    monkeypatch.setattr("prefixd.server.services.prefix_pages._PAGE_BYTES", 1)
     found: list[str] = []
     token = b""
     for _ in range(10):
@@ -125,7 +128,8 @@ async def test_a_prefix_ends_with_the_last_block_that_can_be_had(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, slice_rows: int
 ) -> None:
     """What continues it has lost its bytes, and is kept."""
-    monkeypatch.setattr(prefixes, "_SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(prefix_keys, "_SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(prefix_pages, "_SLICE_ROWS", slice_rows)
     rows = enter(cache, 0, 7, 100.0)
     enter(cache, 0, 2, 50.0, parent=int(rows[2]))
     trie = cache.tries[0]
@@ -173,7 +177,7 @@ async def test_a_token_of_any_numbers_does_no_harm(cache: TieredCache, row: int)
 
 
 async def test_inspect_has_every_block_in_pages(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_PATH_ROWS", 7)
+    monkeypatch.setattr(prefix_keys, "_PATH_ROWS", 7)
     rows = enter(cache, 0, 30, 1.0)
     trie = cache.tries[0]
     key = trie.key(int(rows[-1])).hex()
@@ -197,9 +201,9 @@ async def test_a_page_of_blocks_is_bounded_in_blocks_and_in_tokens(
     assert len((await inspect_prefix(cache, pb.InspectRequest(key=key))).blocks) == LIMIT
     with pytest.raises(InvalidArgumentError, match=f"at most {LIMIT}"):
         await inspect_prefix(cache, pb.InspectRequest(key=key, limit=LIMIT + 1))
-    monkeypatch.setattr(prefixes, "_TOKENS_LIMIT", 3 * TOKENS + 1)
+    monkeypatch.setattr(prefix_info, "_TOKENS_LIMIT", 3 * TOKENS + 1)
     assert len((await inspect_prefix(cache, pb.InspectRequest(key=key))).blocks) == 3
-    monkeypatch.setattr(prefixes, "_TOKENS_LIMIT", 1)
+    monkeypatch.setattr(prefix_info, "_TOKENS_LIMIT", 1)
     assert len((await inspect_prefix(cache, pb.InspectRequest(key=key))).blocks) == 1
 
 
@@ -207,7 +211,8 @@ async def test_a_page_of_blocks_is_bounded_in_blocks_and_in_tokens(
 async def test_a_prefix_is_found_by_its_digits(
     cache: TieredCache, monkeypatch: pytest.MonkeyPatch, slice_rows: int
 ) -> None:
-    monkeypatch.setattr(prefixes, "_SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(prefix_keys, "_SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(prefix_pages, "_SLICE_ROWS", slice_rows)
     rows = enter(cache, 0, 20, 1.0)
     enter(cache, 2, 5, 1.0)
     trie = cache.tries[0]
@@ -253,8 +258,9 @@ def drop(trie: Trie, rows: Rows) -> None:
 
 
 async def test_a_prefix_that_goes_meanwhile_is_not_found(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_PATH_ROWS", 2)
-    monkeypatch.setattr(prefixes, "Pacer", lambda: Pacer(1))
+    monkeypatch.setattr(prefix_keys, "_PATH_ROWS", 2)
+    monkeypatch.setattr(prefix_info, "Pacer", lambda: Pacer(1))
+    monkeypatch.setattr(prefix_pages, "Pacer", lambda: Pacer(1))
     rows = enter(cache, 0, 30, 1.0)
     trie = cache.tries[0]
     key = trie.key(int(rows[-1])).hex()

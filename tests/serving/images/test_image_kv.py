@@ -19,7 +19,8 @@ from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
-from prefixd.server.services.prefixes import Prefix, describe
+from prefixd.server.services.prefix_info import describe
+from prefixd.server.services.prefix_keys import Prefix
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv, image_namespace
 from prefixd.serving.request.events import Ended

@@ -8,8 +8,15 @@ import pytest
 from google.protobuf.message import Message
 
 from prefixd.base.errors import InvalidArgumentError
-from prefixd.server.rpc import wire
-from prefixd.server.rpc.wire import check_fields
+from prefixd.server.rpc.message_size import (
+    BYTES,
+    DATA_BYTES,
+    FIELDS,
+    LARGE_BYTES,
+    PACKED_BYTES,
+    TEXT_BYTES,
+    check_fields,
+)
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import inference_pb2 as inference
 
@@ -62,7 +69,7 @@ def test_fields_that_are_not_known_are_few_bytes() -> None:
 @pytest.mark.parametrize("message", HONEST, ids=lambda message: type(message).__name__)
 def test_what_is_long_for_bytes_or_text_is_taken(message: Message) -> None:
     raw = message.SerializeToString()
-    assert len(raw) > wire.LARGE_BYTES
+    assert len(raw) > LARGE_BYTES
     check(type(message), raw)
 
 
@@ -79,46 +86,46 @@ def test_what_is_long_for_bytes_or_text_is_taken(message: Message) -> None:
     ],
 )
 def test_very_many_fields_are_not(kind: Any, raw: bytes) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"{len(raw)} bytes has more than {wire.FIELDS} fields"):
+    with pytest.raises(InvalidArgumentError, match=rf"{len(raw)} bytes has more than {FIELDS} fields"):
         check(kind, raw)
 
 
 def test_numbers_of_a_fixed_size_are_passed_over() -> None:
     for number in (b"\x09" + bytes(8), b"\x0d" + bytes(4)):
-        check(pb.MatchRequest, field(2, bytes(1 << 17)) + number * (wire.FIELDS // 2))
+        check(pb.MatchRequest, field(2, bytes(1 << 17)) + number * (FIELDS // 2))
 
 
 def test_so_many_fields_are_taken_and_one_more_is_not() -> None:
     ids = field(2, bytes(3))
-    check(pb.RenewRequest, ids * wire.FIELDS)
+    check(pb.RenewRequest, ids * FIELDS)
     with pytest.raises(InvalidArgumentError):
-        check(pb.RenewRequest, ids * (wire.FIELDS + 1))
+        check(pb.RenewRequest, ids * (FIELDS + 1))
 
 
 def test_a_long_list_of_numbers_is_not_taken() -> None:
-    check(pb.AcquireRequest, field(3, bytes(1 << 20)) + field(7, bytes(wire.PACKED_BYTES)))
-    wrong = rf"AcquireRequest\.parts has {wire.PACKED_BYTES + 1} bytes; send at most {wire.PACKED_BYTES}"
+    check(pb.AcquireRequest, field(3, bytes(1 << 20)) + field(7, bytes(PACKED_BYTES)))
+    wrong = rf"AcquireRequest\.parts has {PACKED_BYTES + 1} bytes; send at most {PACKED_BYTES}"
     with pytest.raises(InvalidArgumentError, match=wrong):
-        check(pb.AcquireRequest, field(7, bytes(wire.PACKED_BYTES + 1)))
+        check(pb.AcquireRequest, field(7, bytes(PACKED_BYTES + 1)))
     with pytest.raises(InvalidArgumentError, match=r"PutHeader\.parts"):
-        check(pb.PutRequest, field(1, field(5, bytes(wire.PACKED_BYTES + 1))))
+        check(pb.PutRequest, field(1, field(5, bytes(PACKED_BYTES + 1))))
 
 
 def test_a_very_long_text_is_not_taken() -> None:
-    check(inference.GenerateRequest, field(2, bytes(wire.TEXT_BYTES)))
-    wrong = rf"GenerateRequest\.text has {wire.TEXT_BYTES + 1} bytes; send at most {wire.TEXT_BYTES}"
+    check(inference.GenerateRequest, field(2, bytes(TEXT_BYTES)))
+    wrong = rf"GenerateRequest\.text has {TEXT_BYTES + 1} bytes; send at most {TEXT_BYTES}"
     with pytest.raises(InvalidArgumentError, match=wrong):
-        check(inference.GenerateRequest, field(2, bytes(wire.TEXT_BYTES + 1)))
+        check(inference.GenerateRequest, field(2, bytes(TEXT_BYTES + 1)))
 
 
 def test_what_is_told_in_parts_counts_together() -> None:
-    part = field(7, bytes(wire.PACKED_BYTES // 2))
+    part = field(7, bytes(PACKED_BYTES // 2))
     check(pb.AcquireRequest, part * 2)
-    with pytest.raises(InvalidArgumentError, match=rf"AcquireRequest\.parts has {wire.PACKED_BYTES // 2 * 3} bytes"):
+    with pytest.raises(InvalidArgumentError, match=rf"AcquireRequest\.parts has {PACKED_BYTES // 2 * 3} bytes"):
         check(pb.AcquireRequest, part * 3)
     with pytest.raises(InvalidArgumentError, match=r"RenewRequest\.lease_ids has"):
-        check(pb.RenewRequest, field(2, bytes(wire.TEXT_BYTES // 2)) * 3)
-    check(inference.GenerateRequest, field(10, bytes(wire.BYTES // 2)) * 3)  # images are files, each for itself
+        check(pb.RenewRequest, field(2, bytes(TEXT_BYTES // 2)) * 3)
+    check(inference.GenerateRequest, field(10, bytes(BYTES // 2)) * 3)  # images are files, each for itself
 
 
 def test_a_number_that_does_not_end_is_not_looked_at_for_long() -> None:
@@ -126,17 +133,17 @@ def test_a_number_that_does_not_end_is_not_looked_at_for_long() -> None:
 
 
 def test_a_piece_of_a_stream_is_small() -> None:
-    check(pb.PutRequest, field(2, bytes(wire.DATA_BYTES)))
+    check(pb.PutRequest, field(2, bytes(DATA_BYTES)))
     with pytest.raises(InvalidArgumentError, match=r"PutRequest\.data has 1048577 bytes; send at most 1048576"):
-        check(pb.PutRequest, field(2, bytes(wire.DATA_BYTES + 1)))
+        check(pb.PutRequest, field(2, bytes(DATA_BYTES + 1)))
 
 
 @pytest.mark.parametrize("kind", [pb.MatchRequest, pb.AcquireRequest, pb.ReserveRequest])
 def test_very_long_bytes_are_not_taken(kind: Any) -> None:
     number = kind.DESCRIPTOR.fields_by_name["token_ids"].number
-    check(kind, field(number, bytes(wire.BYTES)))
-    with pytest.raises(InvalidArgumentError, match=rf"token_ids has {wire.BYTES + 1} bytes; send at most {wire.BYTES}"):
-        check(kind, field(number, bytes(wire.BYTES + 1)))
+    check(kind, field(number, bytes(BYTES)))
+    with pytest.raises(InvalidArgumentError, match=rf"token_ids has {BYTES + 1} bytes; send at most {BYTES}"):
+        check(kind, field(number, bytes(BYTES + 1)))
 
 
 @pytest.mark.parametrize("end", [b"\x12", b"\x12\xff", b"\x12\xff\xff\xff\xff\x7f", b"\x08\xff", b"\xff" * 40, b"\x0f"])
@@ -146,4 +153,4 @@ def test_what_is_torn_is_left_to_the_parser(end: bytes) -> None:
 
 
 def test_what_is_small_is_not_looked_at() -> None:
-    check(pb.RenewRequest, field(2, b"") * (wire.LARGE_BYTES // 2))
+    check(pb.RenewRequest, field(2, b"") * (LARGE_BYTES // 2))

@@ -13,32 +13,33 @@ from prefixd.base.tenants import Tenant
 from prefixd.server.access.caller import CURRENT_CALL
 from prefixd.server.rpc.status import Context
 
-_WATCHERS = 64  # of a tenant at once, and of all strangers
+_WATCHERS = 64  # watchers of one tenant at once, and of all anonymous callers together
 
 _Response = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Status by service name.
+    """Serves the status of each service by name.
 
-    grpcio-health-checking's own servicer writes to its watchers under a lock that setting a status needs, so one who
-    does not read would keep the daemon from ending; and a watcher that leaves takes the others' wake-up along.
+    grpcio-health-checking's own servicer writes to its watchers under a lock that setting a status needs too, so a
+    watcher that does not read would keep the daemon from ending; and a watcher that leaves takes the wake-up of the
+    others with it.
     """
 
     def __init__(self) -> None:
         self._status: dict[str, Any] = {}
         self._changed = asyncio.Event()  # set, and replaced, with every change
-        self._watchers: Counter[Tenant | None] = Counter()  # None: strangers
+        self._watchers: Counter[Tenant | None] = Counter()  # None: anonymous callers
 
     def set(self, service: str, status: Any) -> None:
-        """The status of `service` from now on."""
+        """Sets the status of `service` and wakes its watchers."""
         if self._status.get(service) != status:
             self._status[service] = status
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Response:
-        """The status now; NOT_FOUND for a name that is none."""
+        """Returns the status now. NOT_FOUND: no service has this name."""
         status = self._status.get(request.service)
         if status is None:
             known = ", ".join(sorted(filter(None, self._status)))
@@ -48,7 +49,7 @@ class Health(health_pb2_grpc.HealthServicer):
         return _Response(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The status now and whenever it has changed."""
+        """Sends the status now and after each change."""
         call = CURRENT_CALL.get(None)
         tenant = None if call is None or call.caller is None else call.caller.tenant
         if self._watchers[tenant] >= _WATCHERS:

@@ -1,27 +1,35 @@
-"""KV events as vLLM puts them on the wire, so that cache-aware routers read ours as they read an engine's.
+"""KV events in vLLM's wire format, so that a cache-aware router reads prefixd's events as it reads an engine's.
 
 A message has three frames: the topic, a sequence number (8 bytes, big-endian), and msgpack of
-`[ts, [event, ...], data_parallel_rank]`. An event is a map with its class's name under `type`; fields that have their
-default are left out. The classes here have the fields of those in `vllm.distributed.kv_events`, in their order: a test
-compares them with vLLM's own.
+`[ts, [event, ...], data_parallel_rank]`. An event is a map with the name of its class under `type`; fields that have
+their default are left out. The classes here have the fields of those in `vllm.distributed.kv_events`, in the same
+order: a test compares them with vLLM's own.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
+"""vLLM's names of media, by the names of prefixd's tiers."""
+LOCALITY = "LOCAL"
+"""Says that a block is on this host."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """What all events are."""
+    """Base of all events."""
 
 
 class BlockStored(KVCacheEvent):
-    """Consecutive blocks of one prefix can be had from a medium.
+    """Consecutive blocks of one prefix are in a medium.
 
-    Hashes are integers of 64 bits, `token_ids` those of all the blocks, `extra_keys` has an entry a block.
+    Attributes:
+        block_hashes: 64-bit integers.
+        parent_block_hash: hash of the block before them; None for the first block of a prefix.
+        token_ids: tokens of all the blocks, `block_size` for each.
+        extra_keys: one entry for each block; the salt with a prefix's first block.
     """
 
     block_hashes: list[int]
@@ -41,7 +49,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks can be had from a medium no more."""
+    """Blocks are no longer in a medium."""
 
     block_hashes: list[int]
     medium: str | None
@@ -51,14 +59,14 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """Nothing that was said before holds."""
+    """No block is announced any more: events before this one no longer apply."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The events of one message; `ts` is seconds since 1970."""
+    """Holds the events of one message; `ts` is in seconds since 1970."""
 
     ts: float
     events: list[Event]

@@ -152,7 +152,7 @@ class CallersCall(Call):
 
     Args:
         limits: of all calls.
-        caller: who makes it.
+        caller: the caller of the call.
         task: runs it.
     """
 

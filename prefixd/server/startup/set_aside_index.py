@@ -1,4 +1,4 @@
-"""Indexes of the disk tier that were set aside: a trouble, and lost blocks, until an operator has seen to them."""
+"""Reports indexes of the disk tier that were set aside, and their lost blocks, until an operator has recovered them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from prefixd.cache import Troubles
 from prefixd_swap import SetAside, SlabStore, StorageError
 
 PART = "disk index"
-"""The trouble's part. `prefixd doctor` fails while there is one."""
+"""The part that the trouble names. `prefixd doctor` fails while there is such a trouble."""
 LOST = "in an index that was set aside"
-"""The reason under which the blocks count as lost."""
+"""The reason under which the blocks are counted as lost."""
 _WATCH_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
 class SetAsideCheck:
-    """Reports what was set aside, and that it is no more, by `prefixd recover` or by hand.
+    """Reports indexes that were set aside, until `prefixd recover` or an operator has removed them.
 
     Args:
-        store: the disk tier's.
-        troubles: where it is reported.
-        lost: blocks lost by reason; has a reason more while there is any.
+        store: the disk tier's store.
+        troubles: gets the trouble.
+        lost: numbers of lost blocks by reason; gets the reason `LOST` while there is such an index.
     """
 
     def __init__(self, store: SlabStore, troubles: Troubles, lost: Counter[str]) -> None:
@@ -35,7 +35,7 @@ class SetAsideCheck:
         self._lost = lost
 
     def start(self) -> None:
-        """Reports what there is at the daemon's start; may wait for the disk.
+        """Reports the indexes that exist at the daemon's start; may wait for the disk.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -43,13 +43,13 @@ class SetAsideCheck:
         self._report(self._store.set_aside())
 
     async def watch(self) -> None:
-        """Looks every two seconds, for ever. While the directory cannot be read, what was reported stays."""
+        """Checks every two seconds, without end. While the directory cannot be read, the last report stays."""
         while True:
             await asyncio.sleep(_WATCH_S)
             try:
                 found = await in_thread(self._store.set_aside)
             except (StorageError, ExhaustedError) as error:
-                log.debug("not looked for indexes that were set aside: %s", error)
+                log.debug("the disk tier's directory could not be checked for indexes that were set aside: %s", error)
                 continue
             self._report(found)
 

@@ -1,10 +1,10 @@
 """KV events for routers, over ZMQ.
 
-Whoever subscribes has missed what was said before, so everything is announced anew; all subscribers get that.
+A new subscriber has missed all earlier events, so the daemon then announces everything again, to all subscribers.
 
-A client names its namespaces as it likes, and a router sends a model's requests to where it is told that their prefixes
-are. So a client's namespaces are announced only where `events.namespaces` names them; what the daemon's own workers
-computed is announced in any case.
+Clients choose the names of their namespaces, and a router sends a model's requests to the host that announces their
+prefixes. A client could thus attract another model's requests. So the daemon announces a client's namespaces only if
+`events.namespaces` names them; it always announces blocks that its own workers computed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fnmatch import translate
 
 from prefixd.cache import Namespace, TieredCache
 from prefixd.server.kv_events.announcer import Announcer
+from prefixd.server.kv_events.event_messages import AllBlocksCleared, Event
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
-from prefixd.server.kv_events.wire import AllBlocksCleared, Event
 from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
 
 
@@ -27,7 +27,7 @@ class KVEvents(Announcer):
 
     Args:
         cache: the cache, restored.
-        settings: where to; `endpoint` is set.
+        settings: the sockets and the topic; `endpoint` is set.
         clock: seconds, monotonic.
 
     Raises:
@@ -45,29 +45,29 @@ class KVEvents(Announcer):
 
     @property
     def counters(self) -> EventCounters:
-        """What was published."""
+        """Counts what was published."""
         return self._publisher.counters
 
     def start(self) -> asyncio.Task[None]:
-        """Announces from now on, in a background task that ends with `stop`."""
+        """Starts the background task that announces everything, then changes, until `stop`."""
         self.announce_all()
-        self._cache.observe(self._note)
+        self._cache.observe(self._mark_changed)
         self._task = asyncio.create_task(self._run(), name="kv-events")
         return self._task
 
     async def stop(self) -> None:
-        """Says that nothing can be had here any more, and closes the sockets."""
+        """Announces that no block is here any more, and closes the sockets."""
         if self._task is not None:
-            self._cache.unobserve(self._note)
+            self._cache.unobserve(self._mark_changed)
             self._task.cancel()
             await asyncio.wait({self._task})
-            for topic in sorted(self._begun):
+            for topic in sorted(self._topic_numbers):
                 self._publish(topic, [AllBlocksCleared()])
         self._publisher.close()
 
     async def _run(self) -> None:
         while True:
-            await self._wait()
+            await self._wait_for_changes()
             if self._turn():
                 self._wake.set()
 
@@ -75,10 +75,10 @@ class KVEvents(Announcer):
         self._publisher.publish(topic, events)
 
     def _topic_of(self, namespace: Namespace) -> bytes:
-        whose = self._topic.replace(EVENT_TENANT, namespace.spec.tenant)  # first: a name may have braces
-        return whose.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
+        topic = self._topic.replace(EVENT_TENANT, namespace.spec.tenant)  # first: a namespace's name may have braces
+        return topic.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
 
-    def _announces(self, namespace: Namespace) -> bool:
+    def _is_announced(self, namespace: Namespace) -> bool:
         spec = namespace.spec
         return spec.worker or self._named.match(f"{spec.tenant}/{spec.name}") is not None
 
@@ -89,5 +89,8 @@ class KVEvents(Announcer):
 
 
 def pattern_of_names(names: Sequence[str]) -> re.Pattern[str]:
-    """Matches TENANT/NAME of namespaces that are named; only * and ? stand for any characters."""
+    """Returns a pattern that matches TENANT/NAME of the named namespaces; only * and ? stand for other characters.
+
+    Example: `default/*` names all namespaces of the tenant `default`.
+    """
     return re.compile("|".join(translate(name.replace("[", "[[]")) for name in names) or "(?!)")

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from prefixd.base.tenants import Quota, Tenants
-from prefixd.server.rpc import limits
-from prefixd.server.rpc.limits import Refusals
+from prefixd.server.rpc import call_limits
+from prefixd.server.rpc.call_limits import Refusals
 
 
 @pytest.fixture
@@ -31,21 +31,21 @@ async def told_at_once(refusing: Refusals, who: object, count: int) -> int:
 async def test_a_few_are_told_at_once_and_more_in_time(tenants: Tenants) -> None:
     refusing, loop = Refusals(tenants), asyncio.get_running_loop()
     a, begin_s = tenants.known("a"), loop.time()
-    await asyncio.gather(*(refusing.turn(a) for _ in range(limits._AT_ONCE + 10)))
-    assert loop.time() - begin_s >= 9 / limits.PER_S
+    await asyncio.gather(*(refusing.turn(a) for _ in range(call_limits._AT_ONCE + 10)))
+    assert loop.time() - begin_s >= 9 / call_limits.PER_S
 
 
 async def test_each_tenant_waits_for_itself(tenants: Tenants) -> None:
     refusing = Refusals(tenants)
-    asked = limits._AT_ONCE + 40
+    asked = call_limits._AT_ONCE + 40
     for who in (tenants.known("a"), tenants.known("b"), None):
-        assert limits._AT_ONCE <= await told_at_once(refusing, who, asked) < asked
+        assert call_limits._AT_ONCE <= await told_at_once(refusing, who, asked) < asked
 
 
 async def test_so_many_wait_and_more_are_told_at_once(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_AT_ONCE", 0)
-    monkeypatch.setattr(limits, "PER_S", 1 / 600)
-    monkeypatch.setattr(limits, "WAITING", 64)
+    monkeypatch.setattr(call_limits, "_AT_ONCE", 0)
+    monkeypatch.setattr(call_limits, "PER_S", 1 / 600)
+    monkeypatch.setattr(call_limits, "WAITING", 64)
     refusing, a = Refusals(tenants), tenants.known("a")
     assert await told_at_once(refusing, a, 40 + 3) == 3, "eight are kept for each of the others"
     assert await told_at_once(refusing, a, 40 + 2) == 2, "who goes away waits no more"
@@ -53,13 +53,13 @@ async def test_so_many_wait_and_more_are_told_at_once(tenants: Tenants, monkeypa
 
 async def test_with_one_tenant_only_those_who_are_not_known_wait() -> None:
     tenants = Tenants()
-    refusing, many = Refusals(tenants), limits._AT_ONCE + 40
+    refusing, many = Refusals(tenants), call_limits._AT_ONCE + 40
     assert await told_at_once(refusing, tenants.default, many) == many
     assert await told_at_once(refusing, None, many) < many
 
 
 async def test_who_goes_away_takes_nobodys_turn(tenants: Tenants) -> None:
     refusing, a = Refusals(tenants), tenants.known("a")
-    await told_at_once(refusing, a, limits._AT_ONCE + 300)
-    async with asyncio.timeout(3 / limits.PER_S + 10):
+    await told_at_once(refusing, a, call_limits._AT_ONCE + 300)
+    async with asyncio.timeout(3 / call_limits.PER_S + 10):
         await refusing.turn(a)

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from prefixd.cache import Troubles
-from prefixd.server.startup import set_aside
-from prefixd.server.startup.set_aside import LOST, PART, SetAsideCheck
+from prefixd.server.startup import set_aside_index
+from prefixd.server.startup.set_aside_index import LOST, PART, SetAsideCheck
 from prefixd_swap import SetAside, SlabStore, StorageError
 
 
@@ -52,7 +52,7 @@ def test_the_trouble_says_how_many_are_lost_and_what_to_do() -> None:
 
 
 async def test_it_begins_and_ends_while_the_daemon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(set_aside, "_WATCH_S", 0.0)
+    monkeypatch.setattr(set_aside_index, "_WATCH_S", 0.0)
     seen: list[tuple[bool, int]] = []
     troubles, lost = Troubles(lambda: 0.0), Counter[str]()
     store = Store([], [FOUND], StorageError("the disk refuses; look at it"), [FOUND, FOUND], [])

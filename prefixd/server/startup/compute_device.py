@@ -28,7 +28,7 @@ def resolve_device(settings: Settings) -> str:
 
 
 def _has_cuda_driver() -> bool:
-    """True if CUDA's driver can be loaded. Asked before torch, which takes 2 s of CPU time and 250 MiB to load."""
+    """True if CUDA's driver can be loaded. Checked before torch, which takes 2 s of CPU time and 250 MiB to load."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

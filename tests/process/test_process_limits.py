@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefixd.cache import Troubles
-from prefixd.process import limits
+from prefixd.process import process_limits
 from prefixd_swap import CpuArena, OutOfMemoryError
 from prefixd_swap import arena as arena_module
 
@@ -33,10 +33,10 @@ def test_the_descriptor_limit_is_raised_and_one_that_is_too_low_is_said(
     allowed = [(256, 1024)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: allowed[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: allowed.append(both))
-    assert limits.raise_descriptor_limit(100, 256, troubles) == 1024
+    assert process_limits.raise_descriptor_limit(100, 256, troubles) == 1024
     assert allowed[-1] == (1024, 1024)
     assert not list(troubles)
-    assert limits.raise_descriptor_limit(1000, 256, troubles) == 1024
+    assert process_limits.raise_descriptor_limit(1000, 256, troubles) == 1024
     (trouble,) = troubles
     assert trouble.part == "descriptor limit" and "1000 sessions" in trouble.what and "LimitNOFILE" in trouble.remedy
 
@@ -45,25 +45,25 @@ def test_running_out_of_descriptors_is_said_as_long_as_it_lasts_and_a_little_lon
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     held: list[int] = []
-    descriptors = limits.DescriptorCheck(troubles)
+    descriptors = process_limits.DescriptorCheck(troubles)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, before[1]))
         descriptors.check()
-        assert limits.NOW not in troubles
+        assert process_limits.NOW not in troubles
         with pytest.raises(OSError, match="Too many open files"):
             while True:
                 held.append(os.open("/dev/null", os.O_RDONLY))
         descriptors.check()
-        assert limits.NOW in troubles
+        assert process_limits.NOW in troubles
     finally:
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     descriptors.check()
     descriptors.check()
-    assert limits.NOW in troubles, "a scraper needs a descriptor to see it"
+    assert process_limits.NOW in troubles, "a scraper needs a descriptor to see it"
     descriptors.check()
-    assert limits.NOW not in troubles
+    assert process_limits.NOW not in troubles
 
 
 def test_an_arena_that_may_not_be_locked_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_a_daemon_without_descriptors_serves_whom_it_has(launch: Callable[..., R
         try:
             for caller in callers:
                 caller.connect(str(remote.daemon.socket))
-            stats = remote.until(lambda stats: any(each.part == limits.NOW for each in stats.troubles))
-            assert "RLIMIT_NOFILE" in next(each.remedy for each in stats.troubles if each.part == limits.NOW)
+            stats = remote.until(lambda stats: any(each.part == process_limits.NOW for each in stats.troubles))
+            assert "RLIMIT_NOFILE" in next(each.remedy for each in stats.troubles if each.part == process_limits.NOW)
             for number in range(4):
                 tokens = [number, 1, 2, 3]
                 remote.put(session.session_id, space, tokens, bytes([number]) * 4096)
@@ -107,7 +107,7 @@ def test_a_daemon_without_descriptors_serves_whom_it_has(launch: Callable[..., R
 
 
 async def test_an_arena_is_locked_as_soon_as_it_may_be(troubles: Troubles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_LOCK_S", 0.001)
+    monkeypatch.setattr(process_limits, "_LOCK_S", 0.001)
     attempts: list[bool] = []
 
     class Arena:
@@ -116,9 +116,9 @@ async def test_an_arena_is_locked_as_soon_as_it_may_be(troubles: Troubles, monke
             if not attempts[-1]:
                 raise OutOfMemoryError("not yet; raise RLIMIT_MEMLOCK")
 
-    troubles.begin(limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
-    await asyncio.wait_for(limits.watch_memory_lock(Arena(), troubles), 60)  # type: ignore[arg-type]
-    assert attempts == [False, False, True] and limits.LOCK not in troubles
+    troubles.begin(process_limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
+    await asyncio.wait_for(process_limits.watch_memory_lock(Arena(), troubles), 60)  # type: ignore[arg-type]
+    assert attempts == [False, False, True] and process_limits.LOCK not in troubles
 
 
 async def test_an_arena_is_locked_once_there_is_a_thread_for_it(
@@ -126,18 +126,18 @@ async def test_an_arena_is_locked_once_there_is_a_thread_for_it(
     monkeypatch: pytest.MonkeyPatch,
     no_more_threads: Callable[[], AbstractContextManager[list[str]]],
 ) -> None:
-    monkeypatch.setattr(limits, "_LOCK_S", 0.001)
+    monkeypatch.setattr(process_limits, "_LOCK_S", 0.001)
     locked = asyncio.Event()
 
     class Arena:
         def lock(self) -> None:
             locked.set()
 
-    troubles.begin(limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
+    troubles.begin(process_limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
     with no_more_threads() as refused:
-        watch = asyncio.create_task(limits.watch_memory_lock(Arena(), troubles))  # type: ignore[arg-type]
+        watch = asyncio.create_task(process_limits.watch_memory_lock(Arena(), troubles))  # type: ignore[arg-type]
         while len(refused) < 3:
             await asyncio.sleep(0.001)
-        assert not watch.done() and limits.LOCK in troubles
+        assert not watch.done() and process_limits.LOCK in troubles
     await asyncio.wait_for(watch, 60)
-    assert limits.LOCK not in troubles
+    assert process_limits.LOCK not in troubles

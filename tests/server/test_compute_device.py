@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.server.startup.device import resolve_device
+from prefixd.server.startup.compute_device import resolve_device
 from prefixd.settings import Settings
 
 

@@ -1,4 +1,4 @@
-"""Messages of very many fields, or with a very long one, are refused before they are parsed."""
+"""Refuses messages with very many fields, or with a very long field, before they are parsed."""
 
 from __future__ import annotations
 
@@ -9,44 +9,49 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from prefixd.base.errors import InvalidArgumentError
 
 LARGE_BYTES = 1 << 16
-"""Messages up to here are not looked at: whatever is in them is parsed in a millisecond or two."""
+"""Messages of up to this size are not checked: any of them is parsed within two milliseconds."""
 FIELDS = 1 << 14
-"""Fields, at all depths: some milliseconds to count. A namespace of 1,024 parts with rules has half of them."""
+"""Most fields of a message, at all depths. Counting them takes some milliseconds. The largest honest message, a
+namespace of 1,024 parts with rules, has half as many."""
 PACKED_BYTES = 1 << 16
-"""Bytes of a list of numbers."""
+"""Most bytes of a list of numbers."""
 TEXT_BYTES = 4 << 20
-"""Bytes of a text: a prompt of a million tokens."""
+"""Most bytes of a text: enough for a prompt of a million tokens."""
 BYTES = 8 << 20
-"""Of a field of bytes: token ids of a prompt of two million tokens, an image."""
+"""Most bytes of a bytes field: enough for the token ids of two million tokens, or for an image."""
 DATA_BYTES = 1 << 20
-"""Of a piece of a stream."""
+"""Most bytes of a piece of a stream (fields named `data`)."""
 UNKNOWN_BYTES = 1 << 16
-"""Of all fields that this version does not know."""
+"""Most bytes of all fields that this version does not know."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _SKIPPED = {_FIXED64: 8, _FIXED32: 4}
 
 _Shape = dict[int, Descriptor | int]
-"""By number, the fields that are messages (their kinds); the most bytes of each of the others."""
+"""By field number: the descriptor of a message field, or the most bytes of any other field."""
 
 
 def check_fields(raw: bytes, kind: Descriptor) -> None:
-    """Raises InvalidArgumentError for a message of this kind that has too many fields, or too much in one of them.
+    """Raises InvalidArgumentError if a message has too many fields or a field that is too long.
 
-    15 MiB of empty fields take half a second to parse, on the event loop, and some hundred MiB of memory; 15 MiB of
-    text or bytes 30 milliseconds. What is long in an honest message is bytes, and of these together only images are
-    very long.
+    Parsing 15 MiB of empty fields takes half a second on the event loop and some hundred MiB of memory; parsing 15 MiB
+    of text or bytes takes 30 milliseconds. Only bytes fields of an honest message are long, and only images are long
+    together.
 
-    Several fields of one kind and number count together, at all depths: what is parsed at last is one list of them.
-    One that is torn or malformed is left to the parser.
+    Fields of one message type and number count together, at all depths, because the parser makes one list of them. A
+    truncated or malformed message is left to the parser.
     """
     if len(raw) > LARGE_BYTES:
-        with suppress(IndexError):  # it is torn
+        with suppress(IndexError):  # it is truncated
             _Count(len(raw)).count(raw, 0, len(raw), kind)
 
 
 class _Count:
-    """What has been found of one message of so many bytes."""
+    """Counts the fields of one message.
+
+    Args:
+        nbytes: size of the message.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -55,7 +60,8 @@ class _Count:
         self._bytes: dict[tuple[str, int], int] = {}
 
     def count(self, raw: bytes, at: int, end: int, kind: Descriptor) -> None:
-        """Counts the fields of a message of this kind. Raises IndexError where it is torn or malformed."""
+        """Counts the fields in `raw[at:end]`, a message of this kind. Raises IndexError if it is truncated or
+        malformed."""
         shape = _shape(kind)
         while at < end:
             self._left -= 1
@@ -106,7 +112,7 @@ class _Count:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it. Raises IndexError for one that is too long to be any."""
+    """Returns the varint at an offset, and the offset after it. Raises IndexError if it has more than ten bytes."""
     value = shift = 0
     while shift < 70:
         byte = raw[at]
@@ -122,7 +128,7 @@ _shapes: dict[str, _Shape] = {}
 
 
 def _shape(kind: Descriptor) -> _Shape:
-    """What to look at in a message of this kind."""
+    """Returns the shape of a message of this kind, from a cache."""
     known = _shapes.get(kind.full_name)
     if known is None:
         known = _shapes[kind.full_name] = {}

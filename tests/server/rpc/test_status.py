@@ -64,8 +64,8 @@ async def test_a_grant_that_comes_too_late_is_given_back(
 ) -> None:
     cache_server.add_insecure_port(f"unix:{tmp_path}/s")
     await cache_server.start()
-    entered, may, slow = asyncio.Event(), asyncio.Event(), "bring" if method == "Acquire" else "allocate"
-    work = getattr(cache.mover, slow)
+    entered, may = asyncio.Event(), asyncio.Event()
+    work = getattr(cache, method.lower())
 
     async def slowly(*arguments: Any, **options: Any) -> Any:
         entered.set()
@@ -87,7 +87,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         if method == "Acquire":
             put = [pb.PutRequest(header=pb.PutHeader(**named)), pb.PutRequest(data=bytes(16))]
             await stub.Put(iter(put))
-        monkeypatch.setattr(cache.mover, slow, slowly)
+        monkeypatch.setattr(cache, method.lower(), slowly)
         call = getattr(stub, method)(
             getattr(pb, f"{method}Request")(**named), timeout=3.0 if hang_up == "deadline" else None
         )

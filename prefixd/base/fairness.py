@@ -1,7 +1,8 @@
 """Turns and limits of tenants, in front of a queue that serves first come, first served.
 
 `TenantTurns` lets one piece of work of each tenant in at a time. `CallTurns` begins one call at a time, round robin
-over tenants. `PacedLine` gives turns one after the other, with pauses. `SharedBytes` limits bytes of requests.
+over tenants. `PacedLine` gives turns one after the other, with pauses. `SharedLimit` (the scheduler's) divides a limit;
+`SharedBytes` limits bytes of requests with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from contextlib import asynccontextmanager, contextmanager
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenants import Tenant
 from prefixd_scheduler import SharedLimit
+
+__all__ = ["CallTurns", "PacedLine", "SharedBytes", "SharedLimit", "TenantTurns"]
 
 
 class TenantTurns:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 
 class SharedLimit:
@@ -19,13 +20,16 @@ class SharedLimit:
     Args:
         limit: what all have together.
         tenants: how many there are now; tenants that have something count besides.
+        had: what tenants have at first.
     """
 
-    def __init__(self, limit: int, tenants: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self, limit: int, tenants: Callable[[], int] = lambda: 1, had: Mapping[Any, int] | None = None
+    ) -> None:
         self.limit = limit
-        self.total = 0
         self._tenants = tenants
-        self._had: dict[Hashable, int] = {}
+        self._had: dict[Hashable, int] = {tenant: amount for tenant, amount in (had or {}).items() if amount}
+        self.total = sum(self._had.values())
 
     def __getitem__(self, tenant: Hashable) -> int:
         """What a tenant has."""

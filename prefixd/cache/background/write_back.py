@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.base.fairness import SharedLimit
 from prefixd.base.pacer import Pacer
 from prefixd.base.steps import in_thread
 from prefixd.base.tenants import Tenant
@@ -101,18 +102,16 @@ class WriteBack:
     def _fills_queue(self, tenant: Tenant, limit_bytes: int) -> bool:
         """Whether the queue is full, and by this tenant's blocks.
 
-        It is shared as by `SharedLimit`: half of it evenly, half by whoever comes first. Who has no more in it than its
-        own part waits for nobody, though others are beyond theirs: how many blocks come with one reservation is not
-        limited here. What the disk has no room for is in nobody's way: it stays in memory and does not count.
+        A tenant with no more in it than its own share never waits, even while others are beyond theirs: the blocks of
+        one reservation are not limited here. Blocks that the disk has no room for delay no other: they stay in memory
+        and do not count.
         """
         placement, tenants = self._mover.placement, self._mover.use.tenants
         if tenant in placement.without_room:
             return False
         queued = {each: have for each, have in placement.queued_bytes_of.items() if each not in placement.without_room}
-        sharing = max(tenants.calling, sum(have > 0 for have in queued.values()))
-        own_bytes = limit_bytes // (2 * sharing)
-        beyond = sum(max(0, have - own_bytes) for have in queued.values())
-        return queued.get(tenant, 0) > own_bytes and beyond > limit_bytes - sharing * own_bytes
+        shared = SharedLimit(limit_bytes, lambda: tenants.calling, queued)
+        return shared[tenant] > shared.reserved and not shared.left(tenant)
 
     def _turn(self) -> None:
         turned, self._turned = self._turned, asyncio.Event()

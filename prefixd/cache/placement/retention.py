@@ -6,7 +6,7 @@ What a wish is going to raise is claimed before anything is stored, so a wish is
 wish of a store or a request is left out, and its answer says so: the blocks are stored all the same.
 
 Tenants without a quota share half of the tiers. Half of that is divided evenly between them, half is for whoever comes
-first, as with all that tenants share (`prefixd_scheduler.SharedLimit`):
+first, as with all that tenants share (`SharedLimit`):
 
 ```
 share 80, 4 tenants     [ 10 | 10 | 10 | 10 ][         40         ]
@@ -26,6 +26,7 @@ from typing import Self
 import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError
+from prefixd.base.fairness import SharedLimit
 from prefixd.base.pacer import Pacer, give_way
 from prefixd.base.tenants import Tenant
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
@@ -277,7 +278,7 @@ class Retained:
             share = int(DEFAULT_SHARE * sum(tier.capacity_bytes for tier in self._tiers.own))
             had = self._sharing()
             have = had[tenant]
-            most = have + left_of(share, had, tenant, self._tenants())
+            most = have + SharedLimit(share, self._tenants, had).left(tenant)
             whose = (
                 f" (of {share}, half of this host's tiers, which tenants without a limit of their own share: others "
                 f"have {had.total() - have})"
@@ -291,22 +292,6 @@ class Retained:
         had = self.of_tenant.copy()
         had.update(self.claimed)
         return Counter({tenant: count for tenant, count in had.items() if tenant.quota.retained_bytes is None})
-
-
-def left_of(share: int, had: Counter[Tenant], tenant: Tenant, tenants: int) -> int:
-    """How much more of what tenants share one of them may have, of which half is divided evenly.
-
-    Args:
-        share: what all of them have together.
-        had: what each has.
-        tenant: who asks.
-        tenants: how many may come.
-    """
-    count = max(1, tenants, sum(1 for nbytes in had.values() if nbytes))
-    even = max(share // (2 * count), int(share >= count))
-    above = sum(max(0, nbytes - even) for nbytes in had.values())
-    for_all = max(0, share - count * even - above)
-    return max(0, min(share - had.total(), max(0, even - had[tenant]) + for_all))
 
 
 def _blocks(wish: Retention, block_tokens: int, first_block: int, count: int) -> slice:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, NotFoundError
 from prefixd.base.tenants import Quota, Tenant
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import DISK
-from prefixd.cache.placement.retention import MOST_RANGES, Retention, left_of
+from prefixd.cache.placement.retention import MOST_RANGES, Retention
 from prefixd.cache.sessions.reservations import ToFill
-from prefixd_scheduler import SharedLimit
 from prefixd_swap import IntegrityError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 
@@ -176,28 +172,6 @@ async def test_one_tenant_does_not_take_what_tenants_share(make_rig: Callable[..
     refused = await rig.cache.retained.wish(theirs, rig.trie, [KEEP], path, 1, 1, optional=True)
     assert f"{4 * PART_BYTES} of {4 * PART_BYTES} bytes" in refused.refused
     wish.end()
-
-
-@given(
-    st.integers(0, 1000),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400)), max_size=40),
-    st.integers(1, 5),
-)
-def test_shares_are_those_of_everything_that_tenants_share(
-    share: int, asked: list[tuple[int, int]], tenants: int
-) -> None:
-    """The queue's rule."""
-    had: Counter[Tenant] = Counter()
-    everybody = [Tenant(str(number), number) for number in range(5)]
-    limit = SharedLimit(share, lambda: tenants)
-    for number, nbytes in asked:
-        tenant = everybody[number]
-        left = left_of(share, had, tenant, tenants)
-        assert left == limit.left(tenant)
-        if nbytes <= left:
-            had[tenant] += nbytes
-            limit.add(tenant, nbytes)
-        assert had.total() <= share
 
 
 async def test_a_commit_beyond_the_quota_stores_its_blocks_without_priorities(make_rig: Callable[..., Rig]) -> None:

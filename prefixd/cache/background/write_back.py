@@ -60,9 +60,11 @@ class WriteBack:
         self._flushed_s = -math.inf  # when the last flush began, if the disk took what it wrote
         self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
         self._working = False
-        self._turned = asyncio.Event()  # set, and replaced, after each batch and when there is nothing more to do
+        self._turned = asyncio.Event()  # set, and replaced, when a call that waits in `admit` may go on
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        # Others write as well: whoever waits for a long durable commit goes on as soon as enough of it is on disk.
+        mover.placement.on_shorter_queue = self._turn
 
     def start(self) -> asyncio.Task[None] | None:
         """Starts working in the background, if enabled; the task ends with `stop`, or by a defect."""
@@ -114,6 +116,8 @@ class WriteBack:
         return shared[tenant] > shared.reserved and not shared.left(tenant)
 
     def _turn(self) -> None:
+        if not self._awaited:
+            return
         turned, self._turned = self._turned, asyncio.Event()
         turned.set()
 

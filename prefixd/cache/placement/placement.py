@@ -47,6 +47,8 @@ class Placement:
         """Tenants of whose blocks write-back could write none when it last tried: there was no room on disk."""
         self.queued_blocks = 0  # in the CPU tier and not on disk
         self.queued_bytes_of: Counter[Tenant] = Counter()  # of these, by whom they belong to
+        self.on_shorter_queue: Callable[[], None] = lambda: None
+        """Called when fewer blocks wait to be written to disk than before."""
 
     @property
     def queued_bytes(self) -> int:
@@ -250,7 +252,10 @@ class Placement:
 
     def _count_queue(self, trie: Trie, rows: Rows, before: GroupMask) -> None:
         after = self.to_write(trie, rows)
-        self.queued_blocks += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        more_blocks = int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        self.queued_blocks += more_blocks
         more = trie.group_bytes[after] - trie.group_bytes[before]
         for tenant, its in self.use.places_by_owner(trie, rows):
             self.queued_bytes_of[tenant] += int(more[its].sum())
+        if more_blocks < 0:
+            self.on_shorter_queue()

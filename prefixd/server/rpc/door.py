@@ -101,12 +101,14 @@ class Door:
                 try:
                     call = await self.admit(method, context)
                     async with call.stream() if several else nullcontext():
-                        read = (
+                        # The message gets no name here, which would keep it while a refusal waits.
+                        responses = behaviour(
                             _all_messages(call, context, parse)
                             if several
-                            else await _only_message(call, context, parse)
+                            else await _only_message(call, context, parse),
+                            context,
                         )
-                        async with aclosing(behaviour(read, context)) as responses:
+                        async with aclosing(responses):
                             async for response in responses:
                                 yield response
                 except PrefixdError as error:

@@ -56,6 +56,12 @@ class Service:
         yield request.raw
         await asyncio.Event().wait()
 
+    @streaming
+    async def ExhaustLast(self, request: Message) -> AsyncIterator[bytes]:
+        if request.raw:
+            raise ExhaustedError(f"{len(request.raw)} is too much")
+        yield b""
+
     async def Take(self, requests: AsyncIterator[Message], context: Any) -> bytes:
         try:
             taken = [len(request.raw) async for request in requests]
@@ -85,6 +91,8 @@ class _Door(Door):
     def __init__(self, line: Line | None) -> None:
         self.line = line
         self.begun = 0
+        self.refused = asyncio.Event()
+        self.told = asyncio.Event()
         self.ended_with: list[int] = []
         """Bytes of the message, for each call that has received its first one or was ended before that."""
 
@@ -117,6 +125,10 @@ class _Call(Call):
     async def stream(self) -> AsyncIterator[None]:
         yield
 
+    async def refusal_turn(self) -> None:
+        self._door.refused.set()
+        await self._door.told.wait()
+
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
@@ -135,10 +147,11 @@ async def door(request: pytest.FixtureRequest) -> _Door:
 @asynccontextmanager
 async def served(door: _Door) -> AsyncIterator[grpc.aio.Channel]:
     service, server = Service(), grpc.aio.server()
-    kinds = {"Last": grpc.unary_stream_rpc_method_handler, "Take": grpc.stream_unary_rpc_method_handler}
+    last = grpc.unary_stream_rpc_method_handler
+    kinds = {"Last": last, "ExhaustLast": last, "Take": grpc.stream_unary_rpc_method_handler}
     handlers = {
         name: kinds.get(name, grpc.unary_unary_rpc_method_handler)(getattr(service, name), Message, bytes)
-        for name in ("Answer", "Refuse", "Exhaust", "Last", "Take")
+        for name in ("Answer", "Refuse", "Exhaust", "Last", "ExhaustLast", "Take")
     }
     ServiceTable([(server, door)]).add_registered_method_handlers("test.Test", handlers)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -169,10 +182,22 @@ async def gone() -> bool:
     ],
 )
 async def test_a_message_goes_with_its_call(method: str, code: grpc.StatusCode, door: _Door) -> None:
+    door.told.set()
     async with served(door) as channel:
         call = channel.unary_unary(f"/test.Test/{method}")(b"x" * 10)
         assert await call.code() is code
         assert await gone()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("method", ["Exhaust", "ExhaustLast"])
+async def test_a_refusal_that_waits_keeps_no_message(method: str, door: _Door) -> None:
+    async with served(door) as channel:
+        call = channel.unary_stream(f"/test.Test/{method}")(b"x" * 10)
+        await door.refused.wait()
+        assert await gone()
+        door.told.set()
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.usefixtures("no_collection")

@@ -14,15 +14,14 @@ class Tier(IntEnum):
     DISK = 2
     REMOTE = 3
 
-    @property
-    def label(self) -> str:
-        """The name in settings, metrics and tables: `gpu`."""
-        return self.name.lower()
+    label: str
+    """The name in settings, metrics and tables: `gpu`."""
+    wire: Any
+    """The number in the contract (`Tier` in cache.proto), which counts from 1. Its type is the contract's own."""
 
-    @property
-    def wire(self) -> Any:
-        """The number in the contract (`Tier` in cache.proto), which counts from 1. Its type is the contract's own."""
-        return self.value + 1
+    def __init__(self, level: int) -> None:
+        self.label = self.name.lower()
+        self.wire = level + 1
 
     @classmethod
     def from_wire(cls, number: int) -> Tier:

@@ -29,11 +29,6 @@ Slots = Int64s
 T = TypeVar("T", bound=Tier)
 
 
-def tier_part(tier: Tier) -> str:
-    """What a tier's troubles are about, in `Troubles`."""
-    return f"{tier.name} tier"
-
-
 @dataclass(slots=True)
 class TierCounters:
     """What happened in a tier since the start, in blocks."""
@@ -67,11 +62,14 @@ class Tiers:
     ) -> None:
         self.transfers = transfers
         self.compute: MemoryTier = AbsentTier("gpu", 0) if compute is None else compute
+        """Where requests run; changed by `set_compute`."""
         self.shared: MemoryTier = AbsentTier("cpu", 1) if shared is None else shared
         self.durable = durable
         self.remote = remote
         self.troubles = Troubles(elapsed_s) if troubles is None else troubles
-        self._counters = tuple(TierCounters() for _ in range(TIERS))
+        self.counters = tuple(TierCounters() for _ in range(TIERS))
+        """What happened in each tier, by level."""
+        self._list()
         levels = [tier.level for tier in self]
         if levels != sorted({level for level in levels if 0 <= level < TIERS}):
             raise ValueError(f"tiers of the levels {levels}; give each its own, ascending, from 0 to {TIERS - 1}")
@@ -123,24 +121,25 @@ class Tiers:
         if self.remote is not None:
             yield self.remote
 
-    @property
-    def own(self) -> list[Tier]:
-        """The tiers of this host that there are, nearest first: blocks go down and are evicted there."""
-        return [tier for tier in self.existing if tier is not self.remote]
-
-    @property
-    def existing(self) -> list[Tier]:
+    def _list(self) -> None:
+        self.existing = [tier for tier in self if not isinstance(tier, AbsentTier)]
         """The tiers that there are, nearest first."""
-        return [tier for tier in self if not isinstance(tier, AbsentTier)]
+        self.own = [tier for tier in self.existing if tier is not self.remote]
+        """The tiers of this host that there are, nearest first: blocks go down and are evicted there."""
 
     @property
     def memories(self) -> tuple[MemoryTier, MemoryTier]:
         """The memory tiers, nearest first; one that is absent is one of them."""
         return self.compute, self.shared
 
+    def set_compute(self, tier: MemoryTier) -> None:
+        """Has requests run in this memory from now on."""
+        self.compute = tier
+        self._list()
+
     def end_compute(self) -> None:
         """There is no memory any more where requests run: nothing of it is used, and its maker closes it."""
-        self.compute = AbsentTier(self.compute.name, self.compute.level)
+        self.set_compute(AbsentTier(self.compute.name, self.compute.level))
 
     @property
     def names(self) -> list[str]:
@@ -149,14 +148,6 @@ class Tiers:
         for tier in self:
             names[tier.level] = tier.name
         return names
-
-    def counters(self, tier: Tier) -> TierCounters:
-        """What happened in a tier."""
-        return self._counters[tier.level]
-
-    def trouble(self, tier: Tier) -> str:
-        """Why a tier is out or shrunk; empty for one that is well."""
-        return self.troubles.what(tier_part(tier))
 
     @staticmethod
     def exists(tier: Tier) -> bool:

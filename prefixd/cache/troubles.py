@@ -6,7 +6,14 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from prefixd_swap.tiers import Tier
+
 log = logging.getLogger(__name__)
+
+
+def tier_part(tier: Tier) -> str:
+    """What a tier's troubles are about, in `Troubles`."""
+    return f"{tier.name} tier"
 
 
 _SAID_AGAIN_S = 30.0
@@ -52,6 +59,10 @@ class Troubles:
         """The part's trouble with its remedy in one line, empty when it has none."""
         trouble = self._troubles.get(part)
         return f"{trouble.what}; {trouble.remedy}" if trouble else ""
+
+    def of_tier(self, tier: Tier) -> str:
+        """Why a tier is out or shrunk; empty for one that is well."""
+        return self.what(tier_part(tier))
 
     def begin(self, part: str, line: str, *, tell: bool = False) -> None:
         """Enters a trouble, or its new reason; logs it when the part had none, and a new reason after a while.

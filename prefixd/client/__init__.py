@@ -37,7 +37,6 @@ from prefixd.client.errors import (
     Unauthenticated,
     UnsupportedError,
 )
-from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import (
     Accepted,
     Finished,
@@ -51,9 +50,11 @@ from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import (
     ChunkedWindow,
     CrossAttention,
+    LoadEstimate,
     MatchResult,
     NamespaceSpec,
     PartSpec,
+    Prefill,
     RecurrentState,
     Retention,
     Rule,

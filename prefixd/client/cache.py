@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError
-from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.memory import streaming
 from prefixd.client.memory.buffers import BlockBuffers, Buffer
 from prefixd.client.memory.holds import Granted
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.memory.namespace import Answer, RegisteredNamespace
 from prefixd.client.memory.slices import SLICE_SHARE, Slice, Slices, Wanted
-from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult
-from prefixd.client.tokens import TokenIds, token_bytes
+from prefixd.client.messages import TokenIds, token_bytes
+from prefixd.client.spec import LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
 from prefixd.v1 import cache_pb2
 
 

@@ -26,9 +26,8 @@ from prefixd.client.memory.copying import Copier
 from prefixd.client.memory.holds import renew
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.memory.namespace import RegisteredNamespace
-from prefixd.client.messages import message
+from prefixd.client.messages import TokenIds, message
 from prefixd.client.spec import NamespaceSpec, Retention
-from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 log = logging.getLogger(__name__)

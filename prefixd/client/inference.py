@@ -10,9 +10,8 @@ from typing import TypeAlias
 from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.base.tiers import Tier
 from prefixd.client.errors import InvalidArgumentError, ServerError
-from prefixd.client.messages import message
+from prefixd.client.messages import TokenIds, message, token_bytes
 from prefixd.client.spec import Retention, check_salt, retention_to_proto
-from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import inference_pb2
 
 

@@ -22,12 +22,11 @@ from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.portal import Blocking, Portal
 from prefixd.client.connecting.session import MemoryMode, NewSession
 from prefixd.client.errors import ClientClosed, ClientError
-from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import GenerateEvent
 from prefixd.client.memory.buffers import Buffer
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
-from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult
-from prefixd.client.tokens import TokenIds
+from prefixd.client.messages import TokenIds
+from prefixd.client.spec import LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
 from prefixd.v1 import admin_pb2, cache_pb2
 
 

@@ -179,7 +179,7 @@ class VirtualDaemon:
         tiers = self.cache.tiers
         began_s, busy_s = self._clock(), self.worker.counters.busy_s
         read, written = self._read_link.moved_bytes, self._write_link.moved_bytes
-        evicted = {tier.name: tiers.counters(tier).evicted for tier in tiers.existing}
+        evicted = {tier.name: tiers.counters[tier.level].evicted for tier in tiers.existing}
         preempted = self.dispatcher.counters.resumed
         client = _Client(self, workload, self._plan.request_s, progress)
         results = await client.run()
@@ -197,7 +197,9 @@ class VirtualDaemon:
             achievable=None if achievable is None else achievable(client.refused),
             disk_written_bytes=self._write_link.moved_bytes - written,
             disk_read_bytes=self._read_link.moved_bytes - read,
-            evicted_blocks={tier.name: tiers.counters(tier).evicted - evicted[tier.name] for tier in tiers.existing},
+            evicted_blocks={
+                tier.name: tiers.counters[tier.level].evicted - evicted[tier.name] for tier in tiers.existing
+            },
             preempted=self.dispatcher.counters.resumed - preempted,
             busy_s=self.worker.counters.busy_s - busy_s,
         )

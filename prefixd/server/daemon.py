@@ -26,7 +26,7 @@ from prefixd.server.background_tasks import BackgroundTasks
 from prefixd.server.draining import Drain
 from prefixd.server.figures.metrics_server import MetricsServer
 from prefixd.server.figures.snapshot import Snapshot
-from prefixd.server.figures.tenant_figures import RequestFigures, TenantFigures
+from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.rpc import status
@@ -236,7 +236,7 @@ class Daemon:
         figures = TenantFigures(
             cache,
             self._listeners.limits.calls,
-            lambda: {each: RequestFigures(*generation.requests_of(each)) for each in cache.tenants},
+            generation.requests_of,
             gpu=models is not None,
         )
         snapshot = Snapshot(cache, draining, elapsed_s, elapsed_s(), hosts, figures, self._events)

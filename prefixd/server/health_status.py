@@ -53,7 +53,7 @@ class HealthStatus:
             for name, host in models.hosts.items():
                 well[f"{MODEL_HEALTH}{name}"] = not (draining or host.worker.failure)
         for tier in self._tiers.existing:
-            well[f"{TIER_HEALTH}{tier.name}"] = not (draining or self._tiers.trouble(tier))
+            well[f"{TIER_HEALTH}{tier.name}"] = not (draining or self._tiers.troubles.of_tier(tier))
         for service, serves in well.items():
             status = health_pb2.HealthCheckResponse
             self._health.set(service, status.SERVING if serves else status.NOT_SERVING)

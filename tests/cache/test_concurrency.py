@@ -65,7 +65,7 @@ async def test_a_prefix_on_disk_is_read_once_for_all_who_ask(make_rig: MakeRig) 
     found = await asyncio.gather(*map(rig.get, ([1, 2, 3], [1, 2], [1, 2, 3, 4], [1])))
     assert found == [3, 2, 3, 1]
     assert rig.ops.reads - before == 3
-    assert rig.cache.tiers.counters(rig.cache.tiers.shared).promoted == 3
+    assert rig.cache.tiers.counters[rig.cache.tiers.shared.level].promoted == 3
 
 
 async def test_prompts_brought_up_at_once_are_all_counted(make_rig: MakeRig) -> None:
@@ -75,7 +75,7 @@ async def test_prompts_brought_up_at_once_are_all_counted(make_rig: MakeRig) -> 
         await rig.put(prompt, durable=True)
     await rig.restart()
     assert await asyncio.gather(*map(rig.get, prompts)) == [2, 3, 1]
-    assert rig.cache.tiers.counters(rig.cache.tiers.shared).promoted == 6
+    assert rig.cache.tiers.counters[rig.cache.tiers.shared.level].promoted == 6
 
 
 async def test_a_session_that_ends_during_acquire_gets_nothing(make_rig: MakeRig, eventually: Eventually) -> None:

@@ -139,7 +139,7 @@ def test_blocks_go_down_and_come_up_with_their_bytes() -> None:
         async with house(middle=16) as here:
             for prompt in range(4):  # four times what the shared tier holds, so that eviction writes
                 await here.commit(prompt, 16)
-            assert here.cache.tiers.counters(here.middle).demoted == 48
+            assert here.cache.tiers.counters[here.middle.level].demoted == 48
             for prompt in range(4):
                 await here.load(prompt, 16)
 
@@ -152,7 +152,7 @@ def test_what_the_store_refuses_costs_its_blocks_only() -> None:
             await here.put_far(1, 8)
             here.faults.down.add("read")
             assert await here.cache.acquire(here.session, here.namespace, here.chain(1, 8)) is None
-            assert here.cache.tiers.trouble(here.far)
+            assert here.cache.tiers.troubles.of_tier(here.far)
             here.faults.down.clear()
             assert await here.cache.mover.disk.health.revive()
             await here.load(1, 8)

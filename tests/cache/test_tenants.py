@@ -245,7 +245,7 @@ async def test_two_who_make_room_for_a_tenant_at_its_most_evict_no_more_than_bot
             await asyncio.sleep(0)
     assert [len((await each).slots) for each in waiting] == [1, 1]
     assert a.used(rig.cache.tiers.shared) == 4
-    assert rig.cache.tiers.counters(rig.cache.tiers.shared).evicted == 4
+    assert rig.cache.tiers.counters[rig.cache.tiers.shared.level].evicted == 4
 
 
 async def test_room_that_comes_while_own_blocks_are_looked_for_is_taken_and_no_block_goes(make_rig: MakeRig) -> None:

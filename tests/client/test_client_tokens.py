@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import InvalidArgumentError
-from prefixd.client.tokens import token_bytes
+from prefixd.client.messages import token_bytes
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=50)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement.placement import Placement
-from prefixd.cache.tiers import tier_part
+from prefixd.cache.troubles import tier_part
 from prefixd_swap import LostBytesError, StorageError
 from prefixd_swap.tiers import Int64s, StoreTier
 

@@ -141,6 +141,17 @@ class EvictionColumns(CopyColumns):
                 lacking &= ~self.there[rows, other]
         return np.asarray(~others | (lacking != 0))
 
+    def count_copies(self, rows: slice, tier: int) -> tuple[list[int], list[int], dict[int, int]]:
+        """Counts some rows' blocks: those in each tier, those held there, and those in `tier` by namespace."""
+        blocks, held = [0] * TIERS, [0] * TIERS
+        for each in range(TIERS):
+            here = (self.any_part[rows] & np.uint8(1 << each)) != 0
+            blocks[each] = int(np.count_nonzero(here))
+            held[each] = int(np.count_nonzero(self.held(rows, each) & here))
+        here = (self.any_part[rows] & np.uint8(1 << tier)) != 0
+        namespaces, counts = np.unique(self.namespace[rows][here], return_counts=True)
+        return blocks, held, dict(zip(namespaces.tolist(), counts.tolist(), strict=True))
+
     def held(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
         """[len(rows)]: of which rows any group is held in `tier`."""
         holds = self.holds[rows, tier]

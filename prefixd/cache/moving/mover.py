@@ -306,7 +306,7 @@ class Mover:
                         left &= ~there
                 for source, chosen_rows, groups in sources:
                     arrived = await self.copying.copy(trie, chosen_rows, source, tier, movement, groups)
-                    self.tiers.counters(tier).promoted += arrived
+                    self.tiers.counters[tier.level].promoted += arrived
             finally:
                 for row in rows.tolist():
                     del self._moving[trie.ordinal, row, tier.level]

@@ -264,7 +264,7 @@ class Room:
                     sinks &= self._placement.admits(trie, rows)
                 if sinks.any():
                     copied += await self.copy(trie, rows[sinks], tier, below, movement, ahead=ahead)
-        self._tiers.counters(tier).demoted += copied
+        self._tiers.counters[tier.level].demoted += copied
         return copied
 
     async def _choose(self, wish: _Wish, *, demotable: bool) -> tuple[list[tuple[Trie, Rows]], bool]:

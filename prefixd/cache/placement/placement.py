@@ -117,7 +117,7 @@ class Placement:
         chosen, free = chosen[free != 0], free[free != 0]
         if len(chosen):
             self._discard(trie, chosen, tier, free, evicted=not expendable)
-            self.tiers.counters(tier).evicted += len(chosen)
+            self.tiers.counters[tier.level].evicted += len(chosen)
         return len(chosen)
 
     def _drop_copies(self, trie: Trie, rows: Rows, tier: Tier, with_page: bool, expendable: bool) -> int:
@@ -150,7 +150,7 @@ class Placement:
         if not expendable and tier is not self.tiers.durable and self.tiers.durable is not None:
             for tenant, blocks in wanted.items():
                 self.lost[f"evicted before it was written: {self.why_unwritten(tenant, trie)}"] += blocks
-        self.tiers.counters(tier).evicted += dropped
+        self.tiers.counters[tier.level].evicted += dropped
         self.epoch += 1
         return dropped
 

@@ -335,6 +335,11 @@ class TenantUse:
         """Bytes of a tenant's blocks in a tier."""
         return int(self._cached[tenant.ordinal, tier.level]) if tenant.ordinal < len(self._cached) else 0
 
+    def cached_by_level(self) -> list[int]:
+        """Bytes of all tenants' blocks in each tier that has quotas, by level."""
+        nbytes: list[int] = self._cached.sum(axis=0).tolist()
+        return nbytes
+
     def used_bytes(self, tenant: Tenant, tier: Tier) -> int:
         """Bytes that a tenant has of a tier: what `most` is about."""
         return self.cached_bytes(tenant, tier) + self.moving(tenant, tier).nbytes

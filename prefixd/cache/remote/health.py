@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.placement.placement import Placement
-from prefixd.cache.tiers import tier_part
+from prefixd.cache.troubles import tier_part
 from prefixd_swap import StorageError
 from prefixd_swap.tiers import RemoteTier
 

@@ -62,7 +62,7 @@ class Durability:
         use, missing = self._mover.use, path[lacking != 0]
         what = f"{len(path)} blocks of the prompt are cached, but {len(missing)} of them are not on disk"
         tier = f"the disk tier ({durable.capacity_bytes} bytes) has no room for them"
-        if trouble := self._tiers.trouble(durable):
+        if trouble := self._tiers.troubles.of_tier(durable):
             raise ExhaustedError(f"{what}: {tier}: {trouble}")
         owner, mine = use.places_by_owner(trie, missing)[0]
         block_bytes = use.footprint(durable, trie.part_bytes)

@@ -78,7 +78,7 @@ class Pins:
         return len(pinned), "" if durable else self._why_not()
 
     def _why_not(self) -> str:
-        trouble = self._mover.tiers.trouble(self._mover.tiers.require_durable())
+        trouble = self._mover.tiers.troubles.of_tier(self._mover.tiers.require_durable())
         return trouble or "the disk tier lost some of the blocks meanwhile; pin what is left"
 
 

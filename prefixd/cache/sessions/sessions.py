@@ -140,21 +140,18 @@ class Session:
     processes: set[Process] = field(default_factory=set)
     reserved: Account = field(default_factory=Account)
     arrivals: Arrivals = field(default_factory=Arrivals)
-    _granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
-
-    def count(self, kind: type[Lease] | type[Reservation]) -> int:
-        """Grants of one kind that have not ended."""
-        return self._granted[kind]
+    granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
+    """Grants of each kind that have not ended."""
 
     def add(self, grant: Lease | Reservation) -> None:
         """Adds a grant."""
         self.grants[grant.id] = grant
-        self._granted[type(grant)] += 1
+        self.granted[type(grant)] += 1
 
     def remove(self, grant: Lease | Reservation) -> None:
         """Removes a grant that it has."""
         del self.grants[grant.id]
-        self._granted[type(grant)] -= 1
+        self.granted[type(grant)] -= 1
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Opens a namespace that its client has registered, and closes the least recently used beyond 2,048."""
@@ -363,7 +360,7 @@ class LeaseTable:
 
     def count(self, kind: type[Lease] | type[Reservation]) -> int:
         """Grants of one kind, all sessions."""
-        return sum(session.count(kind) for session in self.sessions.values())
+        return sum(session.granted[kind] for session in self.sessions.values())
 
     def _finish(self, grants: Sequence[Lease | Reservation], how: str, *, at_its_word: bool) -> None:
         """Ends grants; gives back what they protected, as much as takes a millisecond now, the rest soon."""

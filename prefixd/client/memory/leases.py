@@ -15,10 +15,9 @@ from prefixd.client.errors import (
     ServerUnavailable,
     SessionUnknown,
 )
-from prefixd.client.estimates import LoadEstimate
 from prefixd.client.memory.buffers import BlockBuffers, Buffer
 from prefixd.client.memory.holds import Granted, Hold
-from prefixd.client.spec import Retention, StoreResult, retention_to_proto
+from prefixd.client.spec import LoadEstimate, Retention, StoreResult, retention_to_proto
 from prefixd.v1 import cache_pb2
 
 _FAREWELL_S = 2.0  # what closing a client may wait for a daemon that does not answer

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
 from google.protobuf.message import Message
 
 import prefixd
 from prefixd.base.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.base.tiers import Tier
-from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
-from prefixd.cache.index.trie import NO_SLOT, TIERS
+from prefixd.cache import Lease, PartSpec, Reservation, TieredCache
+from prefixd.cache.index.trie import TIERS
 from prefixd.server.figures.metrics import METRIC, METRICS
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.kv_events import KVEvents
@@ -57,33 +56,35 @@ class Snapshot:
         """Returns the figures now. Counts of blocks are up to some milliseconds old at a million blocks."""
         cache = self.cache
         counts = await _Counts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
-        namespaces = await _namespaces(cache, counts.on_gpu)
+        namespaces, other_namespaces = await _namespaces(cache, counts.on_gpu)
         now = self.clock()
-        leases = cache.leases
+        cached = cache.mover.use.cached_by_level()
+        models = [self._model(host) for host in self.models.values()]
+        sessions = list(cache.leases.sessions.values())
         counters = cache.counters
         return pb.StatsResponse(
             version=prefixd.__version__,
             uptime_s=now - self.started_s,
             draining=self.draining.is_set(),
-            tiers=[self._tier(tier, counts) for tier in cache.tiers.existing],
+            tiers=[self._tier(tier, counts, cached) for tier in cache.tiers.existing],
             sessions=[
                 pb.SessionStats(
                     session_id=session.id[:8],
                     client_name=session.client_name,
                     pid=session.pid,
-                    leases=session.count(Lease),
-                    reservations=session.count(Reservation),
+                    leases=session.granted[Lease],
+                    reservations=session.granted[Reservation],
                     age_s=now - session.opened_s,
                     tenant=session.tenant.name,
                 )
-                for session in leases.sessions.values()
+                for session in sessions
             ],
             namespaces=namespaces,
-            other_namespaces=len(cache.namespaces) - len(namespaces),
-            leases=leases.count(Lease),
-            reservations=leases.count(Reservation),
-            worker=self._worker(),
-            scheduler=self._scheduler(),
+            other_namespaces=other_namespaces,
+            leases=sum(session.granted[Lease] for session in sessions),
+            reservations=sum(session.granted[Reservation] for session in sessions),
+            worker=total_worker([model.worker for model in models]),
+            scheduler=_total_scheduler([model.scheduler for model in models]),
             asked_tokens=counters.asked_tokens,
             hit_tokens=sum(counters.hit_tokens),
             lost_blocks=dict(cache.mover.lost),
@@ -91,7 +92,7 @@ class Snapshot:
             write_back=self._write_back(),
             kv_events=self._kv_events(),
             troubles=self.troubles(),
-            models=[self._model(host) for host in self.models.values()],
+            models=models,
             remote=self._remote(),
             tenants=self.tenants.take_some(),
             namespace_room=pb.NamespaceRoomStats(
@@ -110,7 +111,7 @@ class Snapshot:
             for trouble in self.cache.tiers.troubles
         ]
 
-    def _tier(self, tier: TierObject, counts: _Counts) -> pb.TierStats:
+    def _tier(self, tier: TierObject, counts: _Counts, cached: Sequence[int]) -> pb.TierStats:
         tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
         unused = Unused()
@@ -123,8 +124,8 @@ class Snapshot:
         if tier is tiers.shared:
             quarantined = self.cache.quarantine.nbytes
         if isinstance(tier, MemoryTier):
-            in_flight = used - sum(_resident_bytes(trie, tier) for trie in self.cache.tries) - quarantined
-        counters = tiers.counters(tier)
+            in_flight = used - cached[level] - quarantined
+        counters = tiers.counters[level]
         return pb.TierStats(
             tier=Tier(level).wire,
             capacity_bytes=tier.capacity_bytes,
@@ -136,7 +137,7 @@ class Snapshot:
             evicted_blocks=counters.evicted,
             demoted_blocks=counters.demoted,
             promoted_blocks=counters.promoted,
-            trouble=tiers.trouble(tier),
+            trouble=tiers.troubles.of_tier(tier),
             quarantined_bytes=quarantined,
             spare_bytes=unused.spare,
             unneeded_bytes=unused.unneeded,
@@ -154,10 +155,10 @@ class Snapshot:
 
     def _write_back(self) -> pb.WriteBackStats:
         write_back = self.cache.write_back
-        blocks, nbytes = self.cache.mover.queued
+        placement = self.cache.placement
         return pb.WriteBackStats(
-            queued_blocks=blocks,
-            queued_bytes=nbytes,
+            queued_blocks=placement.queued_blocks,
+            queued_bytes=placement.queued_bytes_of.total(),
             limit_bytes=write_back.limit_bytes or 0,
             written_blocks=write_back.written,
             written_bytes=self.cache.mover.disk.writes.written_bytes,
@@ -208,11 +209,6 @@ class Snapshot:
             held_bytes=host.dispatcher.taken_frames * frame_bytes,
         )
 
-    def _worker(self) -> pb.WorkerStats:
-        if not self.models:
-            return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
-        return total_worker([self._worker_of(host) for host in self.models.values()])
-
     def _worker_of(self, host: ModelHost) -> pb.WorkerStats:
         worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.results.kv
         frame_bytes = self.cache.tiers.frames.frame_bytes if kv.shared_blocks else 0
@@ -241,23 +237,25 @@ class Snapshot:
             draft=_draft_of(host),
         )
 
-    def _scheduler(self) -> pb.SchedulerStats:
-        total = pb.SchedulerStats()
-        for host in self.models.values():
-            one = _scheduler_of(host.dispatcher)
-            total.policy = one.policy
-            _add_counts(total, one)
-        return total
-
 
 def total_worker(workers: Sequence[pb.WorkerStats]) -> pb.WorkerStats:
     """Returns the first worker's figures with all workers' counts added; its state is READY only if all are ready."""
+    if not workers:
+        return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
     total = pb.WorkerStats()
     total.CopyFrom(workers[0])
     for other in workers[1:]:
         _add_counts(total, other)
         if other.state != pb.WorkerStats.STATE_READY:
             total.state = other.state
+    return total
+
+
+def _total_scheduler(schedulers: Sequence[pb.SchedulerStats]) -> pb.SchedulerStats:
+    total = pb.SchedulerStats()
+    for one in schedulers:
+        total.policy = one.policy
+        _add_counts(total, one)
     return total
 
 
@@ -352,27 +350,28 @@ class _Counts:
                 if start:
                     await give_way()
                 rows = slice(start, min(start + SLICE_ROWS, trie.rows))
+                here, held_here, by_namespace = trie.count_copies(rows, compute)
                 for tier in range(TIERS):
-                    here = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
-                    blocks[tier] += int(np.count_nonzero(here))
-                    held[tier] += int(np.count_nonzero(trie.held(rows, tier) & here))
+                    blocks[tier] += here[tier]
+                    held[tier] += held_here[tier]
+                on_gpu.update(by_namespace)
                 # Models of one shape share a trie and need the same parts of its blocks.
-                if (counting := next((each for each in needs if each.counts(trie)), None)) is not None:
+                if (counting := next((each for each in needs if each.trie is trie), None)) is not None:
                     here_unused = counting.of_cached(trie, rows)
                     unused.spare += here_unused.spare
                     unused.unneeded += here_unused.unneeded
-                here = (trie.any_part[rows] & np.uint8(1 << compute)) != 0
-                counted = np.unique(trie.namespace[rows][here], return_counts=True)
-                on_gpu.update(dict(zip(*(column.tolist() for column in counted), strict=True)))
         return cls(blocks, held, unused, on_gpu)
 
 
-async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> list[pb.NamespaceStats]:
-    """Returns figures of the namespaces with most blocks, at most 1000 and 4 MiB of them."""
-    blocks = {namespace: cache.trie(namespace).blocks_of(namespace.ordinal) for namespace in cache.namespaces}
+async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> tuple[list[pb.NamespaceStats], int]:
+    """Returns figures of the namespaces with most blocks, at most 1000 and 4 MiB of them; and how many others are."""
+    counted = Counter[int]()
+    for trie in cache.tries:
+        counted.update(dict(enumerate(trie.blocks_by_namespace().tolist())))
+    namespaces = list(cache.namespaces)
     found: list[pb.NamespaceStats] = []
     left, pacer = _NAMESPACES_BYTES, Pacer()
-    for namespace in heapq.nlargest(_MOST_NAMESPACES, blocks, key=lambda each: blocks[each]):
+    for namespace in heapq.nlargest(_MOST_NAMESPACES, namespaces, key=lambda each: counted[each.ordinal]):
         spec = namespace.spec
         stats = pb.NamespaceStats(
             namespace_id=namespace.id,
@@ -383,7 +382,7 @@ async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> list[pb.
                 block_tokens=spec.block_tokens,
                 parts=[_part(part) for part in spec.parts],
             ),
-            blocks=blocks[namespace],
+            blocks=counted[namespace.ordinal],
             gpu_blocks=on_gpu[namespace.ordinal],
             tenant=spec.tenant,
             worker=spec.worker,
@@ -393,20 +392,7 @@ async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> list[pb.
             break
         found.append(stats)
         await pacer.worked(_NAMESPACE_WORK + len(spec.parts))
-    return found
-
-
-def _resident_bytes(trie: Trie, tier: MemoryTier) -> int:
-    """Returns the bytes of the tier's slots that blocks of `trie` have.
-
-    It counts all rows without a pause: slots change owners between two callbacks.
-    """
-    sizes = np.array([tier.footprint((size,)) for size in trie.part_bytes], np.int64)
-    there = trie.there[: trie.rows, tier.level]
-    complete = int(np.count_nonzero(there == trie.all_groups))
-    some = (trie.any_part[: trie.rows] & np.uint8(1 << tier.level)) != 0
-    others = np.flatnonzero(some & (there != trie.all_groups))
-    return complete * int(sizes.sum()) + int((trie.slots[others, tier.level] != NO_SLOT).sum(axis=0) @ sizes)
+    return found, len(namespaces) - len(found)
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.tenants import Quota, Tenant, TierQuota, check_guarantees
@@ -21,14 +21,6 @@ _LARGER = {
     "disk": "raise disk.bytes and start the daemon again",
 }
 _TIER_LIMITS = tuple(f"{tier}_most" for tier in QUOTA_TIERS)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFigures:
-    """Counts of one tenant's requests to all models."""
-
-    waiting: int = 0
-    running: int = 0
 
 
 def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota], *, gpu: bool) -> None:
@@ -55,7 +47,7 @@ class TenantFigures:
     Args:
         cache: the cache.
         calls: returns the number of a tenant's calls under way.
-        requests: returns the counts of requests by tenant.
+        requests: returns how many of a tenant's requests to all models wait, and how many run.
         gpu: True if there is a GPU tier, or will be once the models are loaded.
     """
 
@@ -63,7 +55,7 @@ class TenantFigures:
         self,
         cache: TieredCache,
         calls: Callable[[Tenant], int],
-        requests: Callable[[], Mapping[Tenant, RequestFigures]],
+        requests: Callable[[Tenant], tuple[int, int]],
         *,
         gpu: bool = False,
     ) -> None:
@@ -74,12 +66,12 @@ class TenantFigures:
 
     def take(self) -> list[pb.TenantStats]:
         """Returns the figures of all tenants, in the order in which the daemon first saw them."""
-        return self._all(list(self._cache.tenants))
+        return self._all(list(self._cache.tenants.all))
 
     def take_some(self) -> list[pb.TenantStats]:
         """Returns the figures of all tenants, in the same order; if there are more than `SOME`, only of the `SOME`
         tenants with most sessions."""
-        tenants = list(self._cache.tenants)
+        tenants = list(self._cache.tenants.all)
         if len(tenants) > SOME:
             sessions = Counter(session.tenant for session in self._cache.leases.sessions.values())
             chosen = sorted(tenants, key=lambda tenant: sessions[tenant], reverse=True)[:SOME]
@@ -87,12 +79,10 @@ class TenantFigures:
         return self._all(tenants)
 
     def _all(self, tenants: Sequence[Tenant]) -> list[pb.TenantStats]:
-        requests, sessions = self._requests(), defaultdict[Tenant, list[Session]](list)
+        sessions = defaultdict[Tenant, list[Session]](list)
         for session in self._cache.leases.sessions.values():
             sessions[session.tenant].append(session)
-        return [
-            self._stats(tenant, requests.get(tenant, RequestFigures()), sessions.get(tenant, [])) for tenant in tenants
-        ]
+        return [self._stats(tenant, sessions.get(tenant, [])) for tenant in tenants]
 
     def set_quota(self, request: pb.SetTenantRequest) -> pb.TenantStats:
         """Changes the quota of a tenant that the daemon knows; returns its figures.
@@ -118,8 +108,8 @@ class TenantFigures:
         self._cache.mover.changed.set()  # blocks that the former limit kept back may be written now
         return self._all([tenant])[0]
 
-    def _stats(self, tenant: Tenant, requests: RequestFigures, sessions: Sequence[Session]) -> pb.TenantStats:
-        use = self._cache.mover.use
+    def _stats(self, tenant: Tenant, sessions: Sequence[Session]) -> pb.TenantStats:
+        use, (waiting, running) = self._cache.mover.use, self._requests(tenant)
         return pb.TenantStats(
             name=tenant.name,
             quota=_quota_message(tenant.quota),
@@ -134,8 +124,8 @@ class TenantFigures:
             sessions=len(sessions),
             grants=sum(len(session.grants) for session in sessions),
             namespaces=self._cache.namespaces.count(tenant.name),
-            waiting_requests=requests.waiting,
-            running_requests=requests.running,
+            waiting_requests=waiting,
+            running_requests=running,
             calls=self._calls(tenant),
             retained_bytes=self._cache.retained.of_tenant[tenant],
             refused=tenant.refused,

@@ -149,7 +149,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         before = disk.used_bytes
         blocks = await self._cache.write_back.flush()
         if not disk.takes:
-            raise PreconditionError(f"the disk tier is out of service: {tiers.trouble(disk)}")
+            raise PreconditionError(f"the disk tier is out of service: {tiers.troubles.of_tier(disk)}")
         return pb.FlushResponse(blocks=blocks, nbytes=max(disk.used_bytes - before, 0))
 
     @unary

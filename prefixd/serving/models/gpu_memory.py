@@ -182,7 +182,7 @@ class GpuMemory:
             made.set_exception(error)
             made.exception()  # each model that was refused hears of its own
         else:
-            self._cache.tiers.compute = self._tier(pool)
+            self._cache.tiers.set_compute(self._tier(pool))
             made.set_result(pool)
 
     def _forget_memory(self) -> None:

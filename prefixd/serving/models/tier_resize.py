@@ -153,7 +153,7 @@ class TierResize:
         except BaseException:
             self._begun = False
             raise
-        counters = self._cache.tiers.counters(tier)
+        counters = self._cache.tiers.counters[tier.level]
         evicted, demoted = counters.evicted, counters.demoted
         progress = ResizeProgress(pool.capacity * frame_bytes, frames * frame_bytes, pool.capacity * frame_bytes)
         try:

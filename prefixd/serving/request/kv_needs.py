@@ -57,23 +57,20 @@ class KvNeeds:
         ]
         self._memory = ColumnMemory()
         self._expired: GroupMask = np.zeros(0, np.uint8)  # by row, a bit for each need
-        self._trie: Trie | None = None
+        self.trie: Trie | None = None
+        """Where blocks of the model are, once there are some."""
 
     def recorded(self, trie: Trie, path: Rows, ends: Sequence[int]) -> None:
         """The worker has filled blocks of a prompt whose cached blocks are `path`; `ends` as for `Trie.expire`."""
-        self._trie = trie
+        self.trie = trie
         if self._by_rule or not len(path):
             return
         if trie.rows > len(self._expired):
             self._expired = self._memory.grown("expired", self._expired, 2 * trie.rows)
         self._expired[path] = expired_groups(self._layers, len(path), trie.branches(path, ends))
 
-    def counts(self, trie: Trie) -> bool:
-        """Whether blocks of the model are in this trie."""
-        return trie is self._trie
-
     def of_cached(self, trie: Trie, rows: slice) -> Unused:
-        """Of some cached blocks, held or not, in a trie that it `counts`."""
+        """Of some cached blocks, held or not, in `trie`."""
         unused = Unused()
         first = 0
         for number, group in enumerate(self._kv.groups):

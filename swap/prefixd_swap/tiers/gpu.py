@@ -24,15 +24,12 @@ class GpuTier(MemoryTier):
     def __init__(self, pool: FramePool, *, name: str = "gpu", level: int = 0) -> None:
         super().__init__(name, level)
         self.pool = pool
+        self.frame_bytes = pool.frame_bytes
+        """Bytes of one frame."""
         self.on_device = pool.memory.on_device
         self.backed = pool.memory.backed
         self.addressable = not pool.memory.on_device
         self._base = pool.first_address
-
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of one frame."""
-        return self.pool.frame_bytes
 
     @property
     def capacity_bytes(self) -> int:

@@ -32,17 +32,13 @@ class FrameTable:
             raise MemoryMisuseError(f"a frame of {frame_chunks} chunks is not possible; give it at least 1")
         self.frame_chunks = frame_chunks
         self._chunks: ChunkIds = np.empty((0, frame_chunks), np.int64)
-        self._count = 0
+        self.count = 0
+        """How many frames exist."""
 
     @property
     def size(self) -> int:
         """One more than the highest frame number that was ever used."""
         return len(self._chunks)
-
-    @property
-    def count(self) -> int:
-        """How many frames exist."""
-        return self._count
 
     def frames(self) -> ChunkIds:
         """The numbers of all frames, ascending."""
@@ -80,7 +76,7 @@ class FrameTable:
             empty = np.full((missing, self.frame_chunks), _NONE, np.int64)
             self._chunks = np.concatenate([self._chunks, empty])
         self._chunks[numbers] = ids.reshape(len(numbers), self.frame_chunks)
-        self._count += len(numbers)
+        self.count += len(numbers)
 
     def remove(self, frames: Iterable[FrameId]) -> ChunkIds:
         """Remove frames; returns their chunks, which are free now. Raises MemoryMisuseError, and removes none."""
@@ -89,7 +85,7 @@ class FrameTable:
         if len(set(numbers)) != len(numbers):
             raise MemoryMisuseError(f"frames {numbers} name one twice; name each once")
         self._chunks[numbers] = _NONE
-        self._count -= len(numbers)
+        self.count -= len(numbers)
         return chunks
 
     def chunks(self, frames: Sequence[FrameId] | ChunkIds) -> ChunkIds:

@@ -93,10 +93,10 @@ async def test_an_eighth_of_the_gpu_tier_is_kept_clean(make_rig: MakeRig) -> Non
         rig.unhold(await rig.put_gpu([prompt, 50]), rig.cache.tiers.compute)
     await rest(rig)
     assert [rig.tiers([prompt, 50], CPU) for prompt in range(8)] == [[True, True]] + [[False, False]] * 7
-    moved = rig.cache.tiers.counters(rig.cache.tiers.compute).demoted
+    moved = rig.cache.tiers.counters[rig.cache.tiers.compute.level].demoted
     frames = await rig.cache.mover.slots.take_frames(2)
     assert frames is not None
-    assert rig.cache.tiers.counters(rig.cache.tiers.compute).demoted == moved, "their eviction needs no copy"
+    assert rig.cache.tiers.counters[rig.cache.tiers.compute.level].demoted == moved, "their eviction needs no copy"
     rig.cache.tiers.compute.free(frames)
 
 
@@ -106,10 +106,10 @@ async def test_it_rests_when_the_cpu_tier_is_smaller_than_the_clean_share(make_r
     for prompt in range(32):
         rig.unhold(await rig.put_gpu([prompt]), rig.cache.tiers.compute)
     await rest(rig)
-    evicted = rig.cache.tiers.counters(rig.cache.tiers.shared).evicted
+    evicted = rig.cache.tiers.counters[rig.cache.tiers.shared.level].evicted
     rig.cache.mover.changed.set()
     await rest(rig)
-    assert rig.cache.tiers.counters(rig.cache.tiers.shared).evicted == evicted, (
+    assert rig.cache.tiers.counters[rig.cache.tiers.shared.level].evicted == evicted, (
         "one copy ahead of need must not cost another"
     )
     assert sum(rig.tiers([prompt], CPU)[0] for prompt in range(32)) == 2

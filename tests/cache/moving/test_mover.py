@@ -34,7 +34,7 @@ async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: Ma
         rig.content(rig.namespace, rig.chain([1, 2]), block) for block in (0, 1)
     ]
     assert not any(rig.tiers([1, 2], CPU)), "not by way of the CPU tier"
-    gpu, cpu = (rig.cache.tiers.counters(tier) for tier in rig.cache.tiers.memories)
+    gpu, cpu = (rig.cache.tiers.counters[tier.level] for tier in rig.cache.tiers.memories)
     assert (gpu.promoted, gpu.demoted, cpu.demoted) == (2, 6, 4)
     rig.unhold(rows, rig.cache.tiers.compute)
 
@@ -67,7 +67,7 @@ async def test_clean_blocks_are_evicted_without_a_copy(make_rig: MakeRig) -> Non
     before = rig.store.commits
     await rig.put([3, 4])
     assert rig.store.commits == before
-    assert rig.cache.tiers.counters(rig.cache.tiers.shared).demoted == 0
+    assert rig.cache.tiers.counters[rig.cache.tiers.shared.level].demoted == 0
     assert (rig.tiers([1, 2], CPU), rig.tiers([1, 2], DISK)) == ([False] * 2, [True] * 2)
     assert await rig.get([1, 2]) == 2
 

@@ -202,7 +202,7 @@ async def test_a_store_that_is_away_is_out_of_service_until_it_answers(tmp_path:
         await share(a)
         store.away = True
         assert await b.get(PROMPT) == 0
-        assert "away" in b.cache.tiers.trouble(remote_of(b).tier)
+        assert "away" in b.cache.tiers.troubles.of_tier(remote_of(b).tier)
         calls = len(store.asked)
         assert await b.get([7]) == 0 and await b.put([7]) == (1, 0)
         assert len(store.asked) == calls  # nobody asks it
@@ -210,7 +210,7 @@ async def test_a_store_that_is_away_is_out_of_service_until_it_answers(tmp_path:
         await eventually(lambda: remote_of(b).tier.gives)
         b.clock.now += 10
         assert await b.get(PROMPT) == 5
-        assert not b.cache.tiers.trouble(remote_of(b).tier)
+        assert not b.cache.tiers.troubles.of_tier(remote_of(b).tier)
         await eventually(lambda: remote_of(b).sharing.written >= 1)
         assert not any(task.done() for task in tasks)
 
@@ -271,7 +271,7 @@ async def test_a_full_store_is_still_read(tmp_path: Path) -> None:
         store.full = True
         await b.put([9])
         assert not await remote_of(b).sharing.write_all()
-        assert "full" in b.cache.tiers.trouble(remote_of(b).tier)
+        assert "full" in b.cache.tiers.troubles.of_tier(remote_of(b).tier)
         assert await b.get(PROMPT) == 5
         assert not remote_of(b).tier.takes
 
@@ -483,7 +483,7 @@ async def test_a_store_that_refuses_writes_is_read_all_the_same(tmp_path: Path) 
         await b.put([9])
         assert not await remote_of(b).sharing.write_all()
         assert remote_of(b).tier.gives and not remote_of(b).tier.takes
-        assert "read only" in b.cache.tiers.trouble(remote_of(b).tier)
+        assert "read only" in b.cache.tiers.troubles.of_tier(remote_of(b).tier)
         assert await b.get(PROMPT) == 5
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import TieredCache
-from prefixd.server.figures.tenant_figures import SOME, RequestFigures, TenantFigures
+from prefixd.server.figures.tenant_figures import SOME, TenantFigures
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 
@@ -17,7 +17,7 @@ def figures(cache: TieredCache, names: list[str], sessions: dict[str, int]) -> T
     for name, count in sessions.items():
         for _ in range(count):
             cache.leases.open("test", 0, 0.0, cache.tenants.known(name))
-    return TenantFigures(cache, lambda _: 0, lambda: {cache.tenants.default: RequestFigures(2, 1)})
+    return TenantFigures(cache, lambda _: 0, lambda tenant: (2, 1) if tenant is cache.tenants.default else (0, 0))
 
 
 def test_those_with_most_sessions_are_told_of_where_not_all_can_be(cache: TieredCache) -> None:
@@ -51,6 +51,6 @@ async def test_nothing_can_be_guaranteed_of_a_tier_that_there_is_not(cache: Tier
         quota = pb.TenantQuota(tiers=[pb.TierQuota(tier=tier, guaranteed_bytes=4096)])
         with pytest.raises(InvalidArgumentError, match=r"tier, which has 0 \(a 4096\); lower .* start the daemon"):
             made.set_quota(pb.SetTenantRequest(name="a", quota=quota))
-    loading = TenantFigures(cache, lambda _: 0, dict, gpu=True)
+    loading = TenantFigures(cache, lambda _: 0, lambda _: (0, 0), gpu=True)
     quota = pb.TenantQuota(tiers=[pb.TierQuota(tier=cache_pb2.TIER_GPU, guaranteed_bytes=4096)])
     assert loading.set_quota(pb.SetTenantRequest(name="a", quota=quota)).quota.tiers[0].guaranteed_bytes == 4096

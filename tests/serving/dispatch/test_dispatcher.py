@@ -333,5 +333,5 @@ async def test_many_requests_in_little_memory(make_bench: MakeBench, events: Eve
     await bench.finish(*(request for _, _, request in requests))
     for prompt, count, request in requests:
         assert events(request) == (expected(prompt, count), "length")
-    assert bench.cache.tiers.counters(bench.cache.tiers.compute).evicted > 0
+    assert bench.cache.tiers.counters[bench.cache.tiers.compute.level].evicted > 0
     assert sum(bench.cache.counters.hit_tokens) > 0

@@ -159,7 +159,7 @@ async def test_a_worker_that_dies_while_room_is_made_is_given_nothing(make_bench
     bench.dispatcher.on_ready()
     await bench.running(second)
     await bench.finish(second)
-    assert bench.cache.tiers.counters(bench.cache.tiers.compute).demoted > 0
+    assert bench.cache.tiers.counters[bench.cache.tiers.compute.level].demoted > 0
 
 
 async def test_what_a_dead_worker_still_says_is_ignored(make_bench: MakeBench) -> None:

@@ -145,7 +145,7 @@ async def test_recomputed_blocks_are_dropped_and_nothing_is_copied(
     await gone(bench)
     assert where(bench, TWO) == []
     assert (counters(bench).swapped, counters(bench).recomputed) == (0, 1)
-    assert bench.cache.tiers.counters(bench.cache.tiers.compute).demoted == 0
+    assert bench.cache.tiers.counters[bench.cache.tiers.compute.level].demoted == 0
     await bench.finish(old, young)
     assert counters(bench).recomputed_tokens == computed
     assert not bench.cache.mover.lost, "it was computed again, not lost"

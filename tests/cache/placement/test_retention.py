@@ -21,7 +21,7 @@ from prefixd.cache.placement.retention import MOST_RANGES, Retention, left_of
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd_scheduler import SharedLimit
 from prefixd_swap import IntegrityError
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
 
 KEEP = Retention(priority=50)
 

@@ -24,16 +24,16 @@ import numpy as np
 import pytest
 
 from prefixd.base.tenants import Role
-from prefixd.cache import TieredCache, Tiers, check_integrity
+from prefixd.cache import TieredCache
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.server.access.caller import CURRENT_CALL, Call, Caller
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
-from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
+from tests.rig import OpenCache
+from tests.waiting import WAIT_S, wait_until
 
 BLOCK_TOKENS = 16
 VOCAB_SIZE = 272
-WAIT_S = 60.0
 
 _CHANNEL = [
     ("grpc.use_local_subchannel_pool", 1),
@@ -92,14 +92,14 @@ class Remote:
 
     def until(self, condition: Callable[[admin_pb2.StatsResponse], bool]) -> Any:
         """The first statistics for which `condition` holds."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            stats = self.stats()
-            if condition(stats):
-                return stats
-            if time.monotonic() > deadline:
-                raise AssertionError(f"not within {WAIT_S:g} s; last seen: {stats}")
-            time.sleep(0.02)
+        seen: list[admin_pb2.StatsResponse] = []
+
+        def holds() -> bool:
+            seen[:] = [self.stats()]
+            return condition(seen[0])
+
+        wait_until(holds, lambda: f"last seen: {seen}")
+        return seen[0]
 
     def settled(self) -> admin_pb2.StatsResponse:
         """Waits until nothing runs; fails unless everything that was taken or held has been given back."""
@@ -121,10 +121,7 @@ class Remote:
 
     def evict_all(self) -> None:
         """Drops everything there is; what is just being written back goes when that has ended."""
-        deadline = time.monotonic() + WAIT_S
-        while kept := self.evict(all=True).kept_blocks:
-            assert time.monotonic() < deadline, f"{kept} blocks stay"
-            time.sleep(0.02)
+        wait_until(lambda: not self.evict(all=True).kept_blocks, "blocks stay")
 
     # -- generation -----------------------------------------------------------------------------------------------
 
@@ -281,12 +278,6 @@ def refused() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def collector() -> Callable[[Any], Answer]:
-    """`collect`, for streams that a test began itself."""
-    return collect
-
-
-@pytest.fixture(scope="session")
 def model_directory() -> Iterator[Path]:
     """A Llama of 2 layers with random weights (512 bytes of KV a token) and a byte-level tokenizer."""
     import torch
@@ -339,13 +330,8 @@ def with_model(model_directory: Path) -> dict[str, str | int]:
 @pytest.fixture
 async def cache() -> AsyncIterator[TieredCache]:
     """A cache of 1 MiB of CPU memory, in this process."""
-    arena, engine = CpuArena(1 << 20), create_copy_engine("cpu")
-    made = TieredCache(Tiers.local(arena), engine, create_eviction_policy("lru", 1), time.monotonic)
-    yield made
-    await made.close()
-    check_integrity(made)
-    engine.close()
-    arena.close()
+    async with OpenCache(cpu_bytes=1 << 20, clock=time.monotonic) as opened:
+        yield opened.cache
 
 
 class AnybodyCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -421,12 +407,6 @@ def launch() -> Iterator[Callable[..., Remote]]:
     for remote in running:
         remote.channel.close()
         remote.daemon.__exit__(None, None, None)
-
-
-@pytest.fixture(scope="session")
-def remote_type() -> type[Remote]:
-    """For tests that start and end daemons themselves."""
-    return Remote
 
 
 @pytest.fixture(scope="session")

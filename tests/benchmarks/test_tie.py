@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common.tie import tied
+from tests.waiting import wait_until
 
 _PARENT = """
 import subprocess, sys
@@ -26,16 +26,11 @@ def test_the_command_runs_under_the_same_id_and_ends_with_who_started_it() -> No
     assert parent.stdin is not None and parent.stdout is not None
     with parent.stdin, parent.stdout:
         child = Path("/proc") / parent.stdout.readline().strip()
-        deadline = time.monotonic() + 60
-        while (child / "cmdline").read_bytes() != b"sleep\x00600\x00":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: (child / "cmdline").read_bytes() == b"sleep\x00600\x00")
         parent.kill()
         parent.wait()
     with suppress(FileNotFoundError, ProcessLookupError):  # whoever is its parent now has waited for it
-        while (child / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: (child / "stat").read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 @pytest.mark.slow

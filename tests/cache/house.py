@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from prefixd.cache import BlockChain, Lease, Namespace, NamespaceSpec, PartSpec, Trie
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
 
 K = 3
 TENANTS = ("a", "b", "c", "d")

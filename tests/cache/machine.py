@@ -7,12 +7,11 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import Rig
 
 T = TypeVar("T")
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from prefixd.base.tenants import Quota, Tenant, TierQuota
 from prefixd.cache import Lease, Namespace, NamespaceSpec, PartSpec, Reservation, Session
 from prefixd_swap.tiers import Tier
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import Rig
 
 TierBlocks = dict[int, tuple[int, int | None]]
 """By level, the blocks that a tenant is guaranteed, and the most that it may have."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 
 from prefixd.cache.index.trie import CPU, DISK
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import Rig
 
 ONCE, TWICE = [1, 2, 3], [1, 2, 7]
 

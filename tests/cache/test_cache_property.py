@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +29,8 @@ from prefixd_swap import Span
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.tiers import MemoryTier
 from tests.cache.machine import RigMachine
+from tests.rig import Rig
 from tests.slow import slow_but
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 homes = st.sampled_from(["model", "model", "salted", "parts"])
@@ -60,7 +58,6 @@ class Held:
 class CacheMachine(RigMachine):
     """The model is `committed`: for each home and prefix the parts that were ever committed."""
 
-    rig_type: type[Rig]
     policy: str
 
     def __init__(self) -> None:
@@ -72,7 +69,7 @@ class CacheMachine(RigMachine):
 
     async def make(self, path: Path) -> Rig:
         admit_uses = int(self.policy == "lfu")  # with one of the policies, what is asked for once stays off the disk
-        rig = self.rig_type(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest, admit_uses=admit_uses)
+        rig = Rig(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest, admit_uses=admit_uses)
         self.adopt(rig)
         return rig
 
@@ -348,8 +345,8 @@ class CacheMachine(RigMachine):
 
 
 @pytest.mark.parametrize("policy", slow_but(["s3-fifo"], POLICY_NAMES))
-def test_cache_against_a_dict(rig_type: type[Rig], policy: str) -> None:
-    machine = type("Machine", (CacheMachine,), {"rig_type": rig_type, "policy": policy})
+def test_cache_against_a_dict(policy: str) -> None:
+    machine = type("Machine", (CacheMachine,), {"policy": policy})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=35 if policy == "lru" else 15, stateful_step_count=50)
     )

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +18,8 @@ from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.placement.movement import Movement
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.transfers import Urgency
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
-Eventually = Callable[[Callable[[], bool]], Any]
+from tests.rig import MakeRig, Rig
+from tests.waiting import until
 
 
 @contextmanager
@@ -78,42 +74,42 @@ async def test_prompts_brought_up_at_once_are_all_counted(make_rig: MakeRig) -> 
     assert rig.cache.tiers.counters[rig.cache.tiers.shared.level].promoted == 6
 
 
-async def test_a_session_that_ends_during_acquire_gets_nothing(make_rig: MakeRig, eventually: Eventually) -> None:
+async def test_a_session_that_ends_during_acquire_gets_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=8)
     await on_disk(rig, [1, 2])
     with rig.nothing_lost():
         doomed = rig.open_session()
         with stopped(rig, "read_all") as begun:
             acquire = asyncio.create_task(rig.cache.acquire(doomed, rig.namespace, rig.chain([1, 2])))
-            await eventually(begun.is_set)
+            await until(begun.is_set)
             rig.cache.leases.close(doomed)
         with pytest.raises(NotFoundError, match="is not open"):
             await acquire
     assert rig.tiers([1, 2], CPU) == [True, True], "what was read is there for the next one"
 
 
-async def test_a_session_that_ends_during_reserve_gets_nothing(make_rig: MakeRig, eventually: Eventually) -> None:
+async def test_a_session_that_ends_during_reserve_gets_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=2, disk=8)
     await rig.put([1, 2])
     with rig.nothing_lost():
         doomed = rig.open_session()
         with stopped(rig, "write") as begun:
             reserve = asyncio.create_task(rig.cache.reserve(doomed, rig.namespace, rig.chain([1, 5])))
-            await eventually(begun.is_set)
+            await until(begun.is_set)
             rig.cache.leases.close(doomed)
         with pytest.raises(NotFoundError, match="is not open"):
             await reserve
     assert rig.rows([1, 2])
 
 
-async def test_a_cancelled_acquire_does_not_disturb_the_read(make_rig: MakeRig, eventually: Eventually) -> None:
+async def test_a_cancelled_acquire_does_not_disturb_the_read(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=8)
     await on_disk(rig, [1, 2])
     with rig.nothing_lost():
         with stopped(rig, "read_all") as begun:
             first = asyncio.create_task(rig.get([1, 2]))
             second = asyncio.create_task(rig.get([1, 2]))
-            await eventually(begun.is_set)
+            await until(begun.is_set)
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
@@ -121,15 +117,13 @@ async def test_a_cancelled_acquire_does_not_disturb_the_read(make_rig: MakeRig, 
         await rig.cache.mover.quiesce()
 
 
-async def test_a_cancelled_reserve_waits_for_the_write_that_makes_room(
-    make_rig: MakeRig, eventually: Eventually
-) -> None:
+async def test_a_cancelled_reserve_waits_for_the_write_that_makes_room(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=2, disk=8)
     await rig.put([1, 2])
     with rig.nothing_lost():
         with stopped(rig, "write") as begun:
             reserve = asyncio.create_task(rig.put([1, 5, 6]))
-            await eventually(begun.is_set)
+            await until(begun.is_set)
             reserve.cancel()
             await asyncio.sleep(0)
             assert not reserve.done(), "the thread still reads the slot that would be given away"
@@ -161,16 +155,16 @@ async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: i
     rig.cache.tiers.compute.free(frames)
 
 
-async def test_a_block_written_again_while_its_removal_waits_stays(make_rig: MakeRig, eventually: Eventually) -> None:
+async def test_a_block_written_again_while_its_removal_waits_stays(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=8)
     await on_disk(rig, [1, 2])
     await rig.put([5])
     with stopped(rig, "write") as begun:
         flush = asyncio.create_task(rig.cache.write_back.flush())
-        await eventually(begun.is_set)
+        await until(begun.is_set)
         forget = asyncio.create_task(rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]))
         again = asyncio.create_task(rig.put([1, 2], durable=True))
-        await eventually(lambda: len(rig.cache.mover.disk._lock._waiting) == 2)
+        await until(lambda: len(rig.cache.mover.disk._lock._waiting) == 2)
     assert (await flush, await forget, await again) == (1, 2, (2, 0))
     await rig.check_disk()
     assert rig.tiers([1, 2], DISK) == [True, True]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +19,11 @@ from benchmarks.checks.fault_injection.faulty_daemon import FAULTS, FaultyOps
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
+from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slots import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from prefixd_swap.slab.files.io import DiskIo
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig
+from tests.waiting import until
 
 
 class Faults:
@@ -287,7 +284,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
 
 
 async def test_it_comes_back_by_itself_with_nothing_to_write(
-    make_rig: MakeRig, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefixd.cache.disk.health.FIRST_PROBE_S", 0.01)
     faults = Faults(make_rig, tmp_path, cpu=4, disk=8)
@@ -296,7 +293,7 @@ async def test_it_comes_back_by_itself_with_nothing_to_write(
     with pytest.raises(ExhaustedError):
         await faults.rig.put([1, 2], durable=True)
     faults.order(None)
-    await eventually(lambda: not faults.rig.cache.tiers.troubles.what("disk tier"))
+    await until(lambda: not faults.rig.cache.tiers.troubles.what("disk tier"))
 
 
 async def test_what_a_half_written_commit_left_is_cleared_up(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -464,7 +461,7 @@ async def test_a_file_that_is_lost_under_us_costs_its_blocks_and_memory_writes_t
 
 
 async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
-    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults(make_rig, tmp_path, cpu=4, disk=32)
     rig, tiers = faults.rig, faults.rig.cache.tiers
@@ -486,7 +483,7 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
     monkeypatch.setattr(rig.store, "revive", revive)
     reviving = asyncio.create_task(faults.health.revive())
     try:
-        await eventually(inside.is_set)
+        await until(inside.is_set)
         faults.order("read error")
         assert await rig.get([1, 2]) == 0
         faults.order(None)
@@ -500,7 +497,7 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
 
 
 async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_closed(
-    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefixd.cache.disk.health.FIRST_PROBE_S", 0.01)
     monkeypatch.setattr("prefixd.cache.disk.health.LONGEST_PROBE_S", 0.01)
@@ -517,11 +514,11 @@ async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_cl
     with pytest.raises(ExhaustedError, match="was deleted or cut off while in use"):
         await rig.put([6], durable=True)
     rig.cache.mover.start_probing()
-    await eventually(lambda: len(rig.trie.copies(DISK)) == 0)
-    await eventually(lambda: not _open_files(slab))
+    await until(lambda: len(rig.trie.copies(DISK)) == 0)
+    await until(lambda: not _open_files(slab))
     assert tiers.troubles.what("disk tier"), "still no room for another file"
     faults.order(None)
-    await eventually(lambda: not tiers.troubles.what("disk tier"))
+    await until(lambda: not tiers.troubles.what("disk tier"))
     assert await rig.put([7], durable=True) == (1, 0)
     await rig.restart()
     assert await rig.get([7]) == 1
@@ -564,7 +561,6 @@ async def test_an_index_that_was_set_aside_and_not_made_anew_is_made_later(make_
 async def test_an_open_cache_needs_no_more_threads(
     make_rig: MakeRig,
     tmp_path: Path,
-    eventually: Any,
     no_more_threads: Callable[[], AbstractContextManager[list[str]]],
 ) -> None:
     """Blocks are stored, evicted, read, lost and found again; the probe brings a disk that failed back."""
@@ -578,9 +574,9 @@ async def test_an_open_cache_needs_no_more_threads(
         rig.unhold(await rig.put_gpu([90, 91]), rig.cache.tiers.compute)
         faults.order("write error")
         await rig.put([80, 81])
-        await eventually(lambda: not rig.cache.tiers.writes)
+        await until(lambda: not rig.cache.tiers.writes)
         faults.order(None)
-        await eventually(lambda: rig.cache.tiers.writes)
+        await until(lambda: rig.cache.tiers.writes)
         await rig.cache.write_back.flush()
         assert await rig.get([80, 81]) == 2
     assert set(refused) <= {"prefixd-slabs_0"}, "parts are written one after the other instead"

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
 
 from prefixd.base.errors import ExhaustedError, PreconditionError
 from prefixd.cache import Reservation
 from prefixd.cache.index.trie import DISK
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig
 
 
 async def test_a_durable_commit_covers_the_prefix_before_it(make_rig: MakeRig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -23,9 +23,8 @@ from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.moving.page_victims import has_other_sizes
 from prefixd.cache.rules import FullAttention, SlidingWindow
 from prefixd.cache.sessions.reservations import ToFill
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 
-MakeRig = Callable[..., Rig]
 FULL, WINDOW = 0, 1  # parts of the namespace `hybrid`
 blocks_there = st.lists(st.booleans(), max_size=12).map(lambda found: np.array(found, np.bool_))
 rules = st.one_of(st.just(FullAttention()), st.integers(1, 5).map(SlidingWindow))

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,11 +40,8 @@ from prefixd.cache import (
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
 from prefixd.cache.sessions.leasing import NO_OFFSET
 from prefixd.cache.sessions.reservations import ToFill
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 from tests.cache.machine import RigMachine
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
 
 Prompt = tuple[int, ...]
 
@@ -106,7 +103,6 @@ class GroupsMachine(RigMachine):
     whole, until a longer one is stored.
     """
 
-    rig_type: type[Rig]
     policy = "lru"
     cpu, disk = 18, 28  # slots of 4096 bytes
     window_bytes = PART_BYTES
@@ -122,7 +118,7 @@ class GroupsMachine(RigMachine):
         super().__init__()
 
     async def make(self, path: Path) -> Rig:
-        rig = self.rig_type(path, gpu=3, cpu=self.cpu, disk=self.disk, policy=self.policy)
+        rig = Rig(path, gpu=3, cpu=self.cpu, disk=self.disk, policy=self.policy)
         self.adopt(rig)
         return rig
 
@@ -534,8 +530,8 @@ class GroupsMachine(RigMachine):
         pytest.param("lru", PART_BYTES, True, marks=pytest.mark.slow),
     ],
 )
-def test_cache_with_groups_against_a_model(rig_type: type[Rig], policy: str, window_bytes: int, roomy: bool) -> None:
-    how = {"rig_type": rig_type, "policy": policy, "window_bytes": window_bytes, "roomy": roomy}
+def test_cache_with_groups_against_a_model(policy: str, window_bytes: int, roomy: bool) -> None:
+    how = {"policy": policy, "window_bytes": window_bytes, "roomy": roomy}
     if roomy:
         how["disk"] = 600
     machine = type("Machine", (GroupsMachine,), how)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from prefixd.cache import Namespace, NamespaceSpec, PartSpec, VisionEmbeddingSpec, check_integrity
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 
-MakeRig = Callable[..., Rig]
 BLOCKS = 4  # of an image
 
 

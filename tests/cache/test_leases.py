@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,9 +24,7 @@ from prefixd.cache.index.trie import CPU
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.cache.sessions.sessions import LeaseTable
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import Rig
 
 
 def make_table(tenants: Tenants | None = None, *, max_sessions: int = 1) -> LeaseTable:

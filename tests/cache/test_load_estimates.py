@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,10 +11,7 @@ from prefixd.cache.moving.beginnings import Reader
 from prefixd.server.services.load_estimates import LoadEstimates, LoadWatch
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_scheduler import Distance, Stretch
-from tests.cache.conftest import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import BLOCK_TOKENS, Rig
 
 PREFILL = pb.Prefill(token_s=1.0)
 A, B = [1, 2, 3, 4], [5, 6, 7, 8]

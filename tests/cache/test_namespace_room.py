@@ -6,7 +6,6 @@ import gc
 import random
 import tracemalloc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -14,14 +13,11 @@ import pytest
 
 from prefixd.base.errors import ExhaustedError, NamespaceClosedError
 from prefixd.base.tenants import Quota, Tenants
-from prefixd.cache import NamespaceSpec, PartSpec
+from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Session
 from prefixd.cache.background.forgetting import find_namespaces
 from prefixd.cache.namespace_room import PART
 from prefixd.cache.namespaces import NamespaceRegistry
-
-if TYPE_CHECKING:
-    from prefixd.cache import Namespace, Session
-    from tests.cache.conftest import Rig
+from tests.rig import Rig
 
 SPEC = NamespaceSpec("model", 2, (PartSpec("kv", 0, 4096),), bytes(8))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from prefixd.cache import (
     RuleSpec,
     SlidingWindowSpec,
     TieredCache,
-    Tiers,
     Trie,
     VisionEmbeddingSpec,
 )
@@ -37,10 +36,8 @@ from prefixd.cache.rules import (
     VisionEmbedding,
 )
 from prefixd.cache.rules.specs import words_of
-from prefixd_swap import CpuArena, NewBlock, Span, create_copy_engine, create_eviction_policy
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from prefixd_swap import NewBlock, Span
+from tests.rig import OpenCache, Rig
 
 SPEC = NamespaceSpec("llama", 16, (PartSpec("kv", 0, 4096), PartSpec("kv", 1, 4096)), b"salt", "bfloat16", "token")
 
@@ -292,16 +289,8 @@ def test_a_trie_with_blocks_keeps_its_geometry() -> None:
 def limited(most: int, quota: int | None = None) -> TieredCache:
     """A cache that has room for as many namespaces as `changed(name="0")`."""
     tenants = Tenants({"t": Quota(namespaces=quota)})
-    engine, policy = create_copy_engine("cpu", 1), create_eviction_policy("lru", 0)
-    nbytes = (most * changed(name="0").nbytes) + 100
-    return TieredCache(
-        Tiers.local(CpuArena(1 << 16)),
-        engine,
-        policy,
-        lambda: 0.0,
-        CacheOptions(namespace_bytes=nbytes),
-        tenants=tenants,
-    )
+    options = CacheOptions(namespace_bytes=most * changed(name="0").nbytes + 100)
+    return OpenCache(cpu_bytes=1 << 16, options=options, tenants=tenants).cache
 
 
 def test_the_limits_count_namespaces_in_use_and_say_whose_they_are() -> None:

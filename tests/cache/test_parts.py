@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +17,7 @@ from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.rules import FullAttention, GroupRule, SlidingWindow
 from prefixd.cache.sessions.reservations import ToFill, present
 from tests.cache.index.entering import enter_chain
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig
 
 
 async def test_a_block_matches_when_every_rank_has_committed(make_rig: MakeRig) -> None:

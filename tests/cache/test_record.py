@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import xxhash
 
 from prefixd.cache.index.trie import CPU, GPU
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig, Rig
 
 
 def last_token_digest(data: bytes, seed: int) -> bytes:

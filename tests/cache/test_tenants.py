@@ -4,9 +4,9 @@ guaranteed can be had when it is wanted."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,12 +19,8 @@ from prefixd.cache.placement.tenant_use import Losses
 from prefixd.cache.rules.specs import SlidingWindowSpec
 from prefixd.cache.sessions.sessions import Process
 from tests.cache.tenant_rig import Home
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
-
+from tests.rig import MakeRig, Rig
+from tests.waiting import until
 
 # -- most ----------------------------------------------------------------------------------------------------------
 
@@ -147,15 +143,13 @@ async def test_blocks_that_cannot_go_down_are_lost_with_the_reason(make_rig: Mak
     assert a.used(rig.durable) == 0
 
 
-async def test_write_back_goes_on_behind_blocks_that_cannot_be_written(
-    make_rig: MakeRig, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
-) -> None:
+async def test_write_back_goes_on_behind_blocks_that_cannot_be_written(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=160, disk=160, write_back=True)
     a, b = Home(rig, "a", {DISK: (0, 0)}), Home(rig, "b")
     await a.put(range(100))
     await b.put(range(20))
     rig.start_write_back()
-    await eventually(lambda: b.has(range(20), DISK) == 20)
+    await until(lambda: b.has(range(20), DISK) == 20)
     assert a.has(range(100), DISK) == 0
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -20,9 +19,7 @@ from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from tests.cache.machine import RigMachine
 from tests.cache.tenant_rig import Home
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import Rig
 
 SLOTS = {GPU: 6, CPU: 8, DISK: 10}
 QUOTAS = st.fixed_dictionaries(
@@ -45,7 +42,7 @@ class TenantMachine(RigMachine):
 
     async def make(self, path: Path) -> Rig:
         """A cache with three tiers."""
-        from tests.cache.conftest import Rig
+        from tests.rig import Rig
 
         return Rig(path, gpu=SLOTS[GPU], cpu=SLOTS[CPU], disk=SLOTS[DISK])
 

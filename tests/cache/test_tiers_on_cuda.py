@@ -6,19 +6,16 @@ Runs on a GPU, and against the stand-in driver (`tests/swap/test_cuda_stand_in.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from prefixd.cache.index.trie import CPU, DISK, GPU
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig, Rig
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,11 +79,11 @@ async def test_flush_writes_gpu_blocks_and_a_restart_brings_them_back(make: Make
     assert await bring(rig, [1, 2, 3, 4]) == 4
 
 
-async def test_write_back_makes_gpu_blocks_clean(make: MakeRig, eventually: Callable[..., Any]) -> None:
+async def test_write_back_makes_gpu_blocks_clean(make: MakeRig) -> None:
     rig = make(gpu=8, cpu=8, write_back=True)
     rig.start_write_back()
     rig.unhold(await rig.put_gpu([1, 2, 3, 4, 5, 6, 7, 8]), rig.cache.tiers.compute)
-    await eventually(lambda: any(rig.tiers([1, 2, 3, 4, 5, 6, 7, 8], DISK)))
+    await until(lambda: any(rig.tiers([1, 2, 3, 4, 5, 6, 7, 8], DISK)))
     await rig.cache.write_back.stop()
     assert await rig.get([1, 2, 3, 4, 5, 6, 7, 8]) == 8
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +12,7 @@ from prefixd.cache import Reservation
 from prefixd.cache.placement.retention import Retention, Wish
 from prefixd.cache.sessions import reservations
 from prefixd.cache.sessions.reservations import Reservations
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig
 
 
 async def test_blocks_of_many_parts_are_entered_fewer_at_a_time(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,11 +11,8 @@ from prefixd.cache import Reservation
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
 from tests.cache.tenant_rig import Home
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig
+from tests.waiting import until
 
 
 async def turns(count: int = 50) -> None:
@@ -26,7 +21,7 @@ async def turns(count: int = 50) -> None:
 
 
 async def test_a_full_queue_makes_reserve_wait_until_the_disk_has_caught_up(
-    make_rig: MakeRig, eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(cpu=16, disk=64, write_back=True, write_queue=2)
     go = threading.Event()
@@ -160,24 +155,24 @@ async def test_whose_blocks_fill_the_queue_waits_and_others_do_not(
 
 
 async def test_blocks_that_the_disk_has_no_room_for_are_in_nobodys_way(
-    make_rig: MakeRig, eventually: Callable[[Callable[[], bool]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(cpu=32, disk=16, write_back=True, write_queue=6)
     a, b = Home(rig, "a", {DISK: (0, 2)}), Home(rig, "b")
     rig.start_write_back()
     await a.put(range(12))
-    await eventually(lambda: a.has(range(12), DISK) == 2 and not rig.cache.write_back._working)
+    await until(lambda: a.has(range(12), DISK) == 2 and not rig.cache.write_back._working)
     assert rig.cache.mover.queued[0] == 10, "more than the queue takes"
     go = threading.Event()
     monkeypatch.setattr(rig.ops, "fdatasync", lambda fd: go.wait(30))
     await b.put([1, 2])
-    await eventually(lambda: rig.cache.write_back._working)
+    await until(lambda: rig.cache.write_back._working)
     assert await asyncio.wait_for(b.put([3]), 20) == (1, 0)
     assert await asyncio.wait_for(a.put([20]), 20) == (1, 0), "a does not wait for what cannot come"
     assert rig.cache.write_back.pushed_back == 0
     go.set()
-    await eventually(lambda: b.has([1, 2], DISK) == 2 and b.has([3], DISK) == 1)
+    await until(lambda: b.has([1, 2], DISK) == 2 and b.has([3], DISK) == 1)
     assert a.has(range(12), CPU) == 12, "nothing of it was lost"
     a.limit({})
     rig.cache.mover.changed.set()
-    await eventually(lambda: a.has(range(12), DISK) == 12 and not rig.cache.placement.without_room)
+    await until(lambda: a.has(range(12), DISK) == 12 and not rig.cache.placement.without_room)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess, ended_by_sigterm
+from tests.waiting import wait_until
 
 SMALL = {"cpu.bytes": "1MiB", "disk.bytes": "4MiB"}
 
@@ -107,10 +107,7 @@ def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(directory)], stdout=subprocess.PIPE, timeout=60)
     assert done.returncode == -signal.SIGKILL
     daemon = int(done.stdout)
-    deadline = time.monotonic() + 60
-    while alive(daemon):
-        assert time.monotonic() < deadline, "the daemon outlived the process that it was started for"
-        time.sleep(0.02)
+    wait_until(lambda: not alive(daemon), "the daemon outlived the process that it was started for")
 
 
 @pytest.mark.slow

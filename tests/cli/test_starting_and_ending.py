@@ -16,6 +16,7 @@ import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, ExhaustedError, Finished, Sampling, ServerUnavailable
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -174,13 +175,6 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def is_tied(pid: int) -> bool:
     """Whether a process that loads a model is past `prctl(PR_SET_PDEATHSIG)`: what needs NumPy comes after that."""
     try:
@@ -201,7 +195,7 @@ def stopped(daemon: DaemonProcess) -> list[int]:
                 loading.add(pid)
         return len(loading) == len(wanted)
 
-    until(all_stopped)
+    wait_until(all_stopped)
     return sorted(loading)
 
 
@@ -227,16 +221,16 @@ def test_a_daemon_whose_model_loads_ends_at_once(number: signal.Signals, to_grou
         asking = [threading.Thread(target=ask) for _ in range(2)]
         for thread in asking:
             thread.start()
-        until(lambda: answers)
+        wait_until(lambda: answers)
         began_s = time.monotonic()
         (os.killpg if to_group else os.kill)(daemon.pid, number)
-        until(lambda: not daemon.alive)
+        wait_until(lambda: not daemon.alive)
         took_s = time.monotonic() - began_s
         assert daemon.stop() == 0
         for thread in asking:
             thread.join(_WAIT_S)
         log = daemon.log.read_text()
-        until(lambda: not any(map(command_of, loading)))
+        wait_until(lambda: not any(map(command_of, loading)))
     assert took_s < _END_S
     assert "Traceback" not in log and "Error" not in log
     refused, told = answers
@@ -254,5 +248,5 @@ def test_the_first_token_waits_for_the_model_and_a_worker_that_hangs_is_killed()
         (worker,) = children(daemon.pid)
         os.kill(worker, signal.SIGSTOP)
         assert daemon.stop() == 0
-        until(lambda: not command_of(worker))
+        wait_until(lambda: not command_of(worker))
         assert "Traceback" not in daemon.log.read_text()

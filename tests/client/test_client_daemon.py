@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Literal
@@ -38,6 +37,7 @@ from prefixd.client import (
     UnsupportedError,
 )
 from prefixd.v1 import cache_pb2
+from tests.waiting import wait_until
 
 BLOCKS = 5
 TOKENS = np.arange(2 * BLOCKS + 1, dtype=np.uint32)
@@ -437,9 +437,8 @@ def test_a_dead_client_leaves_nothing_behind(own_daemon: DaemonProcess, spec: Na
     done = subprocess.run([sys.executable, "-c", holder, own_daemon.address, spec.name], timeout=60)
     assert done.returncode == -9
     with Client(own_daemon.address) as client:
-        deadline = time.monotonic() + 60
-        while (stats := client.stats()).sessions and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not client.stats().sessions)
+        stats = client.stats()
         assert (len(stats.sessions), stats.leases, stats.reservations) == (0, 0, 0)
         assert client.register(spec).match(range(8)).blocks == 2
 

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +16,7 @@ from prefixd.cache import Troubles
 from prefixd.process import process_limits
 from prefixd_swap import CpuArena, OutOfMemoryError
 from prefixd_swap import arena as arena_module
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 
 @pytest.fixture

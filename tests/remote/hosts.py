@@ -12,6 +12,7 @@ import numpy as np
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, Sampling, Tier, Tokens
+from tests.waiting import wait_until
 
 SECRET = "0123456789abcdef0123456789abcdef"
 BLOCK = 16
@@ -75,10 +76,7 @@ class Host:
         self.wait(lambda: self.client.stats().remote.shared_blocks >= blocks, seconds, "its blocks are shared")
 
     def wait(self, holds: Callable[[], object], seconds: float, what: str) -> None:
-        give_up = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < give_up, f"{what}: not within {seconds} s{self.daemon.last_words()}"
-            time.sleep(0.05)
+        wait_until(holds, lambda: f"{what}{self.daemon.last_words()}", seconds)
 
     def trouble(self) -> str:
         """What is wrong with the remote tier; empty if nothing is."""

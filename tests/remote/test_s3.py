@@ -21,6 +21,7 @@ from prefixd_swap.stores.s3.s3_store import S3Store
 from tests.remote.objects import LATE_S, assert_read, new_name, new_write, read_of
 from tests.remote.processes import free_port
 from tests.remote.s3_server import S3Server, s3_server
+from tests.waiting import until
 
 DEADLINE_S = 20.0
 
@@ -52,10 +53,9 @@ async def host(options: S3Options, now: Clock | None = None) -> AsyncIterator[S3
 
 async def eventually(store: S3Store, writes: list[Write]) -> None:
     """Waits until a host knows them."""
-    give_up = time.monotonic() + 10
-    while not all(await store.exists([write.name for write in writes], DEADLINE_S)):
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(10):
+        while not all(await store.exists([write.name for write in writes], DEADLINE_S)):
+            await asyncio.sleep(0.02)
 
 
 async def read_all(store: S3Store, writes: list[Write]) -> None:
@@ -98,10 +98,7 @@ async def test_a_host_whose_clock_is_set_and_set_right_again_finds_all(
         await first.put(before, 0, DEADLINE_S)
         await eventually(second, before)
         set_clock.ahead_s = step_s
-        give_up = time.monotonic() + 10
-        while second._listed is None or abs(second._listed[0] / 1000 - time.time() - step_s) > 1e5:
-            assert time.monotonic() < give_up
-            await asyncio.sleep(0.02)
+        await until(lambda: second._listed is not None and abs(second._listed[0] / 1000 - time.time() - step_s) <= 1e5)
         await first.put(meanwhile, 0, DEADLINE_S)
         put_s = time.monotonic()
         while time.monotonic() < put_s + 0.2:  # no less than the slack before the next right listing

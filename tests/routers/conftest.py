@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from benchmarks.common.harness import free_port
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Cache, Client, NamespaceSpec, PartSpec
 from tests.routers.stand_in_worker import StandInWorker
+from tests.waiting import wait_until
 
 ROUTERS = Path(__file__).parents[2] / ".venv-routers" / "bin"
 BLOCK_TOKENS = 64  # of the daemon; routers count in 16
@@ -33,10 +33,7 @@ _LOOPBACK = {name: "127.0.0.1" for name in ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE
 
 def until(condition: Callable[[], bool]) -> None:
     """Waits for what routers have yet to hear."""
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "the router was not told, or did not believe it"
-        time.sleep(0.05)
+    wait_until(condition, "the router was not told, or did not believe it")
 
 
 class Holder:

@@ -7,7 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import grpc
@@ -17,9 +17,7 @@ import pytest
 from prefixd.server.rpc.status import _short
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 PART_BYTES = (100, 28)
 BLOCK_BYTES = sum(PART_BYTES)

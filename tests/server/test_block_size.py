@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 
 from prefixd.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

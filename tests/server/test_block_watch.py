@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 from prefixd.base.errors import SessionEndedError
 from prefixd.base.tenants import Role
-from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache, Tiers
+from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.client import Client, ClientError
 from prefixd.client import NamespaceSpec as ClientSpec
@@ -24,12 +24,10 @@ from prefixd.server.kv_events.loop_share import LoopShare
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
-from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
-from tests.daemons import AnybodyCalls
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import AnybodyCalls, Remote
+from tests.rig import OpenCache
+from tests.waiting import until
 
 SIZE = 3000
 TOKENS = list(range(100, 140))  # ten blocks
@@ -101,12 +99,9 @@ def test_a_session_is_told_of_its_namespaces(launch: Callable[..., Remote]) -> N
 
 @pytest.fixture
 async def cache(tmp_path: Path) -> Any:
-    engine, store = create_copy_engine("cpu"), SlabStore.open(tmp_path / "disk", 1 << 20)
-    made = TieredCache(Tiers.local(store=store), engine, create_eviction_policy("lru", 1), lambda: 0.0)
-    yield made
-    await made.close()
-    engine.close()
-    store.close()
+    opened = OpenCache(tmp_path / "disk", disk_bytes=1 << 20)
+    yield opened.cache
+    await opened.close(check=False)  # its rows have no slots
 
 
 async def test_who_does_not_read_misses_nothing(cache: TieredCache) -> None:
@@ -184,22 +179,16 @@ async def opened(cache: TieredCache, stub: Any) -> tuple[Any, Session]:
     return opening, session
 
 
-async def eventually(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
 async def test_a_watch_that_is_not_read_ends_with_its_session(cache: TieredCache, stub: Any) -> None:
     """It would keep its place and its memory for as long as the connection lives."""
     opening, session = await opened(cache, stub)
     unread = stub.WatchBlocks(pb.WatchBlocksRequest(session_id=session.id))
-    await eventually(lambda: len(cache._tries.observers) == 1)
+    await until(lambda: len(cache._tries.observers) == 1)
     await asyncio.sleep(0.5)  # until nothing more fits in between
     calls = [task for task in asyncio.all_tasks() if "WatchBlocks" in task.get_name()]
     assert len(calls) == 1 and not calls[0].done()
     opening.cancel()
-    await eventually(lambda: not cache._tries.observers and calls[0].done())
+    await until(lambda: not cache._tries.observers and calls[0].done())
     unread.cancel()
 
 

@@ -9,16 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from prefixd.v1 import admin_pb2
 from prefixd.v1 import cache_pb2 as pb
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

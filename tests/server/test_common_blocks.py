@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,7 @@ from prefixd.base.tenants import COMMON
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, NamespaceSpec, PartSpec, Sampling, StoreResult, Tokens
 from prefixd.settings import Settings
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 TENANTS = ("alice", "bob", "carol", "dave")
 PROMPT = [(7 * at) % 200 for at in range(100)]  # 6 blocks and 4 tokens
@@ -25,7 +23,7 @@ SPEC = NamespaceSpec("model", 4, (PartSpec("full", 0, 128),))
 
 
 @pytest.fixture
-def house(tmp_path: Path, with_model: dict[str, Any], remote_type: type[Remote]) -> Iterator[House]:
+def house(tmp_path: Path, with_model: dict[str, Any]) -> Iterator[House]:
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"{tenant} client {_token(tenant)} {tenant}\n" for tenant in TENANTS))
     tokens.chmod(0o600)
@@ -37,7 +35,7 @@ def house(tmp_path: Path, with_model: dict[str, Any], remote_type: type[Remote])
         "server.tokens": str(tokens),
     }
     with DaemonProcess(settings, directory=tmp_path / "d") as daemon:
-        yield House(daemon, remote_type)
+        yield House(daemon)
 
 
 def _token(tenant: str) -> str:
@@ -47,9 +45,8 @@ def _token(tenant: str) -> str:
 class House:
     """A daemon under test."""
 
-    def __init__(self, daemon: DaemonProcess, remote_type: type[Remote]) -> None:
+    def __init__(self, daemon: DaemonProcess) -> None:
         self.daemon = daemon
-        self._remote_type = remote_type
 
     @contextmanager
     def client(self, tenant: str) -> Iterator[Client]:
@@ -68,7 +65,7 @@ class House:
 
     def until_common(self, blocks: int) -> None:
         """Waits until so many blocks are common, and on disk."""
-        with self._remote_type(self.daemon) as remote:
+        with Remote(self.daemon) as remote:
             remote.until(lambda stats: blocks <= sum(each.blocks for each in stats.namespaces if each.tenant == COMMON))
             remote.until(lambda stats: not stats.write_back.queued_blocks)
 

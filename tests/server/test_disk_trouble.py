@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -11,9 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.checks.fault_injection.faulty_daemon import FaultyDaemon
 from prefixd.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ from transformers import AutoModelForCausalLM
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
+from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +73,6 @@ def test_the_same_answers_in_fewer_passes_from_every_tier(
     with_model: dict[str, str | int],
     folder: Path,
     tmp_path: Path,
-    remote_type: type[Remote],
     prompt: Callable[..., list[int]],
 ) -> None:
     """Room for three requests in the GPU tier, of 2 frames a block: six at once preempt each other."""
@@ -91,7 +88,7 @@ def test_the_same_answers_in_fewer_passes_from_every_tier(
         "worker.draft_tokens": 3,
         "gpu.bytes": 3 * 7 * 2 * 8192,
     }
-    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess(settings, directory=folder) as daemon, Remote(daemon) as remote:
         assert what(ask(remote, prompts)) == alone
         stats = remote.settled()
         assert 0 < stats.worker.draft.accepted_tokens < stats.worker.draft.proposed_tokens
@@ -110,7 +107,7 @@ def test_the_same_answers_in_fewer_passes_from_every_tier(
         integrity = remote.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest(), timeout=60)
         assert not integrity.violations
         assert daemon.stop() == 0
-    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess(settings, directory=folder) as daemon, Remote(daemon) as remote:
         again = ask(remote, prompts)
         assert what(again) == alone
         assert all(answer.hits == (0, 0, 64) for answer in again)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
+from tests.daemons import Remote, collect
 
 REASON = inference_pb2.FinishReason
 
@@ -218,9 +216,7 @@ def test_salts_never_share(remote: Remote, prompt: Callable[..., list[int]]) -> 
     assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
-def test_cancelled_by_its_id(
-    remote: Remote, prompt: Callable[..., list[int]], collector: Callable[[Any], Answer], refused: Callable[..., Any]
-) -> None:
+def test_cancelled_by_its_id(remote: Remote, prompt: Callable[..., list[int]], refused: Callable[..., Any]) -> None:
     tokens = prompt(50)
     stream = remote.begin(tokens, request_id="mine", max_tokens=1900)
     first = next(stream)
@@ -235,7 +231,7 @@ def test_cancelled_by_its_id(
     assert last.finished.output_tokens == len(some) + sum(len(event.tokens.token_ids) for event in events)
     assert not remote.inference.Cancel(cancel).cancelled
     # The name is free again, and what was computed is kept.
-    again = collector(remote.begin(tokens, request_id="mine"))
+    again = collect(remote.begin(tokens, request_id="mine"))
     assert again.hits == (48, 0, 0)
 
 

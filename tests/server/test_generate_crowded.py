@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from prefixd.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 

@@ -13,15 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
+from tests.daemons import Answer, Remote
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 BLOCK_TOKENS = 32  # 64 KiB a token in bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 from prefixd.client import Client, Finished, FinishReason, Sampling, SequenceFinished, Tokens
 from prefixd.serving.generation import sequence_seed
 from prefixd.v1 import inference_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 REASON = inference_pb2.FinishReason
 

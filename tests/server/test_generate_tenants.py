@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 
@@ -34,15 +32,13 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def operator(
-    with_model: dict[str, str | int], tmp_path_factory: pytest.TempPathFactory, remote_type: type[Remote]
-) -> Iterator[Remote]:
+def operator(with_model: dict[str, str | int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
     folder = tmp_path_factory.mktemp("tenants")
     tokens, config = folder / "tokens", folder / "prefixd.toml"
     tokens.write_text(f"a client {ALICE} alice\nb client {BOB} bob\n")
     tokens.chmod(0o600)
     config.write_text(TOML.format(tokens=tokens))
-    with DaemonProcess({**with_model, "gpu.bytes": "4MiB"}, config=config) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess({**with_model, "gpu.bytes": "4MiB"}, config=config) as daemon, Remote(daemon) as remote:
         remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY)
         yield remote
         remote.settled()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
@@ -16,9 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prefixd.server.rpc.health_service import Health
 from prefixd.v1 import cache_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

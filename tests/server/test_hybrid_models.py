@@ -7,17 +7,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
+from tests.daemons import Answer, Remote
 from tests.worker.tiny_models import RECURRENT, build_grouped
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +74,7 @@ def ask(remote: Remote, seed: int) -> Answer:
 
 
 @pytest.mark.parametrize("name", ["jamba"], indirect=True)
-def test_block_tables_give_the_same_tokens(name: str, folder: Path, tmp_path: Path, remote_type: type[Remote]) -> None:
+def test_block_tables_give_the_same_tokens(name: str, folder: Path, tmp_path: Path) -> None:
     """Several frames a state, in a tier with room for two requests and for what large pages leave free."""
     reference = Reference(name)
     settings: dict[str, str | int] = {
@@ -89,7 +87,7 @@ def test_block_tables_give_the_same_tokens(name: str, folder: Path, tmp_path: Pa
         "cpu.bytes": "16MiB",
         "scheduler.load": "always",
     }
-    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess(settings, directory=folder) as daemon, Remote(daemon) as remote:
         cold = [ask(remote, seed) for seed in range(4)]
         warm = [ask(remote, seed) for seed in range(4)]
         crowded = remote.generate_all(
@@ -101,9 +99,7 @@ def test_block_tables_give_the_same_tokens(name: str, folder: Path, tmp_path: Pa
     assert all(sum(answer.hits) == 7 * BLOCK for answer in warm)
 
 
-def test_tokens_are_those_of_transformers_from_every_tier(
-    name: str, folder: Path, tmp_path: Path, remote_type: type[Remote]
-) -> None:
+def test_tokens_are_those_of_transformers_from_every_tier(name: str, folder: Path, tmp_path: Path) -> None:
     """Room for two requests in the GPU tier: the others' blocks come up from the CPU tier, and after a restart from
     disk. Six at once preempt each other, unless all that they keep is a state."""
     reference = Reference(name)
@@ -118,7 +114,7 @@ def test_tokens_are_those_of_transformers_from_every_tier(
         "disk.bytes": "64MiB",
         "scheduler.load": "always",
     }
-    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess(settings, directory=folder) as daemon, Remote(daemon) as remote:
         cold = [ask(remote, seed) for seed in range(6)]
         warm = [ask(remote, seed) for seed in (5, *range(6))]
         crowded = remote.generate_all(
@@ -138,7 +134,7 @@ def test_tokens_are_those_of_transformers_from_every_tier(
     assert all(answer.hits == (0, 0, 0) for answer in cold)
     assert all(sum(answer.hits) == 7 * BLOCK for answer in warm)
     assert warm[0].hits[0] and any(answer.hits[1] for answer in warm), "from the GPU tier and from the CPU tier"
-    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess(settings, directory=folder) as daemon, Remote(daemon) as remote:
         again = [ask(remote, seed) for seed in range(6)]
     assert [answer.tokens for answer in again] == [reference.tokens(seed) for seed in range(6)]
     assert all(answer.hits == (0, 0, 7 * BLOCK) for answer in again), [answer.hits for answer in again]

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +18,8 @@ from benchmarks.checks.attacks.scenarios.requests import _scanned
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, InvalidArgumentError, Sampling, UnsupportedError
 from prefixd.client.inference import Finished, Tokens
+from tests.daemons import Remote
 from tests.worker import test_images as worker_tests
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +71,7 @@ class Conversation:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_conversation_of_ten_turns_over_three_images_embeds_three(
-    name: str, folder: Path, tmp_path: Path, remote_type: type[Remote]
-) -> None:
+def test_a_conversation_of_ten_turns_over_three_images_embeds_three(name: str, folder: Path, tmp_path: Path) -> None:
     vision = worker_tests.Vision(name, tmp_path / "model")
     settings: dict[str, str | int] = {
         "worker.model": str(vision.directory),
@@ -91,7 +87,7 @@ def test_a_conversation_of_ten_turns_over_three_images_embeds_three(
     picture, text = worker_tests.picture, worker_tests.text
     with (
         DaemonProcess(settings, directory=folder) as daemon,
-        remote_type(daemon) as remote,
+        Remote(daemon) as remote,
         Client(daemon.address) as client,
     ):
         talk = Conversation(vision, client)

@@ -25,7 +25,6 @@ from prefixd.cache import (
     RecurrentStateSpec,
     SlidingWindowSpec,
     TieredCache,
-    Tiers,
     Trie,
 )
 from prefixd.cache.index.keys import BlockChain
@@ -44,8 +43,8 @@ from prefixd.server.kv_events.event_messages import (
 )
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.settings import EventSettings
-from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
+from tests.rig import OpenCache
 
 STATE = RecurrentStateSpec()
 ON = EventSettings(endpoint="ipc:///nowhere")
@@ -95,12 +94,9 @@ class Router:
 
 @pytest.fixture
 async def cache(tmp_path: Path) -> Any:
-    engine, store = create_copy_engine("cpu"), SlabStore.open(tmp_path / "disk", 1 << 20)
-    made = TieredCache(Tiers.local(store=store), engine, create_eviction_policy("lru", 1), lambda: 0.0)
-    yield made
-    await made.close()
-    engine.close()
-    store.close()
+    opened = OpenCache(tmp_path / "disk", disk_bytes=1 << 20)
+    yield opened.cache
+    await opened.close(check=False)  # its rows have no slots
 
 
 def hash_of(namespace: Namespace, trie: Trie, row: int) -> int:

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import grpc
 import msgspec
@@ -22,9 +22,7 @@ from benchmarks.checks.fault_injection.faulty_daemon import FaultyDaemon
 from prefixd.cache.index.keys import BlockChain
 from prefixd.server.kv_events.block_hashes import block_hash
 from prefixd.v1 import admin_pb2, cache_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 WAIT_S = 60.0
 SIZE = 3000

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -21,9 +21,7 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.server.access.socket_access import SocketAccess, make_private
 from prefixd.v1 import cache_pb2, cache_pb2_grpc
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 SIDECAR: dict[str, str | int] = {"cpu.bytes": "1MiB", "disk.bytes": "4MiB"}
 NOBODY, SOMEBODY = 65534, 65533

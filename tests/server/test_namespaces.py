@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +12,7 @@ from benchmarks.checks.attacks.crafted_tokens import BLOCK_TOKENS, block_with_ke
 from prefixd.cache.index.keys import BlockChain
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 SIZE = 4096
 SIDECAR = {"cpu.bytes": "8MiB", "disk.bytes": "8MiB"}
@@ -152,9 +150,7 @@ def test_a_request_with_one_salt_too_many_runs_without_the_cache(
 
 
 @pytest.mark.slow
-def test_a_restart_keeps_what_has_blocks_and_nothing_else(
-    remote_type: type[Remote], launch: Callable[..., Remote], tmp_path: Any
-) -> None:
+def test_a_restart_keeps_what_has_blocks_and_nothing_else(launch: Callable[..., Remote], tmp_path: Any) -> None:
     remote = launch({**SIDECAR, "data_dir": str(tmp_path)})
     with remote.session() as opened:
         kept = remote.register(opened.session_id, "kept", SIZE)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
@@ -23,9 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
+from tests.daemons import Remote, collect
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +231,6 @@ def test_a_request_that_runs_at_sigterm_ends_well_and_its_blocks_are_kept(
     start: Callable[..., Remote],
     with_model: dict[str, str | int],
     prompt: Callable[..., list[int]],
-    collector: Callable[[Any], Answer],
     refused: Callable[..., Any],
 ) -> None:
     remote = start({**with_model, "gpu.bytes": "4MiB", "cache.write_back": "false"})
@@ -241,7 +238,7 @@ def test_a_request_that_runs_at_sigterm_ends_well_and_its_blocks_are_kept(
     stream = remote.begin(tokens, max_tokens=500)
     remote.until(lambda stats: stats.worker.running_requests == 1)
     with ThreadPoolExecutor(2) as threads:
-        answer = threads.submit(collector, stream)
+        answer = threads.submit(collect, stream)
         status = threads.submit(remote.daemon.stop)
         assert answer.result().finished.output_tokens == 500
         assert status.result() == 0

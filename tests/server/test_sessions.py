@@ -9,15 +9,13 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from prefixd.v1 import cache_pb2 as pb
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 BLOCK_BYTES = (96, 5000)  # parts that do not fill their slots
 TOKENS = list(range(42))  # 10 blocks of 4 tokens, and a bit

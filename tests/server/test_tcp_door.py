@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -32,9 +32,7 @@ from prefixd.server.access.token_file import TokenFile, read_tokens
 from prefixd.server.rpc.tls import tls_credentials
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 SIDECAR: dict[str, str | int] = {"cpu.bytes": "1MiB", "disk.bytes": "0", "server.tcp": "127.0.0.1:0"}
 ENGINE, OPERATOR = "engine-" + "e" * 32, "operator-" + "o" * 32

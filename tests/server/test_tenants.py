@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -23,9 +22,8 @@ import pytest
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, NamespaceSpec, PartSpec, PermissionDeniedError, Tier
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
+from tests.waiting import wait_until
 
 ALICE, BOB, SCRAPER, OPERATOR = "alice-" + "a" * 32, "bob-" + "b" * 32, "scrape-" + "s" * 32, "operator-" + "o" * 32
 SPEC = NamespaceSpec("model", 4, (PartSpec("full", 0, 128),))
@@ -81,17 +79,12 @@ class House:
     def hangup(self, until: str) -> None:
         """Has the settings read again, and waits for a line of the log."""
         os.kill(self.daemon.pid, signal.SIGHUP)
-        deadline = time.monotonic() + 60
-        while until not in self.daemon.log.read_text():
-            assert time.monotonic() < deadline, self.daemon.log.read_text()
-            time.sleep(0.02)
+        wait_until(lambda: until in self.daemon.log.read_text(), self.daemon.log.read_text)
 
     def told(self, when: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Waits until the audit log, which a thread writes, tells enough."""
-        deadline = time.monotonic() + 60
-        while not ((self.config.parent / "audit.log").exists() and when(self.events())):
-            assert time.monotonic() < deadline, "the audit log does not tell"
-            time.sleep(0.02)
+        audit = self.config.parent / "audit.log"
+        wait_until(lambda: audit.exists() and when(self.events()), "the audit log does not tell")
 
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.config.parent / "audit.log").read_text().splitlines()]
@@ -290,10 +283,7 @@ def test_calls_of_a_tenant_have_a_limit(house: House) -> None:
 
         calls = [cache.Put.future(silent(), metadata=alice, timeout=60) for _ in range(4)]
         with house.operator() as operator:
-            deadline = time.monotonic() + 60
-            while {tenant.name: tenant.calls for tenant in operator.tenants()}["alice"] < 4:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: {tenant.name: tenant.calls for tenant in operator.tenants()}["alice"] >= 4)
         with pytest.raises(grpc.RpcError) as caught:
             cache.Match(cache_pb2.MatchRequest(), metadata=alice, timeout=60)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
@@ -20,10 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.v1 import admin_pb2, cache_pb2
+from tests.daemons import Answer, Remote
 from tests.worker.tiny_models import GROUP_SIZES, WINDOW, tiny_config
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 
@@ -92,12 +90,12 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, remote_type: type[Remote]) -> None:
+def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path) -> None:
     llama, gemma = Reference(LLAMA, tmp_path / "llama"), Reference(GEMMA, tmp_path / "gemma")
     settings = settings_of(llama, gemma, 3 * 9 * 4 * FRAME)  # three requests of gemma's, four of llama's
     from tests.daemons import collect
 
-    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess(settings, directory=folder) as daemon, Remote(daemon) as remote:
         asked: list[tuple[Reference, int, Answer]] = []
 
         def ask(model: Reference, *seeds: int) -> None:
@@ -176,12 +174,12 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, rem
 
 
 def test_the_model_that_does_not_fit_is_refused_and_the_other_served(
-    folder: Path, tmp_path: Path, remote_type: type[Remote], refused: Callable[..., Any]
+    folder: Path, tmp_path: Path, refused: Callable[..., Any]
 ) -> None:
     """Requests that name no model go to the first, which is the one that does not fit."""
     gemma, llama = Reference(GEMMA, tmp_path / "gemma"), Reference(LLAMA, tmp_path / "llama")
     settings = settings_of(gemma, llama, 7 * FRAME)  # gemma's smallest request takes 8, llama's 6
-    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+    with DaemonProcess(settings, directory=folder) as daemon, Remote(daemon) as remote:
         answer = remote.generate(prompt_of(1)[:BLOCK], model="llama", max_tokens=4, ignore_eos=True, temperature=0.0)
         assert len(answer.tokens) == 4
         why = "gpu.bytes = 28672 holds 7 frames of 4096 bytes, and a request of gemma needs at least 8, 32768 bytes"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from prefixd.cli.environment import check_environment
 from prefixd.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Remote
+from tests.daemons import Remote
 
 SETTINGS: dict[str, str | int] = {"cpu.bytes": "4MiB", "disk.bytes": "64MiB", "disk.scrub_bytes_per_s": 0}
 BLOCK = 3 * 4096 + 5

@@ -23,7 +23,7 @@ from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerState
 from prefixd.settings import EventSettings, Settings
 from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
 
 HELLO = Hello(
     groups=(GroupShape("attention", FullAttention(), 1, 1),),

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -19,9 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.v1 import admin_pb2, cache_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
+from tests.daemons import Remote, collect
 
 pytestmark = pytest.mark.slow
 
@@ -48,14 +46,14 @@ def kill_worker(remote: Remote) -> int:
 
 
 def test_a_batch_that_is_interrupted_ends_with_the_same_tokens(
-    remote: Remote, prompt: Callable[..., list[int]], collector: Callable[[Any], Answer]
+    remote: Remote, prompt: Callable[..., list[int]]
 ) -> None:
     shared = prompt(64)
     prompts = [shared + prompt(20, variant) for variant in range(1, 7)]
     before = remote.stats().worker.restarts
     streams = [remote.begin(tokens, max_tokens=300) for tokens in prompts]
     with ThreadPoolExecutor(len(streams)) as threads:
-        answers = [threads.submit(collector, stream) for stream in streams]
+        answers = [threads.submit(collect, stream) for stream in streams]
         remote.until(lambda stats: stats.worker.running_requests == len(prompts))
         dead = kill_worker(remote)
         interrupted = [answer.result() for answer in answers]
@@ -69,9 +67,7 @@ def test_a_batch_that_is_interrupted_ends_with_the_same_tokens(
     assert len({tuple(tokens) for tokens in undisturbed}) == len(prompts)
 
 
-def test_the_next_worker_finds_the_gpu_tier_as_it_was(
-    remote: Remote, prompt: Callable[..., list[int]], collector: Callable[[Any], Answer]
-) -> None:
+def test_the_next_worker_finds_the_gpu_tier_as_it_was(remote: Remote, prompt: Callable[..., list[int]]) -> None:
     """Requests that come while there is no worker wait for it, and one whose caller goes meanwhile is forgotten."""
     tokens = prompt(100)
     first = remote.generate(tokens)
@@ -85,7 +81,7 @@ def test_the_next_worker_finds_the_gpu_tier_as_it_was(
     running.cancel()
     remote.until(lambda stats: stats.scheduler.waiting_requests == 0)
     streams = [remote.begin(tokens), remote.begin([*tokens, 1, 2, 3])]
-    again, longer = [collector(stream) for stream in streams]
+    again, longer = [collect(stream) for stream in streams]
     assert [answer.hits for answer in (again, longer)] == [(96, 0, 0)] * 2
     assert again.tokens == first.tokens
     assert longer.tokens == remote.generate([*tokens, 1, 2, 3], salt=b"nothing cached").tokens

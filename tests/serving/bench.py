@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from prefixd.base.sampling import Sampling
-from prefixd.cache import NamespaceSpec, TieredCache, Tiers, check_integrity
+from prefixd.cache import NamespaceSpec
 from prefixd.cache.options import CacheOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.options import DispatchOptions
@@ -25,20 +25,15 @@ from prefixd.serving.models.tier_resize import TierResize
 from prefixd.serving.models.worker_process import WorkerProcess
 from prefixd.serving.request.request import Request
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
-from prefixd_swap import (
-    CopyEngine,
-    CpuArena,
-    FrameId,
-    FramePool,
-    NewFrames,
-    SlabStore,
-    Span,
-    create_copy_engine,
-    create_eviction_policy,
-    create_memory,
-)
+from prefixd_swap import CopyEngine, FrameId, FramePool, NewFrames, Span, create_copy_engine
 from prefixd_swap.tiers import PagedGpuTier
+from tests.rig import OpenCache
 from tests.serving.fake_worker import BLOCK, GEOMETRY, MODELS, FakeRun, FakeWorker
+from tests.waiting import WAIT_S, until
+
+MakeBench = Callable[..., Awaitable["Bench"]]
+Events = Callable[[Request], tuple[list[int], object]]
+Expected = Callable[[Sequence[int], int], list[int]]
 
 
 class Gate(CopyEngine):
@@ -130,12 +125,6 @@ class Bench(FakeWorker):
         self.dispatcher.submit(request)
         return request
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "not within 60 s"
-            await asyncio.sleep(0.001)
-
     async def quiet(self) -> None:
         """Lets the dispatcher do all it can do now."""
         for _ in range(3):
@@ -149,17 +138,16 @@ class Bench(FakeWorker):
             await asyncio.sleep(0)
 
     async def running(self, request: Request) -> FakeRun:
-        await self.until(lambda: request.id in self.runs)
+        await until(lambda: request.id in self.runs)
         return self.runs[request.id]
 
     async def finish(self, *requests: Request) -> None:
         """Computes until these have ended."""
-        deadline = time.monotonic() + 60
-        while any(r.id in self.dispatcher.waiting or r.id in self.dispatcher.running for r in requests):
-            assert time.monotonic() < deadline, "not within 60 s"
-            self.answer_cancels()
-            self.step()
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(WAIT_S):
+            while any(r.id in self.dispatcher.waiting or r.id in self.dispatcher.running for r in requests):
+                self.answer_cancels()
+                self.step()
+                await asyncio.sleep(0.001)
 
     async def cached(self, tokens: Sequence[int]) -> None:
         """Puts the full blocks of a prompt into the CPU tier, with the bytes the worker would have computed."""
@@ -226,43 +214,33 @@ async def open_bench(
 ) -> AsyncIterator[Bench]:
     """A bench with so many GPU frames and CPU slots; at the end nothing may be held and all has to add up."""
     kv = MODELS[model]
-    memory = create_memory("cpu", GEOMETRY.block_bytes)
-    frame_pool = FramePool(memory, GEOMETRY.block_bytes, frames)
-    arena = CpuArena(cpu_slots * GEOMETRY.block_bytes)
-    folder = tempfile.TemporaryDirectory(prefix="prefixd-")
-    store = SlabStore.open(Path(folder.name) / "blocks", 8 << 20) if disk else None
     engine = Gate()
     bench: Bench
-    tiers = Tiers.local(arena, store, frame_pool)
-    if kv.whole_pages:
-        tiers.compute = PagedGpuTier(frame_pool, {*kv.block_widths, *kv.state_widths})
-    cache = TieredCache(
-        tiers,
-        engine,
-        create_eviction_policy("lru", 0),
-        lambda: bench.now,
-        CacheOptions(write_back=False, reserved_bytes=1 << 40, share_after=share_after),
-    )
-    spec = NamespaceSpec("model", BLOCK, kv.parts(GEOMETRY.block_bytes))
-    bench = Bench(cache, cache.register(spec), kv, engine)
-    bench.begin(**options)
-    try:
-        yield bench
-    finally:
-        engine.open.set()
-        await bench.dispatcher.stop()
-        bench.dispatcher.abandon()
-        await cache.close()
-        folder.cleanup()
-    check_integrity(cache)
+    with tempfile.TemporaryDirectory(prefix="prefixd-") as folder:
+        opened = OpenCache(
+            Path(folder, "blocks"),
+            cpu_bytes=cpu_slots * GEOMETRY.block_bytes,
+            disk_bytes=8 << 20 if disk else 0,
+            frames=frames,
+            frame_bytes=GEOMETRY.block_bytes,
+            compute=partial(PagedGpuTier, widths={*kv.block_widths, *kv.state_widths}) if kv.whole_pages else None,
+            engine=engine,
+            clock=lambda: bench.now,
+            options=CacheOptions(write_back=False, reserved_bytes=1 << 40, share_after=share_after),
+        )
+        cache = opened.cache
+        spec = NamespaceSpec("model", BLOCK, kv.parts(GEOMETRY.block_bytes))
+        bench = Bench(cache, cache.register(spec), kv, engine)
+        bench.begin(**options)
+        try:
+            yield bench
+        finally:
+            engine.open.set()
+            await bench.dispatcher.stop()
+            bench.dispatcher.abandon()
+            await opened.close()
     bench.dispatcher.queue.check_integrity()
     for trie in cache.tries:
         assert not trie.holds[: trie.rows].any()
         assert not trie.keep[: trie.rows].any()
     assert not any(tier.in_flight for tier in cache.tiers.memories)
-    frame_pool.close()
-    memory.close()
-    arena.close()
-    if store is not None:
-        store.close()
-    engine.close()

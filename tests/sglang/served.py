@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +29,6 @@ def new_prompt(pages: int, page_tokens: int = 16) -> list[int]:
     """Tokens that no prompt has had before."""
     first = next(_prompts) * 1_000_000
     return list(range(first, first + pages * page_tokens))
-
-
-def poll(what: Callable[[], Any], message: str, timeout_s: float = PATIENCE_S) -> Any:
-    """Asks until the answer is true; that answer."""
-    deadline = time.monotonic() + timeout_s
-    while not (answer := what()):
-        assert time.monotonic() < deadline, message
-        time.sleep(0.02)
-    return answer
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from prometheus_client import REGISTRY
 from benchmarks.engines.sglang_controller import Ranks, Shape, host_pool, same
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeController
-from tests.sglang.served import DAEMON, accounts, flush, new_prompt, poll
+from tests.sglang.served import DAEMON, accounts, flush, new_prompt
+from tests.waiting import wait_until
 
 LAYOUTS = ["page_first", "layer_first", "page_first_direct"]
 
@@ -89,7 +90,7 @@ def test_what_is_on_disk_outlives_the_daemon(own_daemon: DaemonProcess, make_con
     controller.backup(prompt, controller.random_pages(6, seed=7))
     flush(own_daemon)
     own_daemon.restart()
-    poll(lambda: controller.hits(prompt).storage_hit_count, "no hits after a restart of the daemon")
+    wait_until(lambda: controller.hits(prompt).storage_hit_count, "no hits after a restart of the daemon")
     indices, tokens = controller.prefetch(prompt)
     assert tokens == 96
     assert indices is not None and all(same(controller.pool, indices, seed=7))
@@ -105,7 +106,7 @@ def test_a_prompt_goes_on_after_the_daemon_has_lost_its_beginning(make_controlle
         controller.backup(prompt[: 4 * 16], controller.random_pages(4, seed=8))
         daemon.kill()
         daemon.start()
-        poll(lambda: controller.backend._link.up, "the link is not up again")
+        wait_until(lambda: controller.backend._link.up, "the link is not up again")
 
         assert controller.backup(prompt[: 7 * 16], controller.random_pages(3, seed=9), first_page=4) == 48
         assert controller.backup(prompt, controller.random_pages(2, seed=10), first_page=7) == 32
@@ -204,7 +205,7 @@ def test_metrics_by_tier(own_daemon: DaemonProcess, make_controller: MakeControl
     controller.backup(prompt, controller.random_pages(4, seed=36))
     flush(own_daemon)
     own_daemon.restart()
-    poll(lambda: controller.hits(prompt).storage_hit_count, "no hits after a restart of the daemon")
+    wait_until(lambda: controller.hits(prompt).storage_hit_count, "no hits after a restart of the daemon")
     controller.prefetch(prompt)
     counted = controller.backend.get_stats().prefixd
     assert (counted["hit_pages_disk"], counted["hit_bytes_disk"]) == (8, 8 * Shape().page_bytes)

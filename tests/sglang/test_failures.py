@@ -21,7 +21,8 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.integrations.sglang.pool_pages import BuffersAt
 from tests.sglang.conftest import MakeController
-from tests.sglang.served import accounts, frozen, new_prompt, options, poll
+from tests.sglang.served import accounts, frozen, new_prompt, options
+from tests.waiting import wait_until
 
 TIMEOUT_S = 2.0
 
@@ -38,7 +39,7 @@ def _saved(controller: Controller, pages: int, seed: int) -> list[int]:
 
 
 def _back(controller: Controller, prompt: list[int]) -> None:
-    poll(lambda: controller.hits(prompt).storage_hit_count, "no hits after the daemon is back")
+    wait_until(lambda: controller.hits(prompt).storage_hit_count, "no hits after the daemon is back")
 
 
 def test_no_daemon_when_sglang_starts(own_daemon: DaemonProcess, make_controller: MakeController) -> None:
@@ -48,7 +49,7 @@ def test_no_daemon_when_sglang_starts(own_daemon: DaemonProcess, make_controller
     prompt, saved = new_prompt(4), controller.random_pages(4, seed=1)
     assert controller.backup(prompt, saved) == 0
     own_daemon.start()
-    poll(lambda: controller.backup(prompt, saved), "nothing is saved")
+    wait_until(lambda: controller.backup(prompt, saved), "nothing is saved")
     assert controller.hits(prompt).storage_hit_count == 64
 
 
@@ -59,7 +60,7 @@ def test_daemon_killed(own_daemon: DaemonProcess, make_controller: MakeControlle
     assert controller.prefetch(prompt) == (None, 0)
     assert controller.backup(new_prompt(4), controller.random_pages(4, seed=3)) == 0
     own_daemon.start()
-    poll(lambda: controller.backend._link.up, "the link is not up again")
+    wait_until(lambda: controller.backend._link.up, "the link is not up again")
     again = _saved(controller, 4, seed=4)
     indices, tokens = controller.prefetch(again)
     assert tokens == 64
@@ -151,7 +152,7 @@ def test_daemon_frozen_while_pages_are_saved(
     assert controller.backup(prompt, controller.random_pages(4, seed=8)) == 0
     monkeypatch.undo()
     os.kill(own_daemon.pid, signal.SIGCONT)
-    poll(lambda: controller.backend._link.up, "the link is not up again")
+    wait_until(lambda: controller.backend._link.up, "the link is not up again")
     assert controller.backup(prompt, controller.random_pages(4, seed=8)) == 64
     indices, _ = controller.prefetch(prompt)
     assert indices is not None and all(same(controller.pool, indices, seed=8))
@@ -174,7 +175,7 @@ def test_a_copy_that_fails_gives_its_holds_back(
         other = new_prompt(4)
         assert controller.backup(other, controller.random_pages(4, seed=10)) == 0
     with Client(daemon.address) as client:
-        poll(lambda: sum(session.leases for session in client.stats().sessions) == 0, "a hold was not given back")
+        wait_until(lambda: sum(session.leases for session in client.stats().sessions) == 0, "a hold was not given back")
     assert controller.backup(other, controller.random_pages(4, seed=10)) == 64
 
 
@@ -364,7 +365,7 @@ def test_no_threads_when_sglang_starts(
     assert made.batch_exists(keys) == 0
     assert made.batch_set_v1(keys, indices) == [False] * 4
     monkeypatch.setattr(threading.Thread, "start", original)
-    poll(lambda: made.batch_set_v1(keys, indices) == [True] * 4, "nothing is saved though there are threads again")
+    wait_until(lambda: made.batch_set_v1(keys, indices) == [True] * 4, "nothing is saved with threads again")
     made.close()
 
 
@@ -388,7 +389,7 @@ def test_a_prompt_longer_than_the_daemons_memory(make_controller: MakeController
         controller = make_controller(daemon, Shape(pages=160))
         prompt = new_prompt(64)
         saved = controller.random_pages(64, seed=20)
-        poll(lambda: controller.backup(prompt, saved) == 64 * 16, "not all is saved")
+        wait_until(lambda: controller.backup(prompt, saved) == 64 * 16, "not all is saved")
         with Client(daemon.address) as client:
             before = client.stats()
             (namespace,) = before.namespaces
@@ -454,7 +455,7 @@ def test_a_memory_tier_smaller_than_a_prompt(make_controller: MakeController) ->
         controller = make_controller(daemon, Shape(pages=256))
         prompt = new_prompt(64)
         saved = controller.random_pages(64, seed=21)
-        poll(lambda: controller.backup(prompt, saved) == 64 * 16, "the prompt is not saved as a whole")
+        wait_until(lambda: controller.backup(prompt, saved) == 64 * 16, "the prompt is not saved as a whole")
         indices, tokens = controller.prefetch(prompt)
         assert tokens > 0
         assert indices is not None and all(same(controller.pool, indices, seed=21)[: tokens // 16])

@@ -12,7 +12,8 @@ from benchmarks.engines.sglang_controller import Controller, Ranks, Shape, fill,
 from benchmarks.engines.sglang_without_gpu import sglang
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeController
-from tests.sglang.served import accounts, flush, frozen, new_prompt, poll
+from tests.sglang.served import accounts, flush, frozen, new_prompt
+from tests.waiting import wait_until
 
 WINDOW = 2
 _storage = sglang("srt.mem_cache.hicache_storage")
@@ -151,7 +152,7 @@ def test_pools_outlive_the_daemon(own_daemon: DaemonProcess, make_controller: Ma
     hybrid.save(prompt, 0, seed=160)
     flush(own_daemon)
     own_daemon.restart()
-    poll(lambda: hybrid.hits(prompt).storage_hit_count, "no hits after a restart of the daemon")
+    wait_until(lambda: hybrid.hits(prompt).storage_hit_count, "no hits after a restart of the daemon")
     found = hybrid.fetch(hybrid.hits(prompt))
     assert same(hybrid.pools["swa"], found["swa"], 161) == [True] * WINDOW
     assert same(hybrid.pools["mamba"], found["mamba"], 162) == [True]

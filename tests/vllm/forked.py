@@ -77,7 +77,7 @@ class _Forked:
         self.pid = process.pid
         self._process = process
 
-    def poll(self) -> int | None:
+    def wait_until(self) -> int | None:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ import numpy as np
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
 from benchmarks.engines.vllm_models import VOCABULARY
 from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, RecurrentState, Rule, SlidingWindow
+from tests.waiting import wait_until
 
 T = TypeVar("T")
 
@@ -83,15 +83,6 @@ def cacheable(requests: Sequence[EngineRequest], *, windows: bool = False) -> in
     )
 
 
-def poll(what: Callable[[], T], message: str, timeout_s: float = PATIENCE_S) -> T:
-    """Asks until the answer is true; that answer. For what another process does and does not announce."""
-    deadline = time.monotonic() + timeout_s
-    while not (answer := what()):
-        assert time.monotonic() < deadline, message
-        time.sleep(0.02)
-    return answer
-
-
 def wait_until_back(engine: EngineProcess) -> None:
     """Returns when whatever of the engine's scheduler and ranks has said that the daemon is away has found it again.
 
@@ -102,7 +93,7 @@ def wait_until_back(engine: EngineProcess) -> None:
         log = engine.log.read_bytes()
         return log.count(b"prefixd is away") == log.count(b"prefixd is back")
 
-    poll(all_back, "the log does not say that the daemon is back")
+    wait_until(all_back, "the log does not say that the daemon is back")
 
 
 def alter(client: Client, prompt: Sequence[int]) -> int:

@@ -21,6 +21,7 @@ from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.vllm import kv_events
 from prefixd.integrations.vllm.kv_events import BlockEvents
 from prefixd.v1.cache_pb2 import TIER_CPU, TIER_DISK, BlockChange
+from tests import waiting
 
 SPEC = NamespaceSpec("m", 8, (PartSpec("group0", 0, 64),))
 ID = bytes(range(8))
@@ -198,10 +199,7 @@ class Followed(Told):
 
         async def run() -> None:
             following = asyncio.ensure_future(self.events._follow())
-            end_s = time.monotonic() + 60.0
-            while not until():
-                assert time.monotonic() < end_s
-                await asyncio.sleep(0.005)
+            await waiting.until(until)
             assert following.cancel(), "it has ended"
 
         link = self.events._link

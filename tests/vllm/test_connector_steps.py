@@ -42,7 +42,8 @@ from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.scheduling.scheduler import find_connector
 from tests.vllm.other_connectors import Handshake, beside, multi
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
-from tests.vllm.served import PATIENCE_S, make_prompt, poll
+from tests.vllm.served import PATIENCE_S, make_prompt
+from tests.waiting import wait_until
 
 
 class Steps:
@@ -66,7 +67,7 @@ class Steps:
         request = Request(name, prompt, sampling, None, block_hasher=self.hasher, mm_features=list(images))
         self.scheduler.add_request(request)
         lookup = self.half.lookups._lookups.get(name)
-        poll(lambda: lookup is None or lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
+        wait_until(lambda: lookup is None or lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
         return request
 
     def cached(self, prompt: list[int]) -> None:

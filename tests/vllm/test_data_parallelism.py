@@ -13,7 +13,8 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from tests.vllm import data_parallel_child
 from tests.vllm.forked import ForkedEngine
-from tests.vllm.served import BLOCK_TOKENS, Expected, NewRequests, Tokens, always, cacheable, poll, registered
+from tests.vllm.served import BLOCK_TOKENS, Expected, NewRequests, Tokens, always, cacheable, registered
+from tests.waiting import wait_until
 
 LENGTHS = (700, 389, 512)
 
@@ -53,7 +54,7 @@ def wait_until_saved(daemon: DaemonProcess, requests: Sequence[EngineRequest]) -
             with cache.acquire(request.prompt, counted=False) as lease:
                 return lease.blocks == len(request.prompt) // BLOCK_TOKENS
 
-        poll(lambda: all(saved(request) for request in requests), "a prompt was not saved")
+        wait_until(lambda: all(saved(request) for request in requests), "a prompt was not saved")
 
 
 def test_each_replica_loads_what_the_other_has_saved(

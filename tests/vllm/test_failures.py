@@ -24,11 +24,11 @@ from tests.vllm.served import (
     alter,
     always,
     cacheable,
-    poll,
     run,
     tokens_of,
     wait_until_back,
 )
+from tests.waiting import wait_until
 
 LENGTHS = (700, 389, 512, 1000, 129)
 RESUME_S = 30.0  # a question that comes too early, and its answer, take seconds on a busy machine
@@ -53,7 +53,7 @@ class Pauses:
 
     def wait(self, what: str) -> None:
         """Returns when one has stopped there."""
-        poll((self.folder / f"reached-{what}").exists, f"no {what} came to its middle")
+        wait_until((self.folder / f"reached-{what}").exists, f"no {what} came to its middle")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def hits_resume(engine: EngineProcess, requests: Sequence[EngineRequest]) -> flo
         asked_s.append(time.monotonic() - began_s)
         return run(engine, requests[-1:])[1]
 
-    poll(hit, "no hits after the daemon's return")
+    wait_until(hit, "no hits after the daemon's return")
     return asked_s[-1]
 
 
@@ -255,7 +255,7 @@ def _kill_the_engine(
             held = stats.leases or stats.reservations or any(tier.quarantined_bytes for tier in stats.tiers)
             return not held and not {session.pid for session in stats.sessions} & set(pids)
 
-        poll(nothing_left, "the daemon keeps what the dead engine had")
+        wait_until(nothing_left, "the daemon keeps what the dead engine had")
         assert not client.check_integrity().violations
 
 
@@ -264,7 +264,7 @@ def test_daemon_left_down(
 ) -> None:
     known, new = new_requests(*LENGTHS), new_requests(*LENGTHS)
     run(engine, known)
-    poll(lambda: run(engine, known)[1] == cacheable(known), "not all was saved")
+    wait_until(lambda: run(engine, known)[1] == cacheable(known), "not all was saved")
     said = engine.log.stat().st_size
     daemon.kill()
     for _ in range(3):
@@ -285,7 +285,7 @@ def test_a_replaced_daemon(
     """Another daemon with an empty data directory in its place: as an upgraded container without a volume."""
     known = new_requests(*LENGTHS)
     run(engine, known)
-    poll(lambda: run(engine, known)[1] == cacheable(known), "not all was saved")
+    wait_until(lambda: run(engine, known)[1] == cacheable(known), "not all was saved")
     said = engine.log.stat().st_size
     daemon.replace()
     with Client(daemon.address) as client:
@@ -293,7 +293,7 @@ def test_a_replaced_daemon(
     tokens, hits = run(engine, known)
     assert tokens == expected(known) and hits == 0
     assert hits_resume(engine, known) < RESUME_S
-    poll(lambda: run(engine, known)[1] == cacheable(known), "not all was saved again")
+    wait_until(lambda: run(engine, known)[1] == cacheable(known), "not all was saved again")
     lines = engine.log.read_bytes()[said:].decode().splitlines()
     changed = [line for line in lines if "replaced by a daemon with another data directory" in line]
     links = 2  # vLLM's scheduler has one, its worker another
@@ -306,7 +306,7 @@ def test_daemon_killed_while_requests_run_and_wait(
     engine: EngineProcess, daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
 ) -> None:
     known, new = new_requests(*LENGTHS), new_requests(*LENGTHS, max_tokens=100)
-    poll(lambda: run(engine, known)[1], "nothing was saved")
+    wait_until(lambda: run(engine, known)[1], "nothing was saved")
     answers = expected([*known, *new])
     assert engine.reset_prefix_cache()
     ids = engine.submit([*known, *new])
@@ -321,7 +321,7 @@ def test_daemon_that_stands_still(
     engine: EngineProcess, daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
 ) -> None:
     known, new = new_requests(*LENGTHS), new_requests(*LENGTHS)
-    poll(lambda: run(engine, known)[1], "nothing was saved")
+    wait_until(lambda: run(engine, known)[1], "nothing was saved")
     answers = expected([*known, *new])
     assert engine.reset_prefix_cache()
     os.kill(daemon.pid, signal.SIGSTOP)
@@ -333,5 +333,5 @@ def test_daemon_that_stands_still(
     assert tokens_of(results) == answers
     assert hits_resume(engine, known) < RESUME_S
     with Client(daemon.address) as client:
-        poll(lambda: not client.stats().leases and not client.stats().reservations, "something is still held")
+        wait_until(lambda: not client.stats().leases and not client.stats().reservations, "something is still held")
         assert not client.check_integrity().violations

@@ -17,11 +17,11 @@ from tests.vllm.served import (
     StartEngine,
     alter,
     cacheable,
-    poll,
     run,
     tokens_of,
     wait_until_back,
 )
+from tests.waiting import wait_until
 
 LENGTHS = (700, 389, 512, 1000, 129)
 
@@ -126,7 +126,7 @@ def test_after_the_daemon_was_restarted_prefixes_come_from_disk(
     first, _ = run(engine, [*requests, other])
     daemon.restart()
     # The engine finds out with its next request.
-    poll(lambda: run(engine, [other])[1], "no hits after the daemon's return")
+    wait_until(lambda: run(engine, [other])[1], "no hits after the daemon's return")
     wait_until_back(engine)
     before = engine.metrics().cached_by_source
     second, hits = run(engine, requests)

@@ -16,11 +16,11 @@ from tests.vllm.served import (
     NewRequests,
     StartEngine,
     cacheable,
-    poll,
     registered,
     run,
     tokens_of,
 )
+from tests.waiting import wait_until
 
 TIER = 8  # blocks
 PROMPT_TOKENS = 17 * BLOCK_TOKENS + 10
@@ -46,7 +46,7 @@ def save_all(engine: EngineProcess, daemon: DaemonProcess, requests: Sequence[En
                 cache.match(request.prompt).blocks == len(request.prompt) // BLOCK_TOKENS for request in requests
             )
 
-    poll(saved, "the prompts are not cached")
+    wait_until(saved, "the prompts are not cached")
 
 
 def counted(daemon: DaemonProcess) -> tuple[int, int]:

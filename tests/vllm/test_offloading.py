@@ -21,10 +21,10 @@ from tests.vllm.served import (
     Expected,
     NewRequests,
     StartEngine,
-    poll,
     run,
     tokens_of,
 )
+from tests.waiting import wait_until
 
 LENGTHS = (700, 389, 512, 1000, 129)
 SMALL_POOL = 40 * (64 << 10)  # 1,280 tokens of `llama`: less than half of what LENGTHS have
@@ -106,7 +106,7 @@ def from_prefixd(engine: EngineProcess) -> int:
 def accounts(daemon: DaemonProcess) -> list[str]:
     """What does not add up at the daemon."""
     with Client(daemon.address) as client:
-        poll(lambda: not client.stats().leases and not client.stats().reservations, "something is still held")
+        wait_until(lambda: not client.stats().leases and not client.stats().reservations, "something is still held")
         return list(client.check_integrity().violations)
 
 
@@ -224,7 +224,7 @@ def test_daemon_away_at_the_start_and_killed_while_requests_run(
                 assert run(engine, known)[0] == answers[: len(known)]
                 return from_prefixd(engine)
 
-            poll(hit, "no hits after the daemon's start")
+            wait_until(hit, "no hits after the daemon's start")
             assert engine.reset_prefix_cache()
             ids = engine.submit([*known, *new])
             daemon.kill()
@@ -232,7 +232,7 @@ def test_daemon_away_at_the_start_and_killed_while_requests_run(
             engine.wait_until_idle()
             before = from_prefixd(engine)
             daemon.start()
-            poll(lambda: hit() > before, "no hits after the daemon's return")
+            wait_until(lambda: hit() > before, "no hits after the daemon's return")
             assert accounts(daemon) == []
             log = engine.log.read_text()
     assert "prefixd is away" in log and "Traceback" not in log
@@ -247,7 +247,7 @@ def test_engine_killed_while_requests_run(
         for _ in range(2):
             engine.submit(requests)
             with Client(daemon.address) as client:
-                poll(lambda: client.stats().reservations or client.stats().leases, "nothing is copied", 10)
+                wait_until(lambda: client.stats().reservations or client.stats().leases, "nothing is copied", 10)
             engine.kill()
             assert accounts(daemon) == []
             engine.start()

@@ -22,7 +22,7 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.integrations.vllm import offloading
 from prefixd.integrations.vllm.offloading import releases, tier
-from tests.vllm.served import poll
+from tests.waiting import wait_until
 
 CHUNKS, CHUNK_BYTES = 64, 4096
 AT_ONCE_S = 0.5  # a call to the daemon that stands still would take a second
@@ -61,7 +61,7 @@ class Scheduler:
             self.call("on_schedule_end", None)
             return [] if LookupResult.RETRY in answers else answers
 
-        return poll(step, "a lookup has no answer", 20)
+        return wait_until(step, "a lookup has no answer", 20)
 
     def submit(self, way: str, keys: list[Any], chunks: list[int], request: ReqContext) -> None:
         """`way` is "load" or "store"."""
@@ -71,7 +71,7 @@ class Scheduler:
 
     def result(self) -> Any:
         """That of the one job that is under way."""
-        (finished,) = poll(lambda: list(self.call("get_finished_jobs")), "the job does not end", 20)
+        (finished,) = wait_until(lambda: list(self.call("get_finished_jobs")), "the job does not end", 20)
         return finished
 
 
@@ -201,7 +201,7 @@ def test_the_scheduler_is_never_kept_by_a_daemon_that_stands_still(scheduler: Sc
         again = request_of(scheduler, f"back {time.monotonic()}")
         return scheduler.found(keys, again) == [LookupResult.HIT] * 8
 
-    poll(back, "no hits after the daemon's return", 30)
+    wait_until(back, "no hits after the daemon's return", 30)
     scheduler.submit("load", keys, list(range(8, 16)), request)
     assert scheduler.result().success
     assert (scheduler.pool[8:16] == stored).all()

@@ -7,7 +7,8 @@ from pathlib import Path
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from tests.remote.valkey_server import valkey_server
-from tests.vllm.served import BLOCK_TOKENS, DAEMON, Expected, NewRequests, StartEngine, cacheable, poll, run
+from tests.vllm.served import BLOCK_TOKENS, DAEMON, Expected, NewRequests, StartEngine, cacheable, run
+from tests.waiting import wait_until
 
 
 def test_an_engine_of_another_host_hits_what_the_first_has_computed(
@@ -23,7 +24,7 @@ def test_an_engine_of_another_host_hits_what_the_first_has_computed(
             tokens, hits = run(engine, requests)
             assert (tokens, hits) == (expected(requests), 0)
             blocks = sum(len(request.prompt) // BLOCK_TOKENS for request in requests)
-            poll(lambda: client.stats().remote.shared_blocks >= blocks, "the blocks are not shared")
+            wait_until(lambda: client.stats().remote.shared_blocks >= blocks, "the blocks are not shared")
         with (
             DaemonProcess({**DAEMON, **shared, "remote.lookup_s": 10, "remote.timeout_s": 10}) as b,
             make_engine(llama, b) as engine,
@@ -34,7 +35,7 @@ def test_an_engine_of_another_host_hits_what_the_first_has_computed(
             assert client.stats().remote.read_bytes > 0
             valkey.process.freeze()
             assert run(engine, more) == (expected(more), 0)
-            poll(lambda: client.stats().troubles, "the trouble is not told")
+            wait_until(lambda: client.stats().troubles, "the trouble is not told")
             valkey.process.end()
             again, hits = run(engine, requests)
             assert (again, hits) == (tokens, cacheable(requests)), "what was loaded is in the host's own tiers"

@@ -13,8 +13,9 @@ from vllm.v1.request import Request
 from prefixd.client import Client, Retention
 from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.vllm.request_options import RequestOptions
-from tests.vllm.served import make_prompt, poll
+from tests.vllm.served import make_prompt
 from tests.vllm.test_connector_steps import Steps, make_steps
+from tests.waiting import wait_until
 
 __all__ = ["make_steps"]
 
@@ -30,7 +31,7 @@ def add(steps: Steps, name: str, prompt: list[int], asked: Any, max_tokens: int 
     request = Request(name, prompt, sampling, None, block_hasher=steps.hasher)
     steps.scheduler.add_request(request)
     lookup = steps.half.lookups._lookups[name]
-    poll(lambda: lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
+    wait_until(lambda: lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
     return request
 
 
@@ -85,7 +86,7 @@ def test_what_is_cached_already_is_retained_at_the_requests_turn(make_steps: Mak
     steps.cached(prompt[:128])
     add(steps, "r", prompt, {"prefixd": {"read_only": True, "retention": [{"end": 64, "priority": 9}]}})
     run(steps, "r")
-    poll(lambda: priorities(steps, prompt) == [9, 0], "the cached blocks have no priority")
+    wait_until(lambda: priorities(steps, prompt) == [9, 0], "the cached blocks have no priority")
 
 
 @pytest.mark.parametrize(
@@ -114,5 +115,5 @@ def test_a_refusal_of_the_daemon_costs_the_retention_alone(make_steps: MakeSteps
     steps.half._request_options["r"] = RequestOptions(retention=(Retention(1),) * 65)  # more than the daemon takes
     saves, loaded = run(steps, "r")
     assert (sum(job.blocks for job in saves), loaded) == (1, 2)
-    poll(lambda: steps.half._complained_s > 0, "nobody was told")
+    wait_until(lambda: steps.half._complained_s > 0, "nobody was told")
     assert priorities(steps, prompt)[:2] == [0, 0]

@@ -23,7 +23,8 @@ from benchmarks.engines.vllm_engine import EngineRequest
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from tests.remote.processes import free_port
-from tests.vllm.served import Expected, poll
+from tests.vllm.served import Expected
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "vllm"
@@ -98,7 +99,7 @@ def test_serve_starts_both_and_a_second_server_has_hits(
             answers.append(answer["choices"][0]["token_ids"])
             hits.append(served.hits())
             with Client(env["PREFIXD_SOCKET"]) as client:  # the engine's end gives up what is not saved yet
-                poll(lambda: sum(each.blocks for each in client.stats().namespaces) >= 21, "not all is saved")
+                wait_until(lambda: sum(each.blocks for each in client.stats().namespaces) >= 21, "not saved")
     assert answers[0] == answers[1] and len(answers[0]) == 6
     assert hits == [0, 672]
 
@@ -132,7 +133,7 @@ def test_prefill_and_decode_by_nixl_beside_prefixd(
                     answers.append(tuple(answer["choices"][0]["token_ids"]))
                     hits.append((prefill.hits(), decode.hits()))
                     with Client(daemon.address) as client:
-                        poll(lambda: sum(each.blocks for each in client.stats().namespaces) >= 21, "not all is saved")
+                        wait_until(lambda: sum(each.blocks for each in client.stats().namespaces) >= 21, "not saved")
                 urllib.request.urlopen(f"{decode.url}/reset_prefix_cache", b"", timeout=60).close()
     assert answers[0] == answers[1] == expected([EngineRequest(prompt, 6)])[0]
     assert [at_prefill for at_prefill, _ in hits] == [0, 672]

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +18,7 @@ from prefixd.cache.audit import integrity_disk, integrity_trie
 from prefixd.cache.audit.integrity import audit
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import IntegrityError, StorageError
-from tests.cache.conftest import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import BLOCK_TOKENS, MakeRig, Rig
 
 
 async def filled(make_rig: MakeRig) -> Rig:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,12 +13,7 @@ from prefixd.cache.audit.integrity import audit
 from prefixd.cache.background import forgetting
 from prefixd.cache.background.forgetting import FoundBlocks, find_namespace, find_subtree, forget
 from prefixd.cache.index.trie import CPU
-from tests.cache.conftest import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import BLOCK_TOKENS, MakeRig, Rig
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,11 +21,8 @@ from prefixd_swap import (
     RecordDamagedError,
     StorageError,
 )
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig, Rig
+from tests.waiting import until
 
 
 async def verified(rig: Rig, **how: Any) -> ScrubProgress:
@@ -103,14 +100,14 @@ async def test_a_damaged_leaf_leaves_no_row_behind(make_rig: MakeRig) -> None:
     assert len(rig.trie) == 0
 
 
-async def test_a_block_that_is_in_memory_is_written_again(make_rig: MakeRig, eventually: Any) -> None:
+async def test_a_block_that_is_in_memory_is_written_again(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=16, disk=32, write_back=True)
     rig.start_write_back()
     await rig.put([1, 2, 3], durable=True)
     rows = rig.rows([1, 2, 3])
     rig.damage(rows[0])
     assert (await verified(rig)).dropped_blocks == 1
-    await eventually(lambda: rig.trie.has(rows[0], DISK))
+    await until(lambda: rig.trie.has(rows[0], DISK))
     assert rig.rows([1, 2, 3]) == rows and all(rig.tiers([1, 2, 3], CPU))
     assert (await verified(rig)).damaged_blocks == 0
 
@@ -249,7 +246,7 @@ async def test_an_index_that_goes_while_a_block_is_looked_at_again_costs_no_bloc
     assert (await verified(rig)).damaged_blocks == 0
 
 
-async def test_closing_a_verification_ends_its_reads(make_rig: MakeRig, eventually: Any) -> None:
+async def test_closing_a_verification_ends_its_reads(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=256, disk=256)
     await rig.put(range(200), durable=True)
     gate, reading, really = threading.Event(), threading.Event(), rig.ops.pread
@@ -262,7 +259,7 @@ async def test_closing_a_verification_ends_its_reads(make_rig: MakeRig, eventual
     rig.ops.pread = read  # type: ignore[method-assign]
     steps = rig.cache.scrubber.verify(depth=1)
     task = asyncio.create_task(anext(steps))
-    await eventually(reading.is_set)
+    await until(reading.is_set)
     before = rig.ops.reads
     task.cancel()
     for _ in range(20):  # the loop alone carries it to who reads: the thread is at the gate

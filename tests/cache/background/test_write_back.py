@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
-Eventually = Callable[[Callable[[], bool]], Any]
+from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
+from tests.waiting import until
 
 
 async def rest(rig: Rig) -> None:
@@ -32,13 +25,13 @@ async def rest(rig: Rig) -> None:
     raise AssertionError("write back keeps giving itself work")
 
 
-async def test_blocks_reach_the_disk_without_being_asked(make_rig: MakeRig, eventually: Eventually) -> None:
+async def test_blocks_reach_the_disk_without_being_asked(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=8, write_back=True)
     rig.start_write_back()
     await rig.put([1, 2, 3])
-    await eventually(lambda: all(rig.tiers([1, 2, 3], DISK)))
+    await until(lambda: all(rig.tiers([1, 2, 3], DISK)))
     await rig.put([1, 2, 4])
-    await eventually(lambda: all(rig.tiers([1, 2, 4], DISK)))
+    await until(lambda: all(rig.tiers([1, 2, 4], DISK)))
     await rig.cache.write_back.stop()
     await rig.check_disk()
     await rig.restart()
@@ -115,9 +108,7 @@ async def test_it_rests_when_the_cpu_tier_is_smaller_than_the_clean_share(make_r
     assert sum(rig.tiers([prompt], CPU)[0] for prompt in range(32)) == 2
 
 
-async def test_it_rests_and_lets_others_run_when_the_cpu_tier_is_leased(
-    make_rig: MakeRig, eventually: Eventually
-) -> None:
+async def test_it_rests_and_lets_others_run_when_the_cpu_tier_is_leased(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=8, cpu=2, write_back=True)
     await rig.put([1, 2])
     lease = await rig.lease([1, 2])
@@ -126,7 +117,7 @@ async def test_it_rests_and_lets_others_run_when_the_cpu_tier_is_leased(
         rig.unhold(await rig.put_gpu([prompt]), rig.cache.tiers.compute)
     for _ in range(20):
         await asyncio.sleep(0)
-    await eventually(lambda: not rig.cache.mover.changed.is_set())
+    await until(lambda: not rig.cache.mover.changed.is_set())
     assert lease is not None
     await asyncio.wait_for(rig.cache.write_back.stop(), 60)
 
@@ -275,43 +266,37 @@ async def test_flush_takes_gpu_blocks_too(make_rig: MakeRig) -> None:
     assert await rig.get([1, 2, 3]) == 2, "as much as the CPU tier takes"
 
 
-async def test_an_error_does_not_end_it(
-    make_rig: MakeRig, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_does_not_end_it(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixd.cache.disk.health.FIRST_PROBE_S", 0.01)
     rig = make_rig(cpu=8, disk=8, write_back=True)
     rig.ops.fail = OSError(5, "Input/output error")
     rig.start_write_back()
     await rig.put([1, 2])
-    await eventually(lambda: bool(rig.cache.tiers.troubles.what("disk tier")))
+    await until(lambda: bool(rig.cache.tiers.troubles.what("disk tier")))
     assert await rig.get([1, 2]) == 2, "the rest goes on"
     rig.ops.fail = None
-    await eventually(lambda: all(rig.tiers([1, 2], DISK)))
+    await until(lambda: all(rig.tiers([1, 2], DISK)))
     assert not rig.cache.tiers.troubles.what("disk tier")
 
 
-async def test_it_ends_at_once_while_it_waits_to_try_again(
-    make_rig: MakeRig, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_it_ends_at_once_while_it_waits_to_try_again(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixd.cache.background.write_back._RETRY_S", 3600.0)
     rig = make_rig(cpu=8, disk=8, write_back=True)
     rig.ops.fail = OSError(5, "Input/output error")
     rig.start_write_back()
     await rig.put([1, 2])
-    await eventually(lambda: bool(rig.cache.tiers.troubles.what("disk tier")))
+    await until(lambda: bool(rig.cache.tiers.troubles.what("disk tier")))
     await asyncio.wait_for(rig.cache.write_back.stop(), 60)
     assert rig.tiers([1, 2], DISK) == [False, False]
 
 
-async def test_who_finds_no_room_waits_for_what_write_back_holds(
-    make_rig: MakeRig, eventually: Callable[..., Any]
-) -> None:
+async def test_who_finds_no_room_waits_for_what_write_back_holds(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=2, disk=8, write_back=True)
     rig.start_write_back()
     async with rig.cache.mover.disk.still():  # so write-back waits, and holds both blocks
         await rig.put([1, 2])
         holds = rig.cache.holds
-        await eventually(lambda: holds.blocks_by_owner()["write-back"] == 2)
+        await until(lambda: holds.blocks_by_owner()["write-back"] == 2)
         waiting = asyncio.create_task(rig.put([3, 4]))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -321,9 +306,7 @@ async def test_who_finds_no_room_waits_for_what_write_back_holds(
 
 
 @pytest.mark.parametrize("event", ["unpin", "evict", "release"])
-async def test_what_waits_for_room_on_disk_is_written_once_there_is_some(
-    make_rig: MakeRig, eventually: Eventually, event: str
-) -> None:
+async def test_what_waits_for_room_on_disk_is_written_once_there_is_some(make_rig: MakeRig, event: str) -> None:
     rig = make_rig(cpu=4, disk=4, write_back=True)
     rig.start_write_back()
     await rig.put([1, 2, 3, 4], durable=True)
@@ -335,7 +318,7 @@ async def test_what_waits_for_room_on_disk_is_written_once_there_is_some(
         await pins.pin(rig.trie, kept)
     await rig.put([6, 7, 8])
     changed = rig.cache.mover.changed
-    await eventually(lambda: not (changed.is_set() or rig.cache.write_back._working))
+    await until(lambda: not (changed.is_set() or rig.cache.write_back._working))
     assert rig.cache.mover.queued[0] == 3
     if event == "unpin":
         await pins.unpin(rig.trie, kept)
@@ -345,5 +328,5 @@ async def test_what_waits_for_room_on_disk_is_written_once_there_is_some(
     else:
         assert isinstance(reservation, Reservation)
         rig.cache.release(rig.session, reservation.id)
-    await eventually(lambda: all(rig.tiers([6, 7, 8], DISK)))
+    await until(lambda: all(rig.tiers([6, 7, 8], DISK)))
     assert rig.cache.mover.queued == (0, 0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +14,7 @@ import xxhash
 from prefixd.cache import Reservation
 from prefixd.cache.disk import checksums
 from prefixd.cache.index.trie import CPU, DISK
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig, Rig
 
 
 @pytest.fixture(params=["at once", "in threads"], autouse=True)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from prefixd.cache import Trie
 from prefixd.cache.index.trie import CPU, DISK
 from tests.cache.index.entering import enter_chain
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig
 
 
 async def test_records_of_a_namespace_that_came_after_thousands_of_others(make_rig: MakeRig) -> None:

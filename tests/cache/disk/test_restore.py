@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,12 +15,7 @@ from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import NewBlock, Records, SlabStore, Span, StorageError, UseHistory, discard, salvage
 from prefixd_swap.eviction import Lru
 from prefixd_swap.slab.index.block_record import index_key
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 
 
 async def test_durable_blocks_come_back_whole_and_others_do_not(make_rig: MakeRig) -> None:

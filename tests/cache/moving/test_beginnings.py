@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,10 +28,7 @@ from prefixd.cache import (
     SlidingWindowSpec,
 )
 from prefixd.cache.index.trie import CPU, DISK
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
 
 TIER = 64  # blocks
 
@@ -228,7 +225,6 @@ steps = st.lists(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kinds=st.sampled_from(KINDS), slots=st.integers(3, 16), asked=steps, seed=st.integers(0, 1 << 16))
 def test_the_longest_beginning_that_fits_is_leased(
-    rig_type: type[Rig],
     kinds: Sequence[str],
     slots: int,
     asked: list[tuple[list[int], int, int, bool]],
@@ -237,7 +233,7 @@ def test_the_longest_beginning_that_fits_is_leased(
     """Random room, lengths and leases: each lease has what the model says, and every byte of it is right."""
 
     async def run(path: Path) -> None:
-        rig = rig_type(path, cpu=slots, disk=2000)
+        rig = Rig(path, cpu=slots, disk=2000)
         home = rig.cache.register(spec_of(kinds))
         for prompt, *_ in asked:
             for length in range(1, len(prompt) + 1):  # of every block everything: all lengths can be gone on from

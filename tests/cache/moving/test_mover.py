@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU, DISK, GPU
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig
 
 
 async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: MakeRig) -> None:

@@ -17,7 +17,7 @@ from prefixd.cache.index.trie import DISK
 from prefixd.cache.placement.retention import MOST_RANGES, Retention
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd_swap import IntegrityError
-from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
 
 KEEP = Retention(priority=50)
 

@@ -16,8 +16,9 @@ from prefixd.cache.index.trie import CPU, REMOTE
 from prefixd.cache.remote import Remote, RemoteOptions, health, lookups, sharing
 from prefixd_swap import RemoteStoreError
 from prefixd_swap.stores.sealed import HEAD_BYTES, Seal
-from tests.cache.conftest import WAIT_S, Rig
 from tests.cache.remote.memory_store import MemoryStore
+from tests.rig import WAIT_S, Rig
+from tests.waiting import until
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -207,11 +208,11 @@ async def test_a_store_that_is_away_is_out_of_service_until_it_answers(tmp_path:
         assert await b.get([7]) == 0 and await b.put([7]) == (1, 0)
         assert len(store.asked) == calls  # nobody asks it
         store.away = False
-        await eventually(lambda: remote_of(b).tier.gives)
+        await until(lambda: remote_of(b).tier.gives)
         b.clock.now += 10
         assert await b.get(PROMPT) == 5
         assert not b.cache.tiers.troubles.of_tier(remote_of(b).tier)
-        await eventually(lambda: remote_of(b).sharing.written >= 1)
+        await until(lambda: remote_of(b).sharing.written >= 1)
         assert not any(task.done() for task in tasks)
 
 
@@ -226,7 +227,7 @@ async def test_bytes_that_change_in_memory_while_the_store_is_away_are_served_by
         address = int(shared.addresses(a.trie.slots[a.rows(PROMPT)[2:3], shared.level])[0, 0])
         ctypes.c_uint8.from_address(address).value ^= 1
         store.away = False
-        await eventually(lambda: remote_of(a).sharing.written == len(PROMPT))
+        await until(lambda: remote_of(a).sharing.written == len(PROMPT))
         assert await b.get(PROMPT) == 2
         assert not any(task.done() for task in tasks)
 
@@ -248,7 +249,7 @@ async def test_a_frozen_store_costs_one_timeout(tmp_path: Path) -> None:
         await share(a)
         store.latency_s, before = 60.0, store.calls
         assert await b.get(PROMPT) == 0
-        await eventually(lambda: not remote_of(b).tier.gives)  # the call may have begun after `get` had given it up
+        await until(lambda: not remote_of(b).tier.gives)  # the call may have begun after `get` had given it up
         assert store.calls == before + 1
 
 
@@ -260,7 +261,7 @@ async def test_a_slow_answer_is_for_those_who_ask_later(tmp_path: Path) -> None:
         assert await b.get(PROMPT) == 0
         assert remote_of(b).lookups.counters.unanswered == 1
         store.held = False
-        await eventually(lambda: len(b.rows(PROMPT)) == 5)
+        await until(lambda: len(b.rows(PROMPT)) == 5)
         assert await b.get(PROMPT) == 5
 
 
@@ -286,15 +287,15 @@ async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
         tasks = remote_of(b).start()
         await b.put([9])
         trouble = b.cache.tiers.troubles
-        await eventually(lambda: "remote tier" in trouble)
+        await until(lambda: "remote tier" in trouble)
         began = next(iter(trouble)).since_s
         for _ in range(2):  # it is tried again and again, and stays one trouble
-            await eventually(lambda: remote_of(b).tier.takes)
+            await until(lambda: remote_of(b).tier.takes)
             await b.put([b.clock.now])
-            await eventually(lambda: not remote_of(b).tier.takes)
+            await until(lambda: not remote_of(b).tier.takes)
         assert next(iter(trouble)).since_s == began
         store.full = False
-        await eventually(lambda: "remote tier" not in trouble)
+        await until(lambda: "remote tier" not in trouble)
         assert not any(task.done() for task in tasks)
 
 
@@ -310,7 +311,7 @@ async def test_a_store_that_is_away_is_back_as_soon_as_it_answers_whoever_learns
         await share(a)
         tasks = remote_of(b).start()
         await b.put([8])
-        await eventually(lambda: remote_of(b).sharing.written == 1)
+        await until(lambda: remote_of(b).sharing.written == 1)
         put = store.put
 
         async def goes_away(*_: object) -> None:
@@ -322,21 +323,21 @@ async def test_a_store_that_is_away_is_back_as_soon_as_it_answers_whoever_learns
         store.full = learns != "a write"
         await b.put([9])
         if store.full:
-            await eventually(lambda: not remote_of(b).tier.takes)
+            await until(lambda: not remote_of(b).tier.takes)
             assert remote_of(b).tier.gives
             store.away = True
             assert await b.get(PROMPT) == 0  # which asks it
-        await eventually(lambda: not remote_of(b).tier.gives)
+        await until(lambda: not remote_of(b).tier.gives)
         monkeypatch.setattr(store, "put", put)
         store.away = store.full = False
-        await eventually(lambda: remote_of(b).tier.gives)
+        await until(lambda: remote_of(b).tier.gives)
         b.clock.now += 10
         assert await b.get(PROMPT) == 5
-        await eventually(lambda: remote_of(b).tier.takes and remote_of(b).sharing.written >= 2)
+        await until(lambda: remote_of(b).tier.takes and remote_of(b).sharing.written >= 2)
         # The pause is there again for one that refuses.
         store.full = True
         await b.put([10])
-        await eventually(lambda: not remote_of(b).tier.takes)
+        await until(lambda: not remote_of(b).tier.takes)
         await asyncio.sleep(0.1)
         assert remote_of(b).tier.gives and not remote_of(b).tier.takes
         assert not any(task.done() for task in tasks)
@@ -348,7 +349,7 @@ async def test_the_background_work_ends_as_the_store_fails(tmp_path: Path, turns
         tasks = remote_of(b).start()
         store.full = True
         await b.put([9])
-        await eventually(lambda: not remote_of(b).tier.takes)
+        await until(lambda: not remote_of(b).tier.takes)
         await asyncio.sleep(0.05)  # it pauses
         remote_of(b).health.failed(RemoteStoreError("gone, as the test says"))
         for _ in range(turns):
@@ -531,7 +532,7 @@ async def test_what_is_used_or_pinned_later_is_shared_then(
         else:
             a.trie.pinned[a.rows(PROMPT)[-1]] = True
         a.clock.now += 5
-        await eventually(lambda: len(store.objects) == 5)
+        await until(lambda: len(store.objects) == 5)
 
 
 async def test_a_prompt_that_is_not_answered_counts_once(tmp_path: Path) -> None:
@@ -581,9 +582,3 @@ async def test_a_prompt_longer_than_one_call_is_asked_about_in_several(
         await share(a)
         assert await b.get(list(range(50))) == 40
         assert store.asked == [16, 16, 16]
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():
-            await asyncio.sleep(0.01)

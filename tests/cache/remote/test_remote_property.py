@@ -20,9 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache.remote import Remote, RemoteOptions
-from tests.cache.conftest import WAIT_S, Rig
 from tests.cache.remote.memory_store import MemoryStore
 from tests.cache.test_cache_property import weak_digest
+from tests.rig import WAIT_S, Rig
 
 T = TypeVar("T")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,11 +11,8 @@ import pytest
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.sessions.arrivals import KEPT_S, MOST, Arrivals
-from tests.cache.conftest import BLOCK_TOKENS
 from tests.cache.moving.test_beginnings import store
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
+from tests.rig import BLOCK_TOKENS, Rig
 
 TIER = 32
 PROMPT = list(range(16))

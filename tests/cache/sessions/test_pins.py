@@ -6,7 +6,6 @@ import asyncio
 import errno
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,10 +17,8 @@ from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.moving.victims import Search, find_victims
 from prefixd.cache.rules import FullAttention, SlidingWindow
 from prefixd.cache.sessions.pins import restore_pins
-from tests.cache.conftest import Disk, Rig
 from tests.cache.index.entering import enter_chain
-
-MakeRig = Callable[..., Rig]
+from tests.rig import Disk, MakeRig, Rig
 
 
 def path(rig: Rig, prompt: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -186,7 +183,7 @@ import asyncio, os, sys
 from pathlib import Path
 from unittest.mock import patch
 import numpy as np
-from tests.cache.conftest import Rig
+from tests.rig import Rig
 
 async def main():
     rig = Rig(Path(sys.argv[1]), cpu=8, disk=20)
@@ -202,15 +199,13 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(("at", "blocks", "pins"), [("write", 0, 0), ("pin", 2, 0), ("answer", 2, 2)])
 @pytest.mark.slow
-async def test_a_crash_leaves_no_pin_without_its_block(
-    tmp_path: Path, rig_type: type[Rig], at: str, blocks: int, pins: int
-) -> None:
+async def test_a_crash_leaves_no_pin_without_its_block(tmp_path: Path, at: str, blocks: int, pins: int) -> None:
     """The process dies before its first write, between the write and the pin, or with the answer."""
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", _DIES, str(tmp_path), at], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 7, done.stderr
-    rig = rig_type(tmp_path, cpu=8, disk=20)
+    rig = Rig(tmp_path, cpu=8, disk=20)
     assert (len(rig.rows([1, 2])), sum(pinned(rig, [1, 2]))) == (blocks, pins)
     await rig.check_disk()
     await rig.close()

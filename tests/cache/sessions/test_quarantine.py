@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
 
 from prefixd.base.errors import ExhaustedError, NotFoundError
 from prefixd.cache import Process, Reservation, Session
 from prefixd.cache.sessions.reservations import ToFill
-
-if TYPE_CHECKING:
-    from tests.cache.conftest import Rig
-
-MakeRig = Callable[..., "Rig"]
+from tests.rig import MakeRig, Rig
 
 
 async def reserved(rig: Rig, session: Session, prompt: list[int], **how: bool) -> Reservation:

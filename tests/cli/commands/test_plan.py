@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from prefixd.planner.hardware import Calibration
+from tests.waiting import wait_until
 
 Cli = Callable[..., Any]
 MACHINE = ("--model", "llama-3.1-8b", "--gpu", "2GiB")
@@ -208,22 +209,15 @@ def test_a_plan_that_is_ended_takes_its_processes_along(tmp_path: Path, number: 
     words = ["plan", "--trace", str(file), *MACHINE, "--cpu", "1GiB,2GiB", "--sweep", "--jobs", "2", "--no-curve"]
     plan = subprocess.Popen([sys.executable, "-m", "prefixd", *words], stderr=subprocess.PIPE, text=True)
     try:
-        workers: list[int] = []
-        deadline = time.monotonic() + 60
-        while len(workers) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-            workers = _spawned_by(plan.pid)
-        assert len(workers) == 2, "both work"
+        wait_until(lambda: len(_spawned_by(plan.pid)) == 2, "both work")
+        workers = _spawned_by(plan.pid)
         time.sleep(1)  # past their start
         plan.send_signal(number)
         _, said = plan.communicate(timeout=30)
     finally:
         plan.kill()
     assert "Traceback" not in said
-    deadline = time.monotonic() + 60
-    while (left := [pid for pid in workers if _runs(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    wait_until(lambda: not any(map(_runs, workers)), "workers are left")
 
 
 def _spawned_by(parent: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
+from tests.waiting import wait_until
 
 Cli = Callable[..., Any]
 
@@ -83,10 +83,7 @@ def test_a_running_daemon_sees_that_it_was_discarded(cli: Cli, stopped: DaemonPr
     with Client(stopped.address) as client:
         assert troubles(client) == ["disk index"]
         assert recover(cli, stopped, "--discard")["indexes"][0]["lost_blocks"] == {"discarded": 3 * BLOCKS}
-        deadline = time.monotonic() + 60
-        while troubles(client) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert troubles(client) == []
+        wait_until(lambda: not troubles(client), lambda: str(troubles(client)))
         assert not client.stats().lost_blocks
 
 

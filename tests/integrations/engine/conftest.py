@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, Save
 from prefixd.integrations.engine.link import Link
 from prefixd_swap import CopyEngine, PageCopies
 from prefixd_swap.copies.copies import HostCopyEngine, Pair
+from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
 PATIENT_S = 60.0  # a limit that no call to a daemon that runs reaches on a busy machine
@@ -32,14 +32,6 @@ LAYERS, PAGES, PAGE_BYTES = 3, 32, 96
 LOG = logging.getLogger("an engine.prefixd")
 
 Pages = npt.NDArray[np.uint8]
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    """For what another process, or a thread that says nothing, brings about."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
 
 
 class GatedEngine(HostCopyEngine):

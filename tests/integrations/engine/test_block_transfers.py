@@ -30,8 +30,8 @@ from tests.integrations.engine.conftest import (
     GatedEngine,
     MakeRank,
     Rank,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 def fill(rank: Rank, seed: int = 1) -> None:

@@ -23,7 +23,8 @@ from prefixd_swap import PageCopies, create_copy_engine, create_memory, register
 from prefixd_swap.copies import pinning
 from prefixd_swap.errors import DeviceError
 from prefixd_swap.vmem.cuda_driver import open_device
-from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank, wait_until
+from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank
+from tests.waiting import wait_until
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 PAGE_BYTES = 32 << 10

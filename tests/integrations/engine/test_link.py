@@ -25,7 +25,8 @@ from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.server.access.local_credentials import SCHEME, LocalCredentials, LocalProcess
 from tests.client.conftest import StandIn, short_folder
 from tests.client.test_client_tickets import Guarded
-from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
+from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S
+from tests.waiting import wait_until
 
 __all__ = ["short_folder"]  # a fixture
 

@@ -21,7 +21,8 @@ from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.waiting.prefix_lookups import _LEASES, Lookups
 from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead
-from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
+from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S
+from tests.waiting import wait_until
 
 BLOCK = 16
 GEOMETRY = Geometry((Group(0, 4, 64),), block_tokens=BLOCK, unit_tokens=4, ranks=1, layout="test")

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from prefixd.client import Client
 from prefixd.server.access.caller import Caller
 from prefixd.server.rpc import processes
 from prefixd.server.rpc.processes import ProcessWatch
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -248,10 +248,12 @@ def _serve_apart(short_folder: Path) -> None:
             assert client.stats().reservations == 1
             engine.kill()
             engine.wait()
-            deadline_s = time.monotonic() + 60
-            while (stats := client.stats()).reservations or any(tier.quarantined_bytes for tier in stats.tiers):
-                assert time.monotonic() < deadline_s, "its end was not noticed"
-                time.sleep(0.05)
+
+            def noticed() -> bool:
+                stats = client.stats()
+                return not stats.reservations and not any(tier.quarantined_bytes for tier in stats.tiers)
+
+            wait_until(noticed, "its end was not noticed")
     finally:
         daemon.kill()
         daemon.wait()

@@ -7,21 +7,21 @@ import gc
 import math
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.pacer import Pacer
-from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec, TieredCache, Tiers, Trie
+from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec, TieredCache, Trie
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows
 from prefixd.server.services import prefix_info, prefix_keys, prefix_pages
 from prefixd.server.services.prefix_info import LIMIT, inspect_prefix
 from prefixd.server.services.prefix_keys import Prefix, find_prefix
 from prefixd.server.services.prefix_pages import list_prefixes
 from prefixd.v1 import admin_pb2 as pb
-from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
+from tests.rig import OpenCache
 
 RNG = np.random.default_rng(0)
 TOKENS = 4
@@ -30,15 +30,12 @@ SPECS.append(NamespaceSpec("third", 2 * TOKENS, (PartSpec("full", 0, 4096),)))  
 
 
 @pytest.fixture
-def cache() -> Iterator[TieredCache]:
-    arena = CpuArena(1 << 20)
-    engine = create_copy_engine("cpu")
-    made = TieredCache(Tiers.local(arena), engine, create_eviction_policy("lru", 0), lambda: 1000.0)
-    homes = [made.register(spec) for spec in SPECS]
-    yield made
+async def cache() -> AsyncIterator[TieredCache]:
+    opened = OpenCache(cpu_bytes=1 << 20, clock=lambda: 1000.0)
+    homes = [opened.cache.register(spec) for spec in SPECS]
+    yield opened.cache
     assert [home.ordinal for home in homes] == [0, 1, 2]
-    engine.close()
-    arena.close()
+    await opened.close(check=False)
 
 
 def enter(cache: TieredCache, namespace: int, blocks: int, used_s: float, parent: int | None = None) -> Rows:

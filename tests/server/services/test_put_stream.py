@@ -20,8 +20,6 @@ from prefixd.cache import (
     Reservation,
     Session,
     TieredCache,
-    Tiers,
-    check_integrity,
 )
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.sessions.reservations import ToFill
@@ -31,7 +29,7 @@ from prefixd.server.services import cache_service, put_stream
 from prefixd.server.services.put_stream import Put
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
-from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
+from tests.rig import OpenCache
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -39,15 +37,13 @@ BLOCK = 1 * MIB
 WINDOW = put_stream.WINDOW_BYTES // BLOCK
 
 
-class House:
+class House(OpenCache):
     """A cache of 48 blocks of 1 MiB, and a client of it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.arena, self.engine = CpuArena(48 * BLOCK), create_copy_engine("cpu")
-        policy, all_of_it = create_eviction_policy("lru", 1), self.arena.capacity_bytes
-        self.cache = TieredCache(
-            Tiers.local(self.arena), self.engine, policy, clock, CacheOptions(reserved_bytes=all_of_it)
-        )
+        super().__init__(cpu_bytes=48 * BLOCK, clock=clock, options=CacheOptions(reserved_bytes=48 * BLOCK))
+        assert self.arena is not None
+        self.pages = self.arena.pages
         self.session: Session = self.cache.leases.open("client", 1, 0.0, self.cache.tenants.default)
         self.namespace: Namespace = self.cache.register(NamespaceSpec("n", 1, (PartSpec("g", 0, BLOCK),)))
         self.session.namespaces[self.namespace.id] = self.namespace
@@ -69,29 +65,23 @@ class House:
     @property
     def reserved(self) -> int:
         """Blocks."""
-        return self.cache.leases.count(Reservation) and self.arena.pages.slots_used - self.cached
+        return self.cache.leases.count(Reservation) and self.pages.slots_used - self.cached
 
     @property
     def cached(self) -> int:
         chain = self.cache.chain(self.namespace, np.arange(64, dtype="<u4").tobytes())
         return len(self.cache.trie(self.namespace).match(self.namespace.root, chain).rows)
 
-    async def close(self) -> None:
-        check_integrity(self.cache)
+    def check(self) -> None:
+        super().check()
         assert not self.cache.leases.count(Reservation)
-        assert self.arena.pages.slots_used == self.cached
-        await self.cache.close()
-        self.engine.close()
-        self.arena.close()
+        assert self.pages.slots_used == self.cached
 
 
 def simulate(work: Callable[[House], Coroutine[Any, Any, T]]) -> T:
     async def housed() -> T:
-        house = House(asyncio.get_running_loop().time)
-        try:
+        async with House(asyncio.get_running_loop().time) as house:
             return await work(house)
-        finally:
-            await house.close()
 
     with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
         return runner.run(housed())
@@ -241,7 +231,7 @@ def test_a_stream_ends_with_its_session_and_with_its_caller() -> None:
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
-        assert house.arena.pages.slots_used == 0
+        assert house.pages.slots_used == 0
         filling.clear()
         ended = asyncio.create_task(house.put(stream()))
         await filling.wait()

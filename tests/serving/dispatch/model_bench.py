@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from prefixd.base.sampling import Sampling
-from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
+from prefixd.cache import NamespaceSpec, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.options import CacheOptions
 from prefixd.serving.dispatch.dispatcher import Dispatcher
@@ -28,15 +28,9 @@ from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.model import CausalModel
 from prefixd.worker_protocol.protocol import Cancel, Done, Extend, PromptImage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
-from prefixd_swap import (
-    CpuArena,
-    FramePool,
-    SlabStore,
-    create_copy_engine,
-    create_eviction_policy,
-    create_memory,
-)
+from prefixd_swap import FramePool
 from prefixd_swap.tiers import PagedGpuTier
+from tests.rig import OpenCache
 
 STEP_TOKENS = 64
 
@@ -201,18 +195,22 @@ class ModelBench:
 async def open_model_bench(model: CausalModel, folder: Path, frames: int) -> AsyncIterator[ModelBench]:
     """A bench with so many frames, 16 MiB in the CPU tier and 64 MiB on disk; another one on the same folder finds what
     this one has written."""
-    memory = create_memory("cpu", model.spec.groups.chunk_bytes)
-    pool = FramePool(memory, model.spec.groups.frame_bytes, frames)
-    arena = CpuArena(16 << 20)
-    store = SlabStore.open(folder, 64 << 20)
-    engine = create_copy_engine("cpu")
-    policy = create_eviction_policy("lru", 0)
-    tiers = Tiers.local(arena, store, pool)
-    if model.spec.groups.whole_pages:
-        tiers.compute = PagedGpuTier(pool)
-    cache = TieredCache(tiers, engine, policy, time.monotonic, CacheOptions(write_back=False))
+    groups = model.spec.groups
+    opened = OpenCache(
+        folder,
+        cpu_bytes=16 << 20,
+        disk_bytes=64 << 20,
+        frames=frames,
+        frame_bytes=groups.frame_bytes,
+        chunk_bytes=groups.chunk_bytes,
+        compute=PagedGpuTier if groups.whole_pages else None,
+        clock=time.monotonic,
+        options=CacheOptions(write_back=False),
+    )
+    cache = opened.cache
     cache.restore()
-    bench = ModelBench(model, cache, pool)
+    assert opened.pool is not None
+    bench = ModelBench(model, cache, opened.pool)
     work = asyncio.create_task(bench.work())
     try:
         yield bench
@@ -223,11 +221,5 @@ async def open_model_bench(model: CausalModel, folder: Path, frames: int) -> Asy
         with suppress(asyncio.CancelledError):
             await work
         bench.dispatcher.abandon()
-        await cache.close()
-    check_integrity(cache)
+        await opened.close()
     assert not any(trie.holds[: trie.rows].any() for trie in cache.tries)
-    pool.close()
-    memory.close()
-    arena.close()
-    store.close()
-    engine.close()

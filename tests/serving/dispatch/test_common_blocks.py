@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,17 +15,12 @@ from prefixd.cache.index.trie import CPU
 from prefixd.images.decoding import Pixels
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.loading import piece_load, tail_load
+from prefixd.serving.request.request import Request
 from prefixd.worker_protocol.protocol import Arrived, Extend, PromptImage, Start
+from tests.serving.bench import Bench, Events, Expected, MakeBench
 from tests.serving.dispatch.test_loading import pace
 from tests.serving.fake_worker import BLOCK, MODELS
-
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
-    Events = Callable[[Request], tuple[list[int], object]]
-    Expected = Callable[[Sequence[int], int], list[int]]
+from tests.waiting import until
 
 PROMPT = range(100, 133)  # 8 blocks and a token
 LONGER = range(100, 157)  # 14 and a token
@@ -185,7 +180,7 @@ async def test_what_is_loaded_beside_a_run_may_be_common(
     await bench.running(request)
     assert house.found(request) == 0
     bench.step()
-    await bench.until(lambda: any(isinstance(message, Extend) for message in bench.sent))
+    await until(lambda: any(isinstance(message, Extend) for message in bench.sent))
     bench.engine.open.set()
     await bench.finish(request)
     assert any(isinstance(message, Arrived) for message in bench.sent)

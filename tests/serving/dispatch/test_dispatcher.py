@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,14 +12,8 @@ from prefixd.cache.placement.retention import Retention
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Start, Step, Update
 from prefixd_scheduler import Distance, QueueFullError
-
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
-    Events = Callable[[Request], tuple[list[int], object]]
-    Expected = Callable[[Sequence[int], int], list[int]]
+from tests.serving.bench import Bench, Events, Expected, MakeBench
+from tests.waiting import until
 
 WAITING, STAGING, READY = RequestState.WAITING, RequestState.STAGING, RequestState.READY
 COLD = range(100, 117)  # 4 blocks of 4 tokens, and one that has to be computed
@@ -165,9 +157,9 @@ async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_benc
     busy = bench.submit(range(5))
     await bench.running(busy)
     staged = bench.submit(WARM)
-    await bench.until(lambda: staged.state is READY)
+    await until(lambda: staged.state is READY)
     urgent = bench.submit(COLD, priority=-1)
-    await bench.until(lambda: staged.state is WAITING)
+    await until(lambda: staged.state is WAITING)
     trie = bench.cache.trie(bench.namespace)
     rows = staged.rows
     assert len(rows) == 4
@@ -185,13 +177,13 @@ async def test_a_request_uses_its_prefix_once_however_often_it_is_staged(make_be
     async def waits() -> set[int]:
         bench.now += 10.0
         request = bench.submit(WARM)
-        await bench.until(lambda: request.state is READY)
+        await until(lambda: request.state is READY)
         for _ in range(3):
             bench.now += 5.0
             urgent = bench.submit(range(1000, 1005), priority=-1)
-            await bench.until(lambda: request.state is WAITING)
+            await until(lambda: request.state is WAITING)
             bench.dispatcher.cancel(urgent)
-            await bench.until(lambda: request.state is READY)
+            await until(lambda: request.state is READY)
         uses = set(request.trie.uses[request.rows].tolist())
         assert set(request.trie.last_used[request.rows].tolist()) == {bench.now}
         bench.dispatcher.cancel(request)
@@ -206,7 +198,7 @@ async def test_a_copy_under_way_keeps_its_frames_when_its_request_leaves_the_win
     await bench.cached(COLD)
     bench.engine.open.clear()
     slow = bench.submit(WARM, priority=1)
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     urgent = bench.submit(COLD, priority=0)
     for _ in range(20):  # the dispatcher looks; `quiet` would wait for the copy
         await asyncio.sleep(0)

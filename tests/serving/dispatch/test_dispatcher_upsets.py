@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -18,14 +17,8 @@ from prefixd.serving.generation import inbox
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, Done, Start
 from prefixd_scheduler import SharedLimit
-
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
-    Events = Callable[[Request], tuple[list[int], object]]
-    Expected = Callable[[Sequence[int], int], list[int]]
+from tests.serving.bench import Bench, Events, Expected, MakeBench
+from tests.waiting import until
 
 ONE = range(100, 117)  # 5 frames to start with
 TWO = range(200, 217)
@@ -65,7 +58,7 @@ async def test_staged_prefixes_give_way_to_what_runs(make_bench: MakeBench) -> N
     busy = bench.submit(ONE, max_tokens=30)  # 12 blocks in the end
     await bench.running(busy)
     waiting = bench.submit(WARM)
-    await bench.until(lambda: waiting.state is RequestState.READY)
+    await until(lambda: waiting.state is RequestState.READY)
     await bench.finish(busy)
     assert not bench.dispatcher.preemption.counters.preempted
     await bench.finish(waiting)
@@ -129,7 +122,7 @@ async def test_everyone_is_told_when_the_worker_is_given_up(make_bench: MakeBenc
     await bench.cached(WARM)
     requests = [bench.submit(prompt) for prompt in (ONE, TWO, WARM)]
     await bench.running(requests[0])
-    await bench.until(lambda: requests[2].state is RequestState.READY)
+    await until(lambda: requests[2].state is RequestState.READY)
     bench.die(gave_up=True)
     for request in requests:
         tokens, error = events(request)
@@ -150,7 +143,7 @@ async def test_a_worker_that_dies_while_room_is_made_is_given_nothing(make_bench
     bench.sent.clear()
     bench.engine.open.clear()
     second = bench.submit(TWO)  # its frames have to be emptied first, which takes a copy
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     bench.die()
     bench.engine.open.set()
     await bench.quiet()
@@ -206,7 +199,7 @@ async def test_a_crowd_is_told_a_slice_at_a_time(
     crowd = [bench.submit(range(k, k + 9)) for k in range(7)]
     bench.die(gave_up=True)
     assert len(bench.dispatcher.waiting) == 5
-    await bench.until(lambda: not bench.dispatcher.waiting)
+    await until(lambda: not bench.dispatcher.waiting)
     for request in crowd:
         tokens, error = events(request)
         assert (tokens, type(error)) == ([], UnavailableError)
@@ -284,14 +277,14 @@ async def test_cancelled_while_its_prefix_comes_up(make_bench: MakeBench, events
     await bench.cached(WARM)
     bench.engine.open.clear()
     request = bench.submit(WARM)
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     bench.dispatcher.cancel(request)
     assert events(request) == ([], "cancelled")
     trie = bench.cache.trie(bench.namespace)
     assert trie.holds[:, GPU].sum() == 4  # the copy still writes there
     bench.engine.open.set()
     await bench.quiet()
-    await bench.until(lambda: not trie.holds[:, GPU].any())
+    await until(lambda: not trie.holds[:, GPU].any())
     assert not bench.sent
 
 
@@ -412,7 +405,7 @@ async def test_without_memory_for_one_more_fewer_run_and_all_are_served(
     await bench.running(refused)  # when one more is tried
     await bench.finish(served, refused)
     assert events(served)[0] == expected(ONE, 2) and events(refused)[0] == expected(TWO, 2)
-    await bench.until(lambda: concurrency_limit.PART not in troubles)
+    await until(lambda: concurrency_limit.PART not in troubles)
 
 
 async def test_without_memory_for_a_request_alone_its_caller_is_told(make_bench: MakeBench, events: Events) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -13,14 +12,10 @@ import numpy as np
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenants import Quota, Tenant, TierQuota
 from prefixd.cache import check_integrity
+from prefixd.serving.request.request import Request
 from prefixd_scheduler import QueuedRequest
-
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    Events = Callable[[Request], tuple[list[int], object]]
-    MakeBench = Callable[..., Awaitable[Bench]]
+from tests.serving.bench import Bench, Events, MakeBench
+from tests.waiting import until
 
 
 class Home:
@@ -80,7 +75,7 @@ async def test_a_flood_at_its_most_waits_for_its_own_and_others_pass_it(make_ben
     flood = [a.submit(prompt(number)) for number in range(1, 9)]
     await bench.quiet()
     others = [b.submit(prompt(number)) for number in range(11, 13)]
-    await bench.until(lambda: len(bench.runs) == 3)
+    await until(lambda: len(bench.runs) == 3)
     assert sorted(bench.runs) == sorted([flood[0].id, others[0].id, others[1].id])
     assert await finish(bench, [*flood, *others], [a], [4]) == 3
 
@@ -91,7 +86,7 @@ async def test_a_shared_prefix_counts_once(make_bench: MakeBench) -> None:
     first = a.submit(range(17))
     assert await finish(bench, [first], [a], [7]) == 1
     again = [a.submit([*range(16), 99 + number]) for number in range(4)]
-    await bench.until(lambda: len(bench.runs) == 3)
+    await until(lambda: len(bench.runs) == 3)
     await bench.quiet()
     assert len(bench.runs) == 3, "four blocks that all have, and one of each"
     await finish(bench, again, [a], [7])
@@ -121,11 +116,11 @@ async def test_running_requests_leave_others_what_they_are_guaranteed(make_bench
     bench = await make_bench(12, max_running=8)
     a, b = Home(bench, "a"), Home(bench, "b", guaranteed=6)
     flood = [a.submit(prompt(number), 3) for number in range(1, 6)]
-    await bench.until(lambda: len(bench.runs) == 2)
+    await until(lambda: len(bench.runs) == 2)
     await bench.quiet()
     assert len(bench.runs) == 2, "of three blocks each"
     others = [b.submit(prompt(number), 3) for number in range(11, 13)]
-    await bench.until(lambda: {each.id for each in others} <= set(bench.runs))  # at once: nobody ends meanwhile
+    await until(lambda: {each.id for each in others} <= set(bench.runs))  # at once: nobody ends meanwhile
     assert await finish(bench, [*flood, *others], [a], [12]) == 4
     assert not any(each.resumed for each in [*flood, *others]), "nobody was preempted"
 
@@ -142,7 +137,7 @@ async def test_what_several_tenants_run_leaves_others_their_guarantees(make_benc
     bench = await make_bench(12, max_running=8)
     a, b, c = Home(bench, "a"), Home(bench, "b", guaranteed=6), Home(bench, "c")
     flood = [home.submit(prompt(number)) for number in range(1, 4) for home in (a, c)]
-    await bench.until(lambda: len(bench.runs) == 2)
+    await until(lambda: len(bench.runs) == 2)
     await bench.quiet()
     assert len(bench.runs) == 2, "six frames together"
     assert await finish(bench, [*flood, b.submit(prompt(9))], [a], [12]) >= 3

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 
 from prefixd.cache.index.trie import CPU, GPU
 from prefixd.serving.dispatch.options import StatePolicy
 from prefixd.serving.dispatch.recorder import StateCounters
+from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend, Start
 from prefixd_scheduler import Distance
+from tests.serving.bench import Bench, Events, Expected, MakeBench
 from tests.serving.fake_worker import BLOCK, MODELS
-
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
-    Events = Callable[[Request], tuple[list[int], object]]
-    Expected = Callable[[Sequence[int], int], list[int]]
 
 LONG = range(100, 181)  # 20 blocks and a token
 K = MODELS["windows"].block_frames

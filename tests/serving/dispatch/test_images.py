@@ -5,9 +5,8 @@ The bench's worker checks each cached byte that it is told to read against the t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,17 +16,13 @@ from hypothesis import strategies as st
 from prefixd.images import identity
 from prefixd.images.decoding import InputArray, Pixels
 from prefixd.serving.images.prompt_images import PromptLayout
+from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, PromptImage, Start
+from tests.serving.bench import Bench, Events, MakeBench
 from tests.serving.fake_worker import BLOCK, MODELS, PLACEHOLDER, next_token, seen_tokens
 
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
-    BenchOf = Callable[..., AbstractAsyncContextManager[Bench]]
-    Events = Callable[[Request], tuple[list[int], object]]
+BenchOf = Callable[..., AbstractAsyncContextManager[Bench]]
 
 Piece = list[int] | tuple[str, int]
 """Tokens, or an image: its name and how many tokens it has."""

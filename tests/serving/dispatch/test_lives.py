@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,13 +19,9 @@ from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done
 from prefixd_scheduler import Distance
-from tests.serving.bench import Bench, Supervisor
+from tests.serving.bench import Bench, Events, Expected, Supervisor
 from tests.serving.fake_worker import BLOCK, MODELS
 from tests.slow import slow_but
-
-if TYPE_CHECKING:
-    Events = Callable[[Request], tuple[list[int], object]]
-    Expected = Callable[[Sequence[int], int], list[int]]
 
 S = RequestState
 COUNTED = (S.STAGING, S.RUNNING, S.STARVED, S.PREEMPTING, S.CANCELLING, S.WITHDRAWN)

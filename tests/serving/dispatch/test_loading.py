@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +15,10 @@ from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Arrived, Cancel, Extend, Start
 from prefixd_scheduler import Distance
 from prefixd_swap.transfers import Urgency
-from tests.serving.bench import Bench
+from tests.serving.bench import Bench, Expected, MakeBench
 from tests.serving.fake_worker import BLOCK, GEOMETRY
+from tests.waiting import until
 
-MakeBench = Callable[..., Awaitable[Bench]]
-Expected = Callable[[Sequence[int], int], list[int]]
 BLOCKS = 16
 PROMPT = [*range(100, 100 + BLOCKS * BLOCK), 7]
 
@@ -47,7 +46,7 @@ async def begun(bench: Bench, **options: Any) -> Any:
     bench.engine.open.clear()
     request = bench.submit(PROMPT, **{"max_tokens": 3, **options})
     await bench.running(request)
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     return request
 
 
@@ -63,7 +62,7 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     start = next(message for message in bench.sent if isinstance(message, Start))
     assert (start.cached_blocks, len(start.frames)) == (0, 2)
     bench.step()
-    await bench.until(lambda: any(isinstance(message, Extend) for message in bench.sent))
+    await until(lambda: any(isinstance(message, Extend) for message in bench.sent))
     bench.engine.open.set()
     await bench.quiet()
     await bench.finish(request)
@@ -86,7 +85,7 @@ async def test_what_moves_when_the_request_ends_is_let_go(make_bench: MakeBench,
     request = await begun(bench)
     for _ in range(steps):
         bench.step()
-        await bench.until(lambda: request.state is RequestState.RUNNING)
+        await until(lambda: request.state is RequestState.RUNNING)
     bench.dispatcher.cancel(request)
     bench.answer_cancels()
     assert request.state is RequestState.ENDED
@@ -156,7 +155,7 @@ async def test_what_was_given_up_would_have_taken_longer(
         bench.cost.observe_compute(blocks * BLOCK, blocks * 0.1)
     bench.engine.open.clear()
     request = bench.submit(PROMPT, max_tokens=1)
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     assert request.state is RequestState.STAGING
     bench.now += (waited_s := 0.3)
     await bench.running(request)
@@ -179,10 +178,10 @@ async def test_a_load_from_the_front_is_given_up_and_what_came_is_used(
     bench.engine.pass_on = pieces
     bench.engine.open.clear()
     request = bench.submit(PROMPT, max_tokens=3)
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     assert request.state is RequestState.STAGING
     loader = bench.dispatcher.loader
-    await bench.until(lambda: loader._loads[request.id].arrived == pieces)
+    await until(lambda: loader._loads[request.id].arrived == pieces)
     bench.now += 1000.0
     run = await bench.running(request)
     assert run.start.cached_blocks == pieces
@@ -202,7 +201,7 @@ async def test_a_piece_may_be_late_by_half_of_its_time_or_by_a_tenth_of_computin
     pace(bench, block_s=0.1)
     bench.engine.open.clear()
     request = bench.submit(PROMPT, max_tokens=3)
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     load = bench.dispatcher.loader._loads[request.id]
     assert load.behind_in_s(compute_s) == pytest.approx(left_s)
     bench.engine.open.set()
@@ -215,7 +214,7 @@ async def test_a_damaged_block_in_the_middle_ends_the_load_before_it(make_bench:
     tail = request.tail
     tail._load.failed = True  # as when a piece came in part
     bench.dispatcher.wake()
-    await bench.until(lambda: request.tail is None or tail.limit == tail.end_block)
+    await until(lambda: request.tail is None or tail.limit == tail.end_block)
     bench.engine.open.set()
     await bench.finish(request)
     assert request.state is RequestState.ENDED
@@ -275,7 +274,7 @@ async def test_a_load_whose_request_was_cancelled_teaches_nothing(make_bench: Ma
             before = bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU)
         bench.engine.open.clear()
         request = bench.submit(prompt, max_tokens=3)
-        await bench.until(lambda: bench.engine.waiting)
+        await until(lambda: bench.engine.waiting)
         bench.now += 0.001
         bench.dispatcher.cancel(request)
         bench.answer_cancels()
@@ -289,14 +288,14 @@ async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit
     bench = await make_bench(24)
     request = await begun(bench)
     bench.step()
-    await bench.until(lambda: any(isinstance(message, Extend) for message in bench.sent))
+    await until(lambda: any(isinstance(message, Extend) for message in bench.sent))
     bench.engine.open.set()
-    await bench.until(lambda: any(isinstance(message, Arrived) for message in bench.sent))
+    await until(lambda: any(isinstance(message, Arrived) for message in bench.sent))
     hits = list(bench.cache.counters.hit_tokens)
     bench.die()
     trie = bench.cache.trie(bench.namespace)
     tier = bench.cache.tiers.compute
-    await bench.until(lambda: request.state is not RequestState.RUNNING)
+    await until(lambda: request.state is not RequestState.RUNNING)
     rows = trie.match(bench.namespace.root, request.chain).rows[::-1]
     bench.cache.placement.drop(trie, rows, tier)
     for _ in range(5):
@@ -305,7 +304,7 @@ async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit
     bench.dispatcher.on_ready()
     await bench.running(request)
     assert request.tail is not None, "a part is loaded beside it again"
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     bench.engine.open.set()
     await bench.quiet()
     await bench.finish(request)
@@ -318,7 +317,7 @@ async def test_what_a_run_that_records_nothing_has_passed_over_is_held_to_its_en
     bench = await make_bench(24)
     request = await begun(bench, max_tokens=9, read_only=True)
     bench.step()
-    await bench.until(lambda: any(isinstance(message, Extend) for message in bench.sent))
+    await until(lambda: any(isinstance(message, Extend) for message in bench.sent))
     bench.engine.open.set()
     while not request.generated:
         await bench.quiet()
@@ -354,7 +353,7 @@ async def test_a_load_that_somebody_waits_for_stays_urgent_to_its_end(
     await bench.running(busy)
     bench.engine.open.clear()
     request = bench.submit(PROMPT)
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     bench.dispatcher.cancel(busy)
     bench.answer_cancels()
     urgencies: set[Urgency] = set()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,19 +11,13 @@ import pytest
 from prefixd.base.pacer import give_way
 from prefixd.cache.index.trie import CPU, GPU
 from prefixd.serving.dispatch import preemption
+from prefixd.serving.dispatch.preemption import PreemptionCounters
 from prefixd.worker_protocol.protocol import Cancel, Done, Extend, Start
 from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
+from tests.serving.bench import Bench, Events, Expected, MakeBench
 from tests.slow import slow_but
-
-if TYPE_CHECKING:
-    from prefixd.serving.dispatch.preemption import PreemptionCounters
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
-    Events = Callable[[Request], tuple[list[int], object]]
-    Expected = Callable[[Sequence[int], int], list[int]]
+from tests.waiting import until
 
 ONE = range(100, 117)  # 5 frames to start with
 TWO = range(200, 217)
@@ -60,7 +53,7 @@ async def pressed(bench: Bench) -> None:
 async def gone(bench: Bench) -> None:
     """The worker lets go of who gives way, and his blocks leave."""
     bench.answer_cancels()
-    await bench.until(lambda: not bench.dispatcher.preemption.moving)
+    await until(lambda: not bench.dispatcher.preemption.moving)
     await bench.quiet()
 
 
@@ -104,7 +97,7 @@ async def test_of_those_that_lack_a_frame_the_highest_priority_gets_one_first(ma
     high = bench.submit(TWO, max_tokens=12)
     await bench.running(high)
     bench.step()  # both have room for less than a block now, and there is one frame
-    await bench.until(lambda: cancels(bench))
+    await until(lambda: cancels(bench))
     assert [message.id for message in bench.sent if isinstance(message, Extend)] == [high.id]
     assert cancels(bench) == [low.id]
     await bench.finish(low, high)
@@ -268,7 +261,7 @@ async def test_many_blocks_go_a_slice_at_a_time_leaves_first(
     blocks = len(young.rows)
     bench.answer_cancels()
     if mode == "swap":
-        await bench.until(lambda: bench.engine.waiting)
+        await until(lambda: bench.engine.waiting)
         trie, rows = young.trie, young.found[: blocks - 2]
         assert trie.held(young.found, GPU).tolist() == [False] * (blocks - 2) + [True] * 2
         assert await bench.cache.mover.forget(trie, rows[::-1].tolist()) == 0, "they have children"
@@ -313,7 +306,7 @@ async def test_nobody_else_gives_way_while_blocks_go_down(make_bench: MakeBench)
     assert cancels(bench) == [requests[2].id]
     bench.engine.open.clear()
     bench.answer_cancels()
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     for _ in range(30):  # the frame of its last block is soon used up; `quiet` would wait for the copy
         bench.step()
         await asyncio.sleep(0)

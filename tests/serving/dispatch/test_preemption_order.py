@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
 
 from prefixd.server.figures.metrics import MetricsCollector
 from prefixd.v1 import admin_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
+from tests.daemons import Answer, Remote
 
 pytestmark = pytest.mark.slow
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
-
 from prefixd.base.sampling import BeamSearch
 from prefixd.worker_protocol.protocol import Cancel, Start
-
-if TYPE_CHECKING:
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
+from tests.serving.bench import Bench, MakeBench
+from tests.waiting import until
 
 
 def started(bench: Bench) -> list[int]:
@@ -114,7 +108,7 @@ async def test_a_place_is_kept_for_a_tenant_that_comes_later(make_bench: MakeBen
     bench.cache.tenants.known("flood")
     bench.cache.tenants.known("late")
     flood = [bench.submit(range(100 * n, 100 * n + 9), max_tokens=9, tenant="flood") for n in range(1, 9)]
-    await bench.until(lambda: len(bench.runs) == 2)
+    await until(lambda: len(bench.runs) == 2)
     await bench.quiet()
     assert bench.dispatcher.requests_of("flood") == (6, 2), "one is kept for late, and one for the default tenant"
     late = bench.submit(range(2000, 2009), max_tokens=9, tenant="late")

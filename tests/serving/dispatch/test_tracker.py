@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +14,9 @@ from hypothesis import strategies as st
 from prefixd.cache import NONE
 from prefixd.cache.index.trie import DISK, GPU
 from prefixd.serving.dispatch.tracker import PrefixTracker
+from prefixd.serving.request.request import Request
 from prefixd_scheduler import Distance, RequestQueue, create_policy, prompt_weight
-
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
+from tests.serving.bench import Bench, MakeBench
 
 BLOCK = 4
 BRANCHES = st.lists(st.integers(0, 1), min_size=1, max_size=5)

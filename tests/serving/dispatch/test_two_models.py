@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 
 from prefixd.cache import NamespaceSpec
 from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.request.request import Request
 from tests.serving.bench import Bench
 from tests.serving.fake_worker import BLOCK, GEOMETRY
-
-if TYPE_CHECKING:
-    from prefixd.serving.request.request import Request
+from tests.waiting import WAIT_S
 
 Make = Callable[..., Awaitable[Bench]]
 Pair = tuple[Bench, Bench]
@@ -43,13 +41,12 @@ def prompt(seed: int, blocks: int) -> list[int]:
 
 async def finish(pair: Pair) -> None:
     """Computes until nothing waits or runs in either."""
-    deadline = time.monotonic() + 60
-    while any(bench.dispatcher.waiting or bench.dispatcher.running for bench in pair):
-        assert time.monotonic() < deadline, "not within 60 s"
-        for bench in pair:
-            bench.answer_cancels()
-            bench.step()
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(WAIT_S):
+        while any(bench.dispatcher.waiting or bench.dispatcher.running for bench in pair):
+            for bench in pair:
+                bench.answer_cancels()
+                bench.step()
+            await asyncio.sleep(0.001)
 
 
 async def test_a_prompt_of_one_is_unknown_to_the_other(pair: Pair) -> None:

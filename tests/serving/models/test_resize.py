@@ -19,6 +19,7 @@ from prefixd.serving.request.states import RequestState
 from prefixd_swap import NewFrames, OutOfMemoryError
 from tests.serving.bench import Bench, Supervisor
 from tests.serving.fake_worker import GEOMETRY
+from tests.waiting import until
 
 FRAME = GEOMETRY.block_bytes
 
@@ -90,7 +91,7 @@ async def test_a_request_that_runs_keeps_what_it_may_need(resizing: Any) -> None
     await bench.running(large)
     bench.step()
     shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
-    await bench.until(lambda: bench.cache.tiers.frames.capacity == 10)
+    await until(lambda: bench.cache.tiers.frames.capacity == 10)
     too_large = bench.submit(range(200, 224))  # 7 blocks: more than 5, but not more than there are
     small = bench.submit(range(300, 304))
     await bench.quiet()
@@ -134,14 +135,14 @@ async def test_one_at_a_time_and_ended_between_two_slices(resizing: Any) -> None
     supervisor.lets_go.clear()
     steps = resize.resize(4 * FRAME, 1.0)
     await anext(steps)
-    await bench.until(lambda: supervisor.told)
+    await until(lambda: supervisor.told)
     with pytest.raises(PreconditionError, match=f"to {4 * FRAME} bytes now"):
         await anext(resize.resize(8 * FRAME, 1.0))
     await steps.aclose()
     with pytest.raises(PreconditionError):  # its slice is still under way
         await anext(resize.resize(8 * FRAME, 1.0))
     supervisor.lets_go.set()
-    await bench.until(lambda: not resize._begun)
+    await until(lambda: not resize._begun)
     frames = bench.cache.tiers.frames
     assert frames.lasting == frames.memory.chunk_count == 12, "it has the size that it has come to"
     assert (await to(resize, 16)).nbytes == 16 * FRAME
@@ -199,10 +200,10 @@ async def test_memory_that_could_not_be_given_back_goes_with_the_next_resize(
 
 
 async def test_the_end_of_the_daemon_ends_a_resize(resizing: Any) -> None:
-    bench, supervisor, resize = await resizing(16)
+    _bench, supervisor, resize = await resizing(16)
     supervisor.lets_go.clear()
     shrinking = asyncio.create_task(to(resize, 4))
-    await bench.until(lambda: supervisor.told)
+    await until(lambda: supervisor.told)
     resize.interrupt()
     supervisor.lets_go.set()
     done = await shrinking
@@ -225,9 +226,9 @@ async def test_what_a_dead_worker_ran_keeps_the_tier_as_large_as_it_needs(
         large.id in bench.dispatcher.requests.interrupted
         and bench.dispatcher.requests.begun_frames() == large.most_blocks == 10
     )
-    await bench.until(lambda: large.state is RequestState.WAITING)
+    await until(lambda: large.state is RequestState.WAITING)
     shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
-    await bench.until(lambda: bench.cache.tiers.frames.capacity == 10)
+    await until(lambda: bench.cache.tiers.frames.capacity == 10)
     bench.dispatcher.on_ready()
     await bench.finish(small, large)
     assert [request.events._queue[-1].__class__.__name__ for request in (small, large)] == ["Ended", "Ended"]
@@ -242,9 +243,9 @@ async def test_who_would_not_fit_the_smaller_tier_is_not_handed_over_meanwhile(r
     await bench.finish(old)
     bench.engine.open.clear()
     large = bench.submit(range(200, 224), max_tokens=24)  # 7 blocks at first, 12 at the end
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
-    await bench.until(lambda: bench.cache.tiers.frames.lasting == 5)
+    await until(lambda: bench.cache.tiers.frames.lasting == 5)
     bench.engine.open.set()
     small = bench.submit(range(300, 304))
     await bench.finish(large, small)
@@ -260,14 +261,14 @@ async def test_a_slow_tier_below_does_not_hold_a_resize_for_ever(resizing: Any) 
     await bench.finish(old)
     bench.engine.open.clear()
     shrinking = asyncio.create_task(to(resize, 4, wait_s=5.0))
-    await bench.until(lambda: bench.engine.waiting)
+    await until(lambda: bench.engine.waiting)
     bench.now += 6
     done = await shrinking
     assert done.nbytes > 4 * FRAME and "eviction" in done.unfinished
     steps = resize.resize(4 * FRAME, 1e9)
     await anext(steps)
     await steps.aclose()
-    await bench.until(lambda: not resize._begun)  # hanging up ends it, though the copies have not ended
+    await until(lambda: not resize._begun)  # hanging up ends it, though the copies have not ended
     bench.engine.open.set()
     await bench.quiet()
     check_integrity(bench.cache)
@@ -286,9 +287,9 @@ async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> Non
         trie.pinned[trie.match(bench.namespace.root, request.chain).rows] = True
 
     async def ended(request: Request) -> str:
-        await bench.until(lambda: bench.dispatcher._supply._lacking == (request.id, bench.now))
+        await until(lambda: bench.dispatcher._supply._lacking == (request.id, bench.now))
         bench.now += 31
-        await bench.until(lambda: request.state in (RequestState.CANCELLING, RequestState.ENDED))
+        await until(lambda: request.state in (RequestState.CANCELLING, RequestState.ENDED))
         bench.answer_cancels()
         await bench.quiet()
         *_, error = request.events._queue
@@ -299,7 +300,7 @@ async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> Non
     starved = bench.submit(range(200, 216), max_tokens=24)  # 5 blocks at first, 10 at the end
     run = await bench.running(starved)
     # A frame may come only with the next look: it lacks one for good when it has the 8 that are not pinned.
-    await bench.until(lambda: bench.step() or (len(run.frames) == 8 and starved.state is RequestState.STARVED))
+    await until(lambda: bench.step() or (len(run.frames) == 8 and starved.state is RequestState.STARVED))
     behind = bench.submit(range(300, 320))
     assert "12 of 12 frames of the gpu tier are held, 4 blocks are pinned" in await ended(starved)
     await bench.finish(behind)

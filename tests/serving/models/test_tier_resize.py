@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from prefixd.v1 import admin_pb2, cache_pb2
-
-if TYPE_CHECKING:
-    from tests.daemons import Answer, Remote
+from tests.daemons import Remote, collect
 
 pytestmark = pytest.mark.slow
 
@@ -104,16 +102,14 @@ def test_what_was_cached_goes_down_and_is_found_there(remote: Remote, prompt: Ca
     resize(remote, LARGE)
 
 
-def test_a_worker_killed_in_the_middle(
-    remote: Remote, prompt: Callable[..., list[int]], collector: Callable[[Any], Answer]
-) -> None:
+def test_a_worker_killed_in_the_middle(remote: Remote, prompt: Callable[..., list[int]]) -> None:
     """Its successor is handed what there is then; what ran ends with the same tokens."""
     tokens = prompt(80, 60)
     expected = remote.generate(tokens, max_tokens=400, salt=b"alone").tokens
     for nbytes in (SMALL, LARGE):
         stream = remote.begin(tokens, max_tokens=400, salt=bytes([nbytes >> 20]))
         with ThreadPoolExecutor(2) as threads:
-            answer = threads.submit(collector, stream)
+            answer = threads.submit(collect, stream)
             stats = remote.until(lambda stats: stats.worker.running_requests == 1 and stats.worker.pid)
             resizing = threads.submit(resize, remote, nbytes)
             os.kill(stats.worker.pid, signal.SIGKILL)
@@ -123,7 +119,7 @@ def test_a_worker_killed_in_the_middle(
 
 
 def test_a_request_that_needs_more_is_waited_for(
-    remote: Remote, prompt: Callable[..., list[int]], collector: Callable[[Any], Answer], refused: Any
+    remote: Remote, prompt: Callable[..., list[int]], refused: Any
 ) -> None:
     """Those that run end as they would have; those that come, or wait, are told why they cannot run."""
     assert resize(remote, LARGE).unfinished == ""
@@ -136,7 +132,7 @@ def test_a_request_that_needs_more_is_waited_for(
     check_size(remote, answer.nbytes)
     with ThreadPoolExecutor(1) as threads:
         resizing = threads.submit(resize, remote, LARGE // 8, wait_s=60)
-        assert len(collector(stream).tokens) == 1900
+        assert len(collect(stream).tokens) == 1900
         assert resizing.result().unfinished == ""
     check_size(remote, LARGE // 8)
     with refused("RESOURCE_EXHAUSTED", str(LARGE // 8)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,12 +11,9 @@ from prefixd.serving.dispatch.options import EVERY_BLOCK
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import FullAttention, Need, RecurrentState, SlidingWindow
+from tests.serving.bench import Bench, MakeBench
 from tests.serving.fake_worker import BLOCK, GEOMETRY, MODELS
-
-if TYPE_CHECKING:
-    from tests.serving.bench import Bench
-
-    MakeBench = Callable[..., Awaitable[Bench]]
+from tests.waiting import until
 
 FRAME = GEOMETRY.block_bytes
 LONG = range(100, 181)  # 20 blocks and a token
@@ -96,7 +91,7 @@ async def test_a_block_ahead_of_the_last_known_token_is_not_needed(make_bench: M
     await bench.running(request)
     assert running(bench) == 0, "a block that is filled in part is needed"
     bench.step()
-    await bench.until(lambda: request.state is RequestState.RUNNING and request.run.blocks == 22)
+    await until(lambda: request.state is RequestState.RUNNING and request.run.blocks == 22)
     assert (request.chain.tokens, running(bench)) == (82, FRAME)
     await bench.finish(request)
     assert (running(bench), cached(bench)) == (0, Unused())

@@ -15,7 +15,8 @@ from benchmarks.engines.sglang_engine import EngineProcess
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from tests.sglang.engine.tiny_llama import VOCABULARY, make_adapter, make_model
-from tests.sglang.served import DAEMON, flush, options, poll
+from tests.sglang.served import DAEMON, flush, options
+from tests.waiting import wait_until
 
 PAGE_TOKENS = 16
 PROMPT_PAGES = 20  # SGLang asks its storage about no less than 256 tokens
@@ -67,7 +68,7 @@ def prompt(number: int) -> list[int]:
 
 def wait_until_saved(daemon: DaemonProcess, blocks: int) -> None:
     with Client(daemon.address) as client:
-        poll(
+        wait_until(
             lambda: sum(each.blocks for each in client.stats().namespaces) >= blocks, f"{blocks} blocks were not saved"
         )
 
@@ -102,12 +103,12 @@ def test_an_engine_started_again_computes_what_it_computed(
         assert second.generate(prompt(2))[1] == 0
         assert counted(second.metrics(), "sglang:prefixd_hit_pages_total", "disk") == 2 * PROMPT_PAGES
 
-        poll(second.flush, "SGLang's caches were not flushed")
+        wait_until(second.flush, "SGLang's caches were not flushed")
         assert second.generate(prompt(1)) == (computed, STORED)
         assert second.clear_storage()
-        poll(second.flush, "SGLang's caches were not flushed")
+        wait_until(second.flush, "SGLang's caches were not flushed")
         assert second.generate(prompt(1)) == (computed, 0)
 
         daemon.kill()
-        poll(second.flush, "SGLang's caches were not flushed")
+        wait_until(second.flush, "SGLang's caches were not flushed")
         assert second.generate(prompt(1)) == (computed, 0)

@@ -41,7 +41,7 @@ async def test_a_full_queue_makes_reserve_wait_until_the_disk_has_caught_up(
 
 
 async def test_who_waits_for_a_durable_commit_goes_on_when_enough_of_it_is_written(
-    make_rig: MakeRig, eventually: Callable[[Callable[[], bool]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(cpu=64, disk=128, write_back=True, write_queue=6)
     monkeypatch.setattr("prefixd.cache.moving.mover._DURABLE_BYTES", 2 * rig.part_bytes)
@@ -54,14 +54,14 @@ async def test_who_waits_for_a_durable_commit_goes_on_when_enough_of_it_is_writt
     monkeypatch.setattr(rig.ops, "fdatasync", sync)
     rig.start_write_back()
     commit = asyncio.create_task(rig.put(range(12), durable=True))
-    await eventually(lambda: bool(begun))
+    await until(lambda: bool(begun))
     waiting = asyncio.create_task(rig.cache.reserve(rig.session, rig.namespace, rig.chain([50])))
     await turns()
     assert not waiting.done()
     while rig.cache.mover.queued[0] >= 6:
         before = len(begun)
         syncs.release()
-        await eventually(lambda before=before: len(begun) > before)  # type: ignore[misc]
+        await until(lambda before=before: len(begun) > before)  # type: ignore[misc]
     reservation = await asyncio.wait_for(waiting, 20)
     assert not commit.done(), "the last pieces are not written yet"
     assert isinstance(reservation, Reservation)

@@ -25,7 +25,6 @@ from benchmarks.checks.power_cuts.power_player import Player, Violation, World, 
 from benchmarks.checks.power_cuts.power_steps import Life, draw, smaller
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
-from prefixd_swap.slab.store import SlabStore
 
 _SHRINK_CHOICES = 4  # ways of losing data to try at each position of a smaller case
 
@@ -47,7 +46,7 @@ class Finding:
         return "\n".join(lines)
 
 
-def run_case(lives: Sequence[Life], folder: Path, store_class: type[SlabStore] = SlabStore) -> int:
+def run_case(lives: Sequence[Life], folder: Path) -> int:
     """Live the lives, each on what the cut before left; how many of the calls had returned at the cuts.
 
     Raises:
@@ -57,13 +56,13 @@ def run_case(lives: Sequence[Life], folder: Path, store_class: type[SlabStore] =
     acknowledged = 0
     root = _fresh(folder)
     for ordinal, life in enumerate(lives):
-        player = Player(root, world, store_class)
+        player = Player(root, world)
         try:
             player.play(life.steps)
             position = life.position(player.ops.journal)
             after = _fresh(folder)
             player.ops.cut(position, life.choices, after / "disk")
-            world = audit(after / "disk", world, player.calls, position, store_class)
+            world = audit(after / "disk", world, player.calls, position)
         except Violation as error:
             raise Violation(str(error), ordinal) from error
         except Exception as error:
@@ -74,26 +73,26 @@ def run_case(lives: Sequence[Life], folder: Path, store_class: type[SlabStore] =
     return acknowledged
 
 
-def shrink(seed: int, problem: str, lives: Sequence[Life], store_class: type[SlabStore]) -> Finding:
+def shrink(seed: int, problem: str, lives: Sequence[Life]) -> Finding:
     """The case without the lives, steps and blocks that it does not need to fail, tried one after the other."""
     with _folder() as folder:
         found = True
         while found:
             found = False
             for candidate in smaller(lives):
-                failed = _fails(candidate, folder, store_class)
+                failed = _fails(candidate, folder)
                 if failed is not None:
                     problem, lives, found = *failed, True
                     break
     return Finding(seed, problem, tuple(lives))
 
 
-def _fails(lives: Sequence[Life], folder: Path, store_class: type[SlabStore]) -> tuple[str, tuple[Life, ...]] | None:
+def _fails(lives: Sequence[Life], folder: Path) -> tuple[str, tuple[Life, ...]] | None:
     """Whether the case fails at any cut of its last life: how, and the case with that cut."""
     world, root = World(), _fresh(folder)
     try:
         for ordinal, life in enumerate(lives):
-            player = Player(root, world, store_class)
+            player = Player(root, world)
             player.play(life.steps)
             events = len(player.ops.journal)
             last = ordinal == len(lives) - 1
@@ -109,7 +108,7 @@ def _fails(lives: Sequence[Life], folder: Path, store_class: type[SlabStore]) ->
                 after = _fresh(folder)
                 player.ops.cut(position, cut.choices, after / "disk")
                 try:
-                    found = audit(after / "disk", world, player.calls, position, store_class)
+                    found = audit(after / "disk", world, player.calls, position)
                 except Violation as error:
                     return str(error), (*lives[:ordinal], cut)
                 if last:
@@ -120,9 +119,7 @@ def _fails(lives: Sequence[Life], folder: Path, store_class: type[SlabStore]) ->
     return None
 
 
-def run_cases(
-    seeds: Sequence[int], store_class: type[SlabStore] = SlabStore, shrink_first: int = 1
-) -> tuple[int, list[Finding]]:
+def run_cases(seeds: Sequence[int], shrink_first: int = 1) -> tuple[int, list[Finding]]:
     """Run the cases of these seeds: calls acknowledged, and the cases that failed, the first of them made smaller."""
     findings: list[Finding] = []
     acknowledged = 0
@@ -130,12 +127,12 @@ def run_cases(
         for seed in seeds:
             lives = draw(seed)
             try:
-                acknowledged += run_case(lives, folder, store_class)
+                acknowledged += run_case(lives, folder)
             except Violation as error:
                 problem, ordinal = error.args
                 finding = Finding(seed, problem, lives[: ordinal + 1])
                 if len(findings) < shrink_first:
-                    finding = shrink(seed, problem, finding.lives, store_class)
+                    finding = shrink(seed, problem, finding.lives)
                 findings.append(finding)
             for left in folder.iterdir():
                 rmtree(left)

@@ -143,7 +143,7 @@ def test_a_second_signal_ends_it_at_once(signalled: Signalled, moment: str, seco
 
 def test_sighup_never_ends_the_daemon(signalled: Signalled) -> None:
     """Before it can read its settings again, it remembers that it was asked to."""
-    read = "prefixd.server.settings_reload:SettingsReload._tell_of_removed"
+    read = "prefixd.server.settings_reload:SettingsReload._log_removed_tenants"
     early = {moment: HUP for moment in ("typer", "pydantic", "lmdb", "prefixd.cache.cache:TieredCache.restore")}
     done = signalled(early | {read: TERM, CLOSE: HUP, CLOSED: HUP}, SERVE)
     assert done.returncode == 0 and "Traceback" not in done.stderr

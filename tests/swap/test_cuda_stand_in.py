@@ -28,7 +28,7 @@ SUITES = {
             HERE / "test_frames.py",
             HERE / "copies",
             HERE / "vtensor/test_vattention.py",
-            TESTS / "integrations/engine/test_transfers_on_cuda.py",
+            TESTS / "integrations/engine/test_block_transfers_on_cuda.py",
         ],
         265,
     ),

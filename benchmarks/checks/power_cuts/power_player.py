@@ -85,24 +85,23 @@ class Violation(Exception):
 class Player:
     """Lives one life: opens the store in `root`, takes the steps, and remembers what was promised when."""
 
-    def __init__(self, root: Path, world: World, store_class: type[SlabStore]) -> None:
+    def __init__(self, root: Path, world: World) -> None:
         self.ops = PowerCutOps(root)
         self.calls: list[Call] = []
         self._root = root
         self._world = world.copy()
-        self._store_class = store_class
         self._alive: list[np.ndarray[Any, Any]] = []
 
     def play(self, steps: Sequence[Step]) -> None:
         """Take the steps; the store's own errors go through."""
-        store = open_store(self._root / "store", self._store_class, self.ops)
+        store = open_store(self._root / "store", self.ops)
         try:
             for step in steps:
                 match step:
                     case Restart(pages):
                         store.close()
                         begin = len(self.ops.journal)
-                        store = open_store(self._root / "store", self._store_class, self.ops, pages)
+                        store = open_store(self._root / "store", self.ops, pages)
                         self._done(begin, self._dropped(store, pages))
                     case Register(numbers, kept):
                         for number in numbers:
@@ -232,7 +231,7 @@ class Player:
         return Span(int(array.ctypes.data), len(content))
 
 
-def audit(root: Path, before: World, calls: Sequence[Call], position: int, store_class: type[SlabStore]) -> World:
+def audit(root: Path, before: World, calls: Sequence[Call], position: int) -> World:
     """Open what a cut at `position` left and hold it against what was promised until then; what the store holds.
 
     Raises:
@@ -250,7 +249,7 @@ def audit(root: Path, before: World, calls: Sequence[Call], position: int, store
             unsure_pins |= call.pins.keys()
             unsure_namespaces |= call.namespaces.keys()
     try:
-        store = open_store(root / "store", store_class, None)
+        store = open_store(root / "store", None)
     except Exception as error:
         raise Violation(f"the store cannot be opened again: {error!r}") from error
     try:
@@ -302,11 +301,9 @@ def _audit(
     return World(found, named, pins)
 
 
-def open_store(
-    path: Path, store_class: type[SlabStore], ops: PowerCutOps | None, pages: int = CAPACITY_PAGES
-) -> SlabStore:
+def open_store(path: Path, ops: PowerCutOps | None, pages: int = CAPACITY_PAGES) -> SlabStore:
     """The store as every case has it: small slabs, and one thread so that a case can be repeated."""
-    return store_class.open(path, pages * PAGE_BYTES, slab_bytes=4 * PAGE_BYTES, io_threads=1, ops=ops)
+    return SlabStore.open(path, pages * PAGE_BYTES, slab_bytes=4 * PAGE_BYTES, io_threads=1, ops=ops)
 
 
 def _read(store: SlabStore, nbytes: int, part: Any) -> bytes:

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import pytest
 
 from benchmarks.checks import power_loss
 from benchmarks.checks.power_cuts.power_cut import PowerCutOps
 from benchmarks.checks.power_cuts.power_player import Violation
+from prefixd_swap.slab.changes import StoreChanges
 from prefixd_swap.slab.files.slab_file import SlabFile
 from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.slab.index.block_record import record_slots
 from prefixd_swap.slab.index.index import SlabIndex
-from prefixd_swap.slab.store import SlabStore
+
+FLUSH = StoreChanges._flush
 
 
 def steps(finding: power_loss.Finding) -> int:
@@ -30,50 +33,59 @@ def test_no_cut_breaks_a_promise() -> None:
     assert acknowledged > 200
 
 
-class NoDataSync(SlabStore):
+def sync_no_data(self: StoreChanges, batch: Sequence[Commit]) -> None:
     """Names blocks in the index before their bytes are on the disk."""
-
-    def _flush(self, batch: Sequence[Commit]) -> None:
-        for commit in batch:
-            commit.slabs.clear()
-        super()._flush(batch)
+    for commit in batch:
+        commit.slabs.clear()
+    FLUSH(self, batch)
 
 
-class EarlyReuse(SlabStore):
+def reuse_early(self: StoreChanges, batch: Sequence[Commit]) -> None:
     """Gives slots of removed blocks to others before the removal is on the disk."""
+    for commit in batch:
+        for key, value in commit.changes:
+            old = self._index.get(key)
+            if value is None and old is not None:
+                free(self, old)
+    self._sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
+    replaced = {key for commit in batch for key, value in commit.changes if value is not None}
+    changes = [change for commit in batch for change in commit.changes]
+    for (key, _), value in zip(changes, self._index.apply(changes), strict=True):
+        if value is not None and key in replaced:
+            free(self, value)
 
-    def _flush(self, batch: Sequence[Commit]) -> None:
-        for commit in batch:
-            for key, value in commit.changes:
-                old = self._index.get(key)
-                if value is None and old is not None:
-                    self._writer.free([slot for slot, _ in record_slots(old)])
-        self._writer.sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
-        replaced = {key for commit in batch for key, value in commit.changes if value is not None}
-        changes = [change for commit in batch for change in commit.changes]
-        for (key, _), value in zip(changes, self._index.apply(changes), strict=True):
-            if value is not None and key in replaced:
-                self._writer.free([slot for slot, _ in record_slots(value)])
+
+def free(changes: StoreChanges, record: bytes) -> None:
+    with changes.lock:
+        changes._slabs.free(np.array([slot for slot, _ in record_slots(record)], np.int64))
+
+
+def forget_pins(self: StoreChanges, batch: Sequence[Commit]) -> None:
+    """Takes a block's pin away when the block is written again."""
+    FLUSH(self, batch)
+    self._index.pin([key for commit in batch for key, value in commit.changes if value is not None], False)
 
 
 @pytest.mark.slow
-def test_a_store_without_a_rule_is_found_out_by_a_small_case(tmp_path: Path) -> None:
-    _, findings = power_loss.run_cases(range(20), NoDataSync)
+def test_a_store_without_a_rule_is_found_out_by_a_small_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreChanges, "_flush", sync_no_data)
+    _, findings = power_loss.run_cases(range(20))
     assert findings
     smallest = findings[0]
     assert steps(smallest) <= 2, smallest
     assert "other bytes" in smallest.problem or "have checksum" in smallest.problem
     with pytest.raises(Violation):
-        power_loss.run_case(smallest.lives, tmp_path, NoDataSync)
+        power_loss.run_case(smallest.lives, tmp_path)
 
 
 @pytest.mark.slow
-def test_slots_that_are_reused_early_are_found_out(tmp_path: Path) -> None:
+def test_slots_that_are_reused_early_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreChanges, "_flush", reuse_early)
     # Not made smaller: one case in a hundred finds it, a long one, and each step less costs seconds.
-    _, findings = power_loss.run_cases(range(100), EarlyReuse, shrink_first=0)
+    _, findings = power_loss.run_cases(range(100), shrink_first=0)
     assert findings and "have checksum" in findings[0].problem
     with pytest.raises(Violation):
-        power_loss.run_case(findings[0].lives, tmp_path, EarlyReuse)
+        power_loss.run_case(findings[0].lives, tmp_path)
 
 
 def test_an_index_that_is_thrown_away_though_it_is_whole_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +100,10 @@ def test_an_index_that_is_thrown_away_though_it_is_whole_is_found_out(monkeypatc
     assert findings and "missing" in findings[0].problem
 
 
-class ForgetsPins(SlabStore):
-    """Takes a block's pin away when the block is written again."""
-
-    def _flush(self, batch: Sequence[Commit]) -> None:
-        super()._flush(batch)
-        self._index.pin([key for commit in batch for key, value in commit.changes if value is not None], False)
-
-
 @pytest.mark.slow
-def test_pins_that_are_lost_are_found_out() -> None:
-    _, findings = power_loss.run_cases(range(150), ForgetsPins, shrink_first=0)
+def test_pins_that_are_lost_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreChanges, "_flush", forget_pins)
+    _, findings = power_loss.run_cases(range(150), shrink_first=0)
     assert findings and "pins" in findings[0].problem
 
 

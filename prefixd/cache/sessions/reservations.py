@@ -248,9 +248,8 @@ class Reservations:
             self.end(reservation, True)
             if durable:
                 await self._durability.write(trie, path)
-            else:
-                self._mover.changed.set()
         finally:
+            self._mover.changed.set()  # also where it was cancelled: what was entered waits to be written
             if len(reservation.slots):
                 self.end(reservation, True)
             for hold in held:

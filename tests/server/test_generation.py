@@ -60,28 +60,23 @@ from prefixd.worker_protocol.protocol import (
     BeamResult,
     FullAttention,
     GroupShape,
-    Hello,
     ImageGroup,
     ImageShape,
     PromptImage,
     TokenLogprobs,
 )
 from prefixd_scheduler import QueueFullError
+from tests.hello import hello
 
 CONTEXT = 2048
-HELLO = Hello(
+HELLO = hello(
     groups=(GroupShape("attention", FullAttention(), 2, 1),),
     frame_bytes=8192,
-    dtype="float32",
-    block_tokens=16,
-    layout="token",
     chunk_bytes=8192,
     vocab_size=272,
     max_model_tokens=CONTEXT,
     eos_token_ids=(271,),
     architecture="Llama",
-    parameters=1,
-    device="cpu",
 )
 
 

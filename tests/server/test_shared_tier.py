@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import tests.hello
 from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.cache import TieredCache
 from prefixd.serving.dispatch.tier_share import TierShare
@@ -20,7 +21,7 @@ from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.serving.models.models import Models
 from prefixd.settings import Settings
 from prefixd.worker_protocol.errors import ProtocolError
-from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow
+from prefixd.worker_protocol.protocol import GroupShape, Hello, RecurrentState, SlidingWindow
 from prefixd_swap import FramePool, VirtualMemory, create_memory
 from prefixd_swap.vmem import HostMemory
 
@@ -28,20 +29,8 @@ WAIT_S = 30.0
 
 
 def hello(frame_bytes: int, *groups: GroupShape, chunk_bytes: int = 4096) -> Hello:
-    return Hello(
-        groups=groups or (GroupShape("attention", FullAttention(), 2, 1),),
-        frame_bytes=frame_bytes,
-        dtype="float32",
-        block_tokens=16,
-        layout="token",
-        chunk_bytes=chunk_bytes,
-        vocab_size=96,
-        max_model_tokens=256,
-        eos_token_ids=(2,),
-        architecture="Tiny",
-        parameters=1000,
-        device="cpu",
-    )
+    some = {"groups": groups} if groups else {}
+    return tests.hello.hello(frame_bytes=frame_bytes, chunk_bytes=chunk_bytes, **some)
 
 
 HYBRID = hello(

@@ -22,23 +22,10 @@ from prefixd.serving.models import model_host
 from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerState
 from prefixd.settings import EventSettings, Settings
-from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello
+from tests.hello import hello
 from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
 
-HELLO = Hello(
-    groups=(GroupShape("attention", FullAttention(), 1, 1),),
-    frame_bytes=PART_BYTES,
-    dtype="float32",
-    block_tokens=BLOCK_TOKENS,
-    layout="token",
-    chunk_bytes=PART_BYTES,
-    vocab_size=96,
-    max_model_tokens=256,
-    eos_token_ids=(2,),
-    architecture="Tiny",
-    parameters=1000,
-    device="cpu",
-)
+HELLO = hello(frame_bytes=PART_BYTES, block_tokens=BLOCK_TOKENS, chunk_bytes=PART_BYTES)
 PROMPT = [1, 2, 3]
 
 

@@ -19,27 +19,14 @@ from prefixd.serving.models import worker_process
 from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import Failed, FullAttention, GroupShape, Hello, encode
+from prefixd.worker_protocol.protocol import Failed, Hello, encode
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import FramePool
+from tests.hello import HELLO
 
 pytestmark = pytest.mark.slow
 
 WAIT_S = 60.0
-HELLO = Hello(
-    groups=(GroupShape("attention", FullAttention(), 1, 1),),
-    frame_bytes=4096,
-    dtype="float32",
-    block_tokens=16,
-    layout="token",
-    chunk_bytes=4096,
-    vocab_size=96,
-    max_model_tokens=256,
-    eos_token_ids=(2,),
-    architecture="Tiny",
-    parameters=1000,
-    device="cpu",
-)
 SAYS_AND_WAITS = """
 import os, sys
 os.write(int(sys.argv[1]), bytes.fromhex(sys.argv[2]))

@@ -27,23 +27,11 @@ from prefixd.serving.images.image_decoder import DecodedImage
 from prefixd.serving.images.image_reader import ImageReader
 from prefixd.serving.images.pixel_store import PixelStore
 from prefixd.serving.images.prompt_images import PromptLayout
-from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello, ImageShape
+from prefixd.worker_protocol.protocol import ImageShape
+from tests.hello import hello
 
 PLACEHOLDER = 90
-HELLO = Hello(
-    groups=(GroupShape("attention", FullAttention(), 1, 1),),
-    frame_bytes=8192,
-    dtype="float32",
-    block_tokens=8,
-    layout="token",
-    chunk_bytes=8192,
-    vocab_size=100,
-    max_model_tokens=40,
-    eos_token_ids=(),
-    architecture="Gemma3",
-    parameters=1,
-    device="cpu",
-)
+HELLO = hello(frame_bytes=8192, block_tokens=8, chunk_bytes=8192, vocab_size=100, max_model_tokens=40, eos_token_ids=())
 
 
 @pytest.fixture

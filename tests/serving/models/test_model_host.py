@@ -21,9 +21,10 @@ from prefixd.serving.models import gpu_memory
 from prefixd.serving.models.gpu_memory import most_frames
 from prefixd.serving.models.models import Models
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello, ImageShape
+from prefixd.worker_protocol.protocol import ImageShape
 from prefixd_swap import FramePool, SwapError, VirtualMemory
 from prefixd_swap.vmem import HostMemory
+from tests.hello import hello as hello_with
 
 WAIT_S = 60.0
 
@@ -144,21 +145,7 @@ def test_addresses_for_all_that_the_device_has_unless_they_are_limited(monkeypat
 
 
 async def test_blocks_that_cannot_tell_images_apart_are_refused(models: Models) -> None:
-    hello = Hello(
-        groups=(GroupShape("attention", FullAttention(), 1, 1),),
-        frame_bytes=8192,
-        dtype="float32",
-        block_tokens=4,
-        layout="token",
-        chunk_bytes=8192,
-        vocab_size=100,
-        max_model_tokens=40,
-        eos_token_ids=(),
-        architecture="Gemma3",
-        parameters=1,
-        device="cpu",
-        images=ImageShape(90, "rows"),
-    )
+    hello = hello_with(frame_bytes=8192, block_tokens=4, chunk_bytes=8192, images=ImageShape(90, "rows"))
     with pytest.raises(ConfigError, match=r"worker.block_tokens = 4: .* raise it to 8"):
         await models.first._on_hello(hello)
     await models.stop()

@@ -71,7 +71,7 @@ async def test_who_waits_for_a_durable_commit_goes_on_when_enough_of_it_is_writt
 
 
 async def test_what_a_cancelled_commit_has_entered_is_written(
-    make_rig: MakeRig, eventually: Callable[[Callable[[], bool]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(cpu=16, disk=64, write_back=True)
     monkeypatch.setattr("prefixd.cache.sessions.reservations._COMMIT_BLOCKS", 2)
@@ -86,7 +86,7 @@ async def test_what_a_cancelled_commit_has_entered_is_written(
     with pytest.raises(asyncio.CancelledError):
         await commit
     assert 0 < len(rig.rows(range(8))) < 8
-    await eventually(lambda: rig.cache.mover.queued[0] == 0 and all(rig.tiers(range(8), DISK)))
+    await until(lambda: rig.cache.mover.queued[0] == 0 and all(rig.tiers(range(8), DISK)))
 
 
 async def test_nobody_waits_for_a_disk_that_is_out_of_service(make_rig: MakeRig) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import xxhash
@@ -50,10 +50,12 @@ from prefixd_swap import (
 from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.stores import ObjectStore
-from prefixd_swap.stores.sealed import Seal
 from prefixd_swap.tiers import MemoryTier, RemoteTier, StoreTier, Tier
 from prefixd_swap.transfers import Transfers
 from tests.waiting import WAIT_S
+
+if TYPE_CHECKING:
+    from prefixd_swap.stores.sealed import Seal
 
 BLOCK_TOKENS = 2
 PART_BYTES = 4096
@@ -216,6 +218,8 @@ class Rig(OpenCache):
         self._io = io
         self._remote = remote
         self._tenants = tenants
+        from prefixd_swap.stores.sealed import Seal  # not in the engines' environments: it needs cryptography
+
         self._seal = seal or Seal(b"a secret of tests")
         if write_queue is not None:
             cache["write_queue_bytes"] = write_queue * self.part_bytes

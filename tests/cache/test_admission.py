@@ -8,14 +8,14 @@ import pytest
 
 from prefixd.cache.index.trie import CPU, DISK
 from tests.rig import Rig
+from tests.waiting import until
 
 ONCE, TWICE = [1, 2, 3], [1, 2, 7]
 
 
 async def settled(rig: Rig) -> None:
     """Write-back has nothing more to do."""
-    while rig.cache.mover.queued[0]:
-        await rig.cache.write_back._turned.wait()
+    await until(lambda: not rig.cache.mover.queued[0])
 
 
 def written_blocks(rig: Rig) -> int:

@@ -152,7 +152,7 @@ class OpenCache:
         self.engine = engine or create_copy_engine(device)
         made = Tiers.local(self.arena, self.store, self.pool, **(tiers or {}))
         if compute is not None and self.pool is not None:
-            made.compute = compute(self.pool)
+            made.set_compute(compute(self.pool))
         self.cache = TieredCache(made, self.engine, create_eviction_policy(policy, seed=1), clock, options, **cache)
 
     async def __aenter__(self) -> Self:

@@ -323,11 +323,11 @@ async def _make_calls(
             metrics_port,
             blocks_path,
         )
-        await asyncio.to_thread(bystander.look)  # it is ready
         for name, (act, repeatable) in chosen.items():
+            await asyncio.to_thread(bystander.look)  # it matches again
             call = await _time(name, act, scene, repeatable)
             await asyncio.sleep(_SETTLE_S)
-            while await asyncio.to_thread(bystander.look) > _FEW:
+            while await asyncio.to_thread(bystander.rest) > _FEW:
                 await asyncio.sleep(_POLL_S)
             holds = await asyncio.to_thread(daemon.holds, call.begin_s, time.monotonic())
             call.judge(holds, [sample for sample in bystander.samples if sample.begin_s >= call.begin_s])

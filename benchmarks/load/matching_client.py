@@ -1,8 +1,8 @@
 """A client that matches one short prompt at fixed times, in a process of its own: `... bystander ADDRESS`.
 
 Each line on its standard input is answered with one line of JSON: the matches that ended since the last line (when each
-began, by `time.monotonic`, how long it took, and whether it failed), and how many have not ended. It ends with its
-input.
+began, by `time.monotonic`, how long it took, and whether it failed), and how many have not ended. After the line `rest`
+it begins no match until another line comes. It ends with its input.
 """
 
 from __future__ import annotations
@@ -49,7 +49,18 @@ class Bystander(Companion):
         Raises:
             BenchmarkError: the process has ended.
         """
-        self.tell()
+        return self._ask("")
+
+    def rest(self) -> int:
+        """As `look`; no match begins from now on, until the next `look`.
+
+        On a machine with more to do than it has cores, a daemon may answer fewer matches than begin: without a rest,
+        more and more would wait.
+        """
+        return self._ask("rest")
+
+    def _ask(self, order: str) -> int:
+        self.tell(order)
         answer = self.answer()
         self.samples += [Sample(*sample) for sample in answer["ended"]]
         return int(answer["waiting"])
@@ -58,7 +69,7 @@ class Bystander(Companion):
 async def _serve(address: str) -> None:
     orders = await order_lines()
     ended: list[tuple[float, float, bool]] = []
-    waiting = 0
+    waiting, resting = 0, False
     async with AsyncClient(address, name="bystander", timeout_s=_TIMEOUT_S) as client, asyncio.TaskGroup() as group:
         tokens = np.arange(_BLOCKS * _BLOCK_TOKENS, dtype=np.uint32)
         cache = await client.register(_SPEC)
@@ -79,12 +90,14 @@ async def _serve(address: str) -> None:
         async def match_at_fixed_times() -> None:
             due_s = time.monotonic()
             while True:
-                group.create_task(match())  # also while an earlier one waits
+                if not resting:
+                    group.create_task(match())  # also while an earlier one waits
                 due_s += _EVERY_S
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
         matching = group.create_task(match_at_fixed_times())
-        while await orders.readline():
+        while order := await orders.readline():
+            resting = order == b"rest\n"
             print(json.dumps({"ended": ended, "waiting": waiting}), flush=True)
             ended.clear()
         matching.cancel()

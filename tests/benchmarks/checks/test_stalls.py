@@ -37,13 +37,34 @@ benchmarks.load.loop_watch.main()
 """
 
 
+OVERLOADED = """
+import time
+
+import benchmarks.load.loop_watch
+from prefixd.server.services.cache_service import PrefixCacheService
+
+
+def slow(self, session_id, namespace_id, opened=PrefixCacheService._opened):
+    until = time.thread_time() + 0.006
+    while time.thread_time() < until:
+        pass
+    return opened(self, session_id, namespace_id)
+
+
+PrefixCacheService._opened = slow
+benchmarks.load.loop_watch.main()
+"""
+
+
 class Planted(WatchedDaemon):
     """A daemon whose Stats computes for a fifth of a second on the event loop."""
+
+    source = PLANTED
 
     def __init__(self, settings: Mapping[str, object] | None = None, **how: Any) -> None:
         super().__init__(settings, **how)
         program = self.directory / "planted.py"
-        program.write_text(PLANTED)
+        program.write_text(self.source)
         self._program = (str(program), "--holds", str(self.holds_file))
 
 
@@ -80,6 +101,20 @@ def test_a_planted_stall_is_seen_and_named() -> None:
         assert "planted.py" in call.where and "held" in call.where, call.where
     assert stats.callback.startswith("AdminService.Stats")
     assert stats.bystander_p99_ms >= 100
+
+
+class Overloaded(Planted):
+    """A daemon that takes 6 ms for each match; the bystander begins one every 5 ms."""
+
+    source = OVERLOADED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_overloaded_daemon_is_measured_too() -> None:
+    """On a machine that does much else every daemon is overloaded."""
+    (match,) = stalls.run(1024, ("match",), daemon_type=Overloaded)
+    assert match.bystander_p99_ms > 0 and match.longest_hold_ms >= 6
 
 
 async def test_what_the_watch_records(tmp_path: Path) -> None:

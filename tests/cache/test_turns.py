@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import Reservation
+from prefixd.cache.placement.holds import Hold, Holds
 from prefixd.cache.placement.retention import Retention, Wish
 from prefixd.cache.sessions import reservations
 from prefixd.cache.sessions.reservations import Reservations
@@ -49,6 +51,37 @@ async def test_slots_of_many_parts_are_allocated_fewer_at_a_time(
     monkeypatch.setattr(rig.cache.tiers.shared, "allocate", noted)
     assert await rig.put(range(5), namespace=wide) == (5, 0)
     assert asked == [2, 2, 1]
+
+
+async def test_many_leased_blocks_are_held_in_one_turn_and_counted_in_another(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=8)
+    await rig.put(range(5))
+    turns: list[str] = []
+    hold, count = Holds.hold, Hold.count_in
+
+    def held(*args: Any, **how: Any) -> Hold:
+        asyncio.get_running_loop().call_soon(turns.append, "another task")
+        turns.append("hold")
+        return hold(*args, **how)
+
+    def counted(*args: Any) -> None:
+        turns.append("count")
+        count(*args)
+
+    monkeypatch.setattr(Holds, "hold", held)
+    monkeypatch.setattr(Hold, "count_in", counted)
+    for at_once, expected in ((5, ["hold"]), (4, ["hold", "another task", "count"])):
+        await asyncio.sleep(0)
+        turns.clear()
+        monkeypatch.setattr("prefixd.cache.sessions.leasing._HELD_AT_ONCE", at_once)
+        lease = await rig.lease(range(5))
+        assert turns[: len(expected)] == expected
+        assert ("count" in turns) == ("count" in expected)
+        assert lease is not None
+        assert len(lease.hold.rows) == 5
+        rig.cache.release(rig.session, lease.id)
 
 
 async def test_many_wishes_are_applied_to_fewer_blocks_at_a_time(

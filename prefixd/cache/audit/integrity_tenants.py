@@ -1,9 +1,14 @@
-"""Is every byte of a tier counted for the tenant that has it? Counts against the tries, slots in flight, and holds."""
+"""Is every byte of a tier counted for the tenant that has it? Counts against the tries, slots in flight, and holds.
+
+So is every block that waits to be written to disk: the count is kept beside the tries because write-back's limit looks
+at it with every commit, and a scan of the tries takes milliseconds.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +35,8 @@ def audit_tenants(found: Findings, cache: TieredCache) -> Steps[None]:
                 yield from _audit_in_flight(found, cache, tier)
             yield from _audit_held(found, cache, tier)
     yield from _audit_retained(found, cache)
+    if cache.tiers.durable is not None:
+        yield from _audit_queued(found, cache, cache.tiers.durable)
 
 
 def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None]:
@@ -146,6 +153,34 @@ def _audit_retained(found: Findings, cache: TieredCache) -> Steps[None]:
         found.demand(
             nbytes == counted and nbytes.total() == total,
             f"{_by_name(counted)} bytes, {total} in all, are counted as retained by tenant, not {_by_name(nbytes)}",
+        )
+
+    yield compare
+
+
+def _audit_queued(found: Findings, cache: TieredCache, durable: Tier) -> Steps[None]:
+    placement, use, shared = cache.mover.placement, cache.mover.use, cache.tiers.shared.level
+
+    def columns(trie: Trie) -> list[npt.NDArray[Any]]:
+        return [trie.there[: trie.rows], trie.expired[: trie.rows], trie.uses[: trie.rows], trie.namespace[: trie.rows]]
+
+    copies = yield from memory_for_copies(*(column for trie in cache.tries for column in columns(trie)))
+    tries = [(trie.group_bytes, *map(copies.copy, columns(trie))) for trie in cache.tries]
+    counted, counted_of, owner_of = placement.queued_blocks, +placement.queued_bytes_of, use.owner_of()
+
+    def compare() -> None:
+        blocks, sums = 0, np.zeros(len(use.tenants.all), np.int64)
+        for group_bytes, there, expired, uses, namespaces in tries:
+            waiting = there[:, shared] & ~there[:, durable.level] & ~expired
+            waiting[(namespaces == NOWHERE) | (uses < placement.admit_uses)] = 0
+            rows = np.flatnonzero(waiting)
+            blocks += len(rows)
+            np.add.at(sums, owner_of(namespaces[rows]), group_bytes[waiting[rows]])
+        nbytes = +Counter(dict(zip(use.tenants.all, sums.tolist(), strict=False)))
+        found.demand(
+            (blocks, nbytes) == (counted, counted_of),
+            f"{counted} blocks, bytes by tenant {_by_name(counted_of)}, are counted as waiting to be written to disk, "
+            f"not {blocks}, {_by_name(nbytes)}",
         )
 
     yield compare

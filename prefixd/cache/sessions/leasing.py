@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.base.pacer import give_way
 from prefixd.base.tenants import Tenant
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NONE, TIERS, Rows, Trie
@@ -19,6 +20,7 @@ from prefixd.cache.placement.holds import Hold
 from prefixd.cache.sessions.sessions import Lease, LeaseTable, Session
 
 NO_OFFSET = np.uint64(2**64 - 1)
+_HELD_AT_ONCE = 1 << 16  # blocks that are held and counted in one turn of the event loop: up to 4 ms
 BlockTiers = npt.NDArray[np.int8]
 """[blocks]: the tier of each block of a prompt; `NONE` for a block that no tier has."""
 
@@ -169,11 +171,13 @@ class Leasing:
         """
         asked = self._holdable(tenant, reader)
         trie, rows, wanted = asked.trie, asked.rows, asked.wanted if asked.trie.has_rules else None
-        if not trie.lacking(rows, self._shared.level, wanted).any():
+        if len(rows) <= _HELD_AT_ONCE and not trie.lacking(rows, self._shared.level, wanted).any():
             return self._holds.hold(owner, trie, rows, self._shared, wanted, counted=self._shared)
         beginning = Beginning(self._mover, owner, asked, self._uncut)
         await beginning.bring(give_way=partial(self._end_prefetches, tenant))
         try:
+            if len(rows) > _HELD_AT_ONCE:
+                await give_way()
             # Others were granted leases meanwhile, and a shorter prefix may need other bytes.
             while (shorter := self._holdable(tenant, beginning.reader)) != beginning.reader:
                 beginning.cut(shorter)

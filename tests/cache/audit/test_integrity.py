@@ -143,6 +143,21 @@ def miscounted_held_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
     return undo
 
 
+def miscounted_queue(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    rig.cache.mover.placement.queued_blocks += 1
+
+    def undo() -> None:
+        rig.cache.mover.placement.queued_blocks -= 1
+
+    return undo
+
+
+def miscounted_queued_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    queued, default = rig.cache.mover.placement.queued_bytes_of, rig.cache.tenants.default
+    queued[default] += 1
+    return lambda: queued.subtract({default: 1})
+
+
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
@@ -168,6 +183,8 @@ def miscounted_held_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (miscounted_account, "tenant default, granted: 0 bytes are in flight in the gpu tier, and 1 are counted"),
         (miscounted_session, "session .*: 0 bytes are in flight in the cpu tier, and 1 are counted"),
         (miscounted_holders, "rows of which holders are miscounted in the cpu tier"),
+        (miscounted_queue, "1 blocks, bytes by tenant {}, are counted as waiting to be written to disk, not 0, {}"),
+        (miscounted_queued_bytes, "bytes by tenant {'default': 1}, are counted as waiting .*, not 0, {}"),
         (miscounted_held_bytes, "tenant default holds 0 bytes of blocks in the cpu tier, and 4096 are counted"),
     ],
 )
@@ -232,8 +249,7 @@ async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:
     await rig.cache.mover.quiesce()
     assert await rig.put([9], durable=True) == (1, 0)
     (row,) = rig.rows([9])
-    slots = rig.trie.drop_copies(np.array([row]), DISK)
-    rig.cache.mover.use.left(rig.trie, np.array([row]), rig.durable, slots)
+    rig.cache.mover.placement.discard_copies(rig.trie, np.array([row]), rig.durable)
     found = (await audit(rig.cache)).violations
     assert found == [f"disk tier: blocks that the index names and the cache has forgotten: {rig.trie.key(row).hex()}"]
     rig.store.remove([(rig.namespace.id, rig.trie.key(row))])

@@ -17,7 +17,7 @@ READS_THE_WALL_CLOCK = {
     "prefixd/integrations/vllm/scheduling/scheduler.py": "vLLM stamps requests with it; bounded by `FRONT_END_S`",
     "prefixd/planner/calibrate.py": "a seed",
     "prefixd/server/access/audit.py": "people read it, and compare it with other logs",
-    "prefixd/server/kv_events/publisher.py": "routers on other hosts get it, as vLLM's events carry it",
+    "prefixd/server/kv_events/publishing/publisher.py": "routers on other hosts get it, as vLLM's events carry it",
     "swap/prefixd_swap/stores/s3/s3_store.py": "hosts share it: signatures, and ages of objects; bounded by `expire_s`",
     "prefixd/workloads/circumstances.py": "the date of a result",
 }

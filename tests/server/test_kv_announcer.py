@@ -30,8 +30,7 @@ from prefixd.cache import (
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
 from prefixd.cache.rules import FullAttention
-from prefixd.server.kv_events import announced_rows, announcer, removals, router_events
-from prefixd.server.kv_events import publisher as publisher_module
+from prefixd.server.kv_events import announced_rows, announcer, removals
 from prefixd.server.kv_events.block_hashes import block_hash
 from prefixd.server.kv_events.event_messages import (
     MEDIA,
@@ -41,7 +40,9 @@ from prefixd.server.kv_events.event_messages import (
     Event,
     KVEventBatch,
 )
-from prefixd.server.kv_events.publisher import EventCounters, Publisher
+from prefixd.server.kv_events.publishing import publisher as publisher_module
+from prefixd.server.kv_events.publishing import router_events
+from prefixd.server.kv_events.publishing.publisher import EventCounters, Publisher
 from prefixd.settings import EventSettings
 from tests.cache.index.entering import enter_chain
 from tests.rig import OpenCache

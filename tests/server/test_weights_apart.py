@@ -14,10 +14,10 @@ import pytest
 
 from prefixd.base.errors import ConfigError
 from prefixd.cache import Namespace
-from prefixd.server.kv_events import router_events
 from prefixd.server.kv_events.block_hashes import block_hash
 from prefixd.server.kv_events.event_messages import BlockStored, Event
-from prefixd.server.kv_events.publisher import EventCounters
+from prefixd.server.kv_events.publishing import router_events
+from prefixd.server.kv_events.publishing.publisher import EventCounters
 from prefixd.serving.models import model_host
 from prefixd.serving.models.models import Models
 from prefixd.serving.models.worker_process import WorkerState

@@ -18,7 +18,7 @@ from fnmatch import translate
 from prefixd.cache import Namespace, TieredCache
 from prefixd.server.kv_events.announcer import Announcer
 from prefixd.server.kv_events.event_messages import AllBlocksCleared, Event
-from prefixd.server.kv_events.publisher import EventCounters, Publisher
+from prefixd.server.kv_events.publishing.publisher import EventCounters, Publisher
 from prefixd.settings import EVENT_NAMESPACE, EVENT_TENANT, EventSettings
 
 

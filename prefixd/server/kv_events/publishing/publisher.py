@@ -16,8 +16,8 @@ import msgspec
 import zmq
 
 from prefixd.server.kv_events.event_messages import Event, KVEventBatch
-from prefixd.server.kv_events.event_replay import Replay
-from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
+from prefixd.server.kv_events.publishing.event_replay import Replay
+from prefixd.server.kv_events.publishing.sockets import Socket, on_readable, open_socket, receive
 from prefixd.settings import EventSettings
 
 log = logging.getLogger(__name__)

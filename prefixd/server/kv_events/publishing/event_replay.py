@@ -17,7 +17,7 @@ import zmq
 
 from prefixd.base.pacer import give_way
 from prefixd.server.kv_events.event_messages import END_OF_REPLAY
-from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
+from prefixd.server.kv_events.publishing.sockets import Socket, on_readable, open_socket, receive
 from prefixd.settings import EventSettings
 
 log = logging.getLogger(__name__)

@@ -70,7 +70,6 @@ class Batch:
         return -(-(self.prompt_tokens + self.output_tokens + 1) // BLOCK_TOKENS)
 
     def prompts(self) -> list[list[int]]:
-        """One a request."""
         source = random.Random(f"pressure {self.seed}")
         prefix = _tokens(source, self.prefix_tokens)
         bodies = [_tokens(source, self.prompt_tokens) for _ in range(self.requests)]

@@ -51,7 +51,6 @@ class Chance:
         self._random = random.Random(seed)
 
     def state(self) -> dict[str, Any]:
-        """What is cached of a request."""
         some = self._random
         return {
             "weight": some.choice(WEIGHT_CLASSES),
@@ -60,23 +59,19 @@ class Chance:
         }
 
     def queued(self, number: int) -> QueuedRequest:
-        """A request of the daemon's queue."""
         made = QueuedRequest(number, number * 1e-3, _PROMPT, **self.state())
         made.ready_s, made.deadline_s = self._random.random(), number * 1e-3 + self._random.random()
         return made
 
     def engine(self, number: int) -> EngineRequest:
-        """A request of an engine's queue."""
         tokens = self._random.randrange(1, _PROMPT)
         seen = SeenPrefix(tokens, ((self._random.choice((Distance.CPU, Distance.DISK)), tokens),))
         return EngineRequest(f"r{number}", number * 1e-3, _PROMPT, 0, seen, self._random.randrange(500))
 
     def ready_s(self) -> float:
-        """When a request is ready."""
         return self._random.random()
 
     def one_of(self, count: int) -> int:
-        """A number below `count`."""
         return self._random.randrange(count)
 
 

@@ -92,13 +92,11 @@ class Bench:
         }
 
     def close(self) -> None:
-        """Detaches both backends."""
         for controller in self.controllers.values():
             controller.close()
         self.pool.destroy()
 
     def clear(self) -> None:
-        """Has both backends forget everything."""
         for controller in self.controllers.values():
             if not controller.it.storage_backend.clear():
                 raise harness.BenchmarkError("a backend could not be cleared")
@@ -113,7 +111,6 @@ class Bench:
         return elapsed_s
 
     def load(self, name: str, prompt: Sequence[int]) -> Loaded:
-        """Asks for a prompt and brings it."""
         controller = self.controllers[name]
         begin = time.perf_counter()
         operation = controller.hits(prompt)

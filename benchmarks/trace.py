@@ -56,7 +56,6 @@ class Replay:
         self.hits = dict.fromkeys(_TIER_NAMES.values(), 0)
 
     async def request(self, request: TraceRequest) -> None:
-        """Matches, loads, verifies and stores one request."""
         ids = request.hash_ids
         if not ids:
             return
@@ -80,7 +79,6 @@ class Replay:
                 self.dropped_blocks += len(ids) - hit
 
     def result(self) -> dict[str, Any]:
-        """The counts so far."""
         return {
             "blocks": self.blocks,
             "different_blocks": self._achievable.blocks,

@@ -74,7 +74,6 @@ class Plan:
         return self.demand.block_bytes * ((self.loads + 1) * self.demand.blocks + self.traffic.pool * prefetched.blocks)
 
     def settings(self, data: Path, urgency: bool) -> dict[str, object]:
-        """A daemon's."""
         return {
             "data_dir": data,
             "cpu.bytes": self.cpu_bytes,
@@ -166,14 +165,12 @@ async def _fill(address: str, plan: Plan) -> None:
 
 
 async def _clean(address: str, plan: Plan) -> None:
-    """Evicts what the phase before has written."""
     async with AsyncClient(address, name="benchmark urgency", timeout_s=TIMEOUT_S) as client:
         written = await client.register(plan.traffic.written.spec)
         await client.evict(namespace_id=written.namespace_id)
 
 
 async def _run(phase: Phase, address: str, plan: Plan, traffic: DiskTraffic | None, step: Callable[[], None]) -> Phase:
-    """The demand loads of a phase."""
     async with AsyncClient(address, name="benchmark urgency", memory="shared", timeout_s=TIMEOUT_S) as client:
         blocks = await client.register(plan.demand.spec)
         if traffic is not None:
@@ -256,7 +253,6 @@ class _Moved:
 
     @property
     def blocks(self) -> int:
-        """All of them."""
         return self.read + self.written + self.demoted
 
     def __sub__(self, before: _Moved) -> _Moved:

@@ -164,7 +164,6 @@ def _calls(count: int, since_s: float, ok: bool = False) -> Callable[[Sequence[O
 
 
 def _judge(scenario: Scenario, result: Result, outcomes: Sequence[Outcome], broken_s: float, back_s: float) -> None:
-    """Which calls failed that should not have."""
     for one in outcomes:
         result.calls += 1
         result.wrong_bytes += one.wrong_bytes
@@ -189,7 +188,6 @@ def _unreported(
     before: admin_pb2.StatsResponse,
     after: admin_pb2.StatsResponse,
 ) -> list[str]:
-    """Ways of reporting that kept silent."""
     missing = seen.silent_about(scenario.trouble, lines) if scenario.trouble is not None else []
     if scenario.lost and not _lost(before, after, scenario):
         missing.append(f"lost_blocks ({' or '.join(scenario.lost)})")

@@ -61,7 +61,6 @@ class Plan:
         return shared + random.Random(f"{_SEED} own {prompt}").choices(range(_VOCABULARY), k=32)
 
     def settings(self) -> dict[str, object]:
-        """A daemon's."""
         return {
             "worker.embedded": True,
             "worker.threads": 1,

@@ -60,7 +60,6 @@ class Scale:
 
     @property
     def damaged(self) -> int:
-        """Blocks of which a byte is changed."""
         return min(512, self.blocks // 64)
 
     @property
@@ -96,7 +95,6 @@ class Call:
     where: str = ""
 
     def judge(self, holds: Sequence[LoopHold], matches: Sequence[Sample]) -> None:
-        """Enters what was measured meanwhile."""
         callbacks = [hold for hold in holds if not hold.name.startswith("garbage")]
         if callbacks:
             longest = max(callbacks, key=lambda hold: hold.cpu_ms)
@@ -130,7 +128,6 @@ class Scene:
     """Long prompts that it has committed."""
 
     async def commit(self) -> None:
-        """A new long prompt."""
         tokens = np.random.default_rng(len(self.prompts)).integers(
             0, 128_000, self.scale.long * slabs.TOKENS, dtype=np.uint32
         )
@@ -141,19 +138,16 @@ class Scene:
         self.prompts.append(tokens)
 
     async def match(self) -> None:
-        """The long prompt that was committed first."""
         found = await self.cache.match(self.prompts[0])
         if found.blocks != self.scale.long:
             raise harness.BenchmarkError(f"{found.blocks} of {self.scale.long} blocks matched")
 
     async def acquire(self) -> None:
-        """Blocks that are in the CPU tier."""
         async with await self.cache.acquire(self.prompts[0], ttl_s=_TIMEOUT_S) as lease:
             if lease.blocks != self.scale.long:
                 raise harness.BenchmarkError(f"{lease.blocks} of {self.scale.long} blocks were leased")
 
     async def acquire_from_disk(self) -> None:
-        """Blocks that are on disk alone."""
         async with await self.stored.acquire(self._stored_tokens(1), ttl_s=_TIMEOUT_S) as lease:
             if lease.blocks != self.scale.long:
                 raise harness.BenchmarkError(f"{lease.blocks} of {self.scale.long} blocks came from disk")
@@ -170,32 +164,26 @@ class Scene:
                 raise harness.BenchmarkError(f"{lease.blocks} blocks were leased; the second one is damaged")
 
     async def stats(self) -> None:
-        """All figures."""
         await self.client.stats()
 
     async def scrape(self) -> None:
-        """The same for Prometheus."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=_TIMEOUT_S).read())
 
     async def list(self) -> None:
-        """Prefixes of all namespaces."""
         wanted = min(_LISTED, self.scale.blocks // 8)
         answer = await self.client.prefixes(limit=wanted)
         if len(answer.prefixes) != wanted:
             raise harness.BenchmarkError(f"{len(answer.prefixes)} of {wanted} prefixes were listed")
 
     async def inspect(self) -> None:
-        """The long prompt."""
         await self.client.inspect(self._key(-1)[:16])
 
     async def pin(self) -> None:
-        """The long prompt, and unpins it."""
         await self.client.pin(self._key(-1))
         await self.client.unpin(self._key(-1))
 
     async def doctor(self) -> None:
-        """Accounts for everything."""
         found = await self.client.check_integrity()
         if found.violations:
             raise harness.BenchmarkError(f"the daemon does not add up: {'; '.join(found.violations)}")
@@ -221,7 +209,6 @@ class Scene:
             await asyncio.sleep(_POLL_S)
 
     async def evict_namespace(self) -> None:
-        """Nearly all blocks."""
         answer = await self.client.evict(namespace_id=self.stored.namespace_id)
         if answer.evicted_blocks < self.scale.blocks // 2:
             raise harness.BenchmarkError(f"only {answer.evicted_blocks} blocks of a namespace were evicted")

@@ -102,14 +102,12 @@ class Run:
         self._others.append(others)
 
     def rest(self, seconds: float) -> None:
-        """Tenant b rests, a works, c floods."""
         self._loads[TENANTS[2]].order(*_FLOOD)
         self._loads[TENANTS[1]].order(0, 0)
         self._wait_until_idle(TENANTS[1])
         self._sample_for(seconds, resting=TENANTS[1])
 
     def end(self) -> dict[str, Any]:
-        """The result."""
         violations = violations_of(self._admin)
         counts = {name: load.count() for name, load in self._loads.items()}
         failures = [line for count in counts.values() for line in count["failures"]]

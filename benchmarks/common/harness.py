@@ -75,7 +75,6 @@ class Benchmark:
         self._unrecorded = (*_OWN, *unrecorded)
 
     def parser(self) -> argparse.ArgumentParser:
-        """The command's options."""
         made = parser(self._module, self._description)
         for each in self._options:
             each.add_to(made)

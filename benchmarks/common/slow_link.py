@@ -69,7 +69,6 @@ class SlowLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cuts all connections."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 

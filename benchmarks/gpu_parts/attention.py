@@ -134,7 +134,6 @@ class _Bench:
         return round(error, 5)
 
     def points(self, ways: Sequence[str], batch: int, tokens: int, new: int) -> list[dict[str, Any]]:
-        """One a phase."""
         points = []
         for phase, count in zip(PHASES, (1, new), strict=True):
             layers = self._geometry.layers if phase == "decode" else min(_PREFILL_LAYERS, self._geometry.layers)

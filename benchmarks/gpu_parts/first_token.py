@@ -151,15 +151,12 @@ class _Tiers:
 
     @property
     def pinned_bytes(self) -> int:
-        """How much of the arena is pinned."""
         return self._pin.pinned_bytes if self._pin else 0
 
     def save(self, frames: Sequence[FrameId]) -> None:
-        """GPU to arena."""
         asyncio.run(self.copies.copy([(self._slot(index), self._rig.pool.span(f)) for index, f in enumerate(frames)]))
 
     def load(self, frames: Sequence[FrameId]) -> None:
-        """Arena to GPU."""
         asyncio.run(self._load(range(len(frames)), frames))
 
     def write(self, blocks: int, budget: Budget) -> bool:

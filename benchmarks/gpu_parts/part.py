@@ -30,7 +30,6 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether the time is used up."""
         return self._clock() >= self._deadline
 
     def allows(self, point: str) -> bool:

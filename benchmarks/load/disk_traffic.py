@@ -41,7 +41,6 @@ class Prompts:
 
     @property
     def spec(self) -> NamespaceSpec:
-        """Their namespace."""
         return NamespaceSpec(self.name, BLOCK_TOKENS, (PartSpec("full", 0, self.block_bytes),))
 
     def tokens(self, prompt: int) -> npt.NDArray[np.uint32]:
@@ -85,12 +84,10 @@ class TrafficPlan:
     """At most; the daemon may let the writer wait longer."""
 
     def to_json(self) -> str:
-        """For the process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> TrafficPlan:
-        """What `to_json` gave."""
         plain = json.loads(text)
         return cls(**(plain | {name: Prompts(**plain[name]) for name in ("prefetched", "written")}))
 

@@ -143,7 +143,6 @@ class WatchedDaemon(DaemonProcess):
     """A daemon whose event loop is watched; `holds` is what was found."""
 
     def __init__(self, settings: Mapping[str, object] | None = None, **how: Any) -> None:
-        """As `DaemonProcess`."""
         super().__init__(settings, **how)
         self.holds_file = self.directory / "holds.jsonl"
         self._program = ("-m", "benchmarks.load.loop_watch", "--holds", str(self.holds_file))

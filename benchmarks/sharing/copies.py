@@ -133,7 +133,6 @@ def _get(store: ObjectStore, reads: list[Read]) -> Callable[[], Awaitable[object
 
 
 async def _cpu_s(call: Callable[[], Awaitable[object]], nbytes: int) -> float:
-    """The least of three."""
     took = []
     for _ in range(3):
         began_s = time.process_time()

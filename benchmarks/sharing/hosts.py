@@ -26,7 +26,6 @@ class Secrets:
         self.key_file = _secret_file(folder / "key", self.key)
 
     def seal(self, *, encrypt: bool = False) -> Seal:
-        """What the hosts seal with."""
         return Seal(self.secret, self.key if encrypt else None)
 
 

@@ -44,7 +44,6 @@ class Measured:
         return ordered[(len(ordered) - 1) // 2]
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON types."""
         return {
             "suite": self.suite,
             "prefix_tokens": self.cell.prefix_tokens,

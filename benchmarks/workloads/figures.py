@@ -41,7 +41,6 @@ class Figures:
     output_digest: str
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON types."""
         return asdict(self)
 
 

@@ -182,7 +182,6 @@ class _Told(threading.Event):
 
 
 def _run(options: dict[str, Any]) -> None:
-    """One client."""
     me, clients = options["client"], options["clients"]
     choices = random.Random(f"{options['seed']} {me}")
     kinds = [kind for kind, weight in MIX.items() for _ in range(weight)]

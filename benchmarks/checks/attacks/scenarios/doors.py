@@ -63,7 +63,6 @@ class IdleMetrics(Scenario):
             await asyncio.sleep(0.1)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether eight more clients get sessions."""
         clients: list[Client] = []
         try:
             for _ in range(8):
@@ -83,7 +82,6 @@ class OpenMetrics(Scenario):
     name = "metrics without credentials"
 
     async def attack(self, mallory: Mallory) -> None:
-        """One page."""
         url = f"http://127.0.0.1:{mallory.metrics_port}/metrics"
         try:
             page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
@@ -93,7 +91,6 @@ class OpenMetrics(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether it got figures."""
         if facts.get("names"):
             yield f"whoever reaches the port reads {facts['names']} lines of figures"
 
@@ -105,7 +102,6 @@ class Strangers(Scenario):
     closed_by = "tests/server/rpc/test_anonymous.py"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """On many connections at once."""
         counted: Counter[str] = Counter()
         large = b"\n" + varint(15 << 20) + bytes(15 << 20)  # the service's name
 
@@ -188,7 +184,6 @@ class LocalAdmin(Scenario):
     as_other_user = True
 
     def prepare(self, scene: Scene) -> Given:
-        """A victim's prompt."""
         with scene.client() as victim:
             cache = victim.register(_SPEC)
             cache.store(_SECRET, np.zeros(4 * 1024, np.uint8))
@@ -196,7 +191,6 @@ class LocalAdmin(Scenario):
         return {"key": BlockChain(_SECRET.tobytes(), 16, seed).key(3).hex()}
 
     async def attack(self, mallory: Mallory) -> None:
-        """Lists, inspects, evicts, and drains at last."""
         client = await mallory.client("unix")
         did: list[str] = []
         refused: list[str] = []
@@ -260,7 +254,6 @@ class NoTicket(Scenario):
             stream.cancel()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whose session it is."""
         if facts.get("opened") and facts["tenant"] != MALLORY.name:
             yield f"a user of the tenant mallory has a session of the tenant {facts['tenant'] or '(none)'}"
 
@@ -301,7 +294,6 @@ class MemoryDoor(Scenario):
             await asyncio.sleep(0.01)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether three honest engines get the memory."""
         for _ in range(3):
             try:
                 with Client(scene.daemon.address, name="engine", memory="shared", timeout_s=10.0) as client:
@@ -339,14 +331,12 @@ class SocketDirectory(Scenario):
         return {"calls": calls}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Runs a victim with the default address."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "PREFIXD_"))}
         command = [sys.executable, "-m", "benchmarks.checks.attacks.default_client", str(ALICE.uid)]
         subprocess.run(command, capture_output=True, env=environment, timeout=60)
         return ()
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether it called there."""
         if found.get("calls"):
             yield "a client with the default address calls a socket that another user has made"
 
@@ -416,11 +406,9 @@ class AuditLog(Scenario):
         return {"server.audit_log": logs / "audit.log"}
 
     def prepare(self, scene: Scene) -> Given:
-        """Where it is."""
         return {"log": str(scene.daemon.directory.parent / "logs" / "audit.log")}
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Waits for its rotation."""
         path = Path(mallory.given["log"])
         mallory.in_place(waiting=True)
         linked = False
@@ -445,7 +433,6 @@ class AuditLog(Scenario):
         yield from scene.newcomer()
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether lines went where the link leads."""
         if not found.get("linked"):
             yield "no link was put in the log's place: the attack did not take place"
         if (scene.daemon.directory.parent / "precious").read_text() != "precious":
@@ -509,12 +496,10 @@ class HostileTraces(Scenario):
     )
 
     async def attack(self, mallory: Mallory) -> None:
-        """Hands them to an operator."""
         mallory.in_place(lines=self.lines)
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether planning crashes."""
         with tempfile.TemporaryDirectory() as folder:
             for number, line in enumerate(facts["lines"]):
                 trace = Path(folder) / f"trace{number}.jsonl"

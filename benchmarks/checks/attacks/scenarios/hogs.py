@@ -107,7 +107,6 @@ class CacheFlood(Scenario):
         return {"stored": stored.committed + stored.duplicates}
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Four streams."""
         client = await mallory.client()
         cache = await client.register(_SPEC)
         content = np.zeros(_PIECE * _BLOCK, np.uint8)
@@ -147,7 +146,6 @@ class RetainedPool(Scenario):
     settings: ClassVar[Mapping[str, object]] = {f"tenants.mallory.{tier}_most": 256 * MIB for tier in ("cpu", "disk")}
 
     async def attack(self, mallory: Mallory) -> Given:
-        """In pieces, until one is refused."""
         client = await mallory.client()
         cache = await client.register(_SPEC)
         content, stored, refused = np.zeros(_PIECE * _BLOCK, np.uint8), 0, ""
@@ -190,7 +188,6 @@ class PrefetchFlood(Scenario):
     name = "prefetch flood"
 
     def prepare(self, scene: Scene) -> Given:
-        """As `CacheFlood` does."""
         return CacheFlood().prepare(scene)
 
     async def attack(self, mallory: Mallory) -> Given:
@@ -223,7 +220,6 @@ class PrefetchFlood(Scenario):
         return {"asked_blocks": asked}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """As `CacheFlood` does."""
         return CacheFlood().judge_after(scene, found)
 
 
@@ -233,7 +229,6 @@ class LongSessionNames(Scenario):
     name = "session names"
 
     async def attack(self, mallory: Mallory) -> None:
-        """As many as are let in."""
 
         async def open_one(number: int) -> None:
             client = await mallory.client(name=f"{number:04d}" + "n" * (1 << 20))
@@ -244,7 +239,6 @@ class LongSessionNames(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether such names were kept."""
         with scene.operator() as operator:
             longest = max((len(session.client_name) for session in operator.stats().sessions), default=0)
         if longest > 1024:
@@ -470,7 +464,6 @@ class HoldEverything(Scenario):
     settings: ClassVar[Mapping[str, object]] = {"tenants.mallory.retained_bytes": _RETAINED}
 
     def prepare(self, scene: Scene) -> Given:
-        """As `CacheFlood` does."""
         return CacheFlood().prepare(scene)
 
     async def attack(self, mallory: Mallory) -> Given:

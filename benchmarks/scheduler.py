@@ -192,17 +192,6 @@ def violations(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def draw(axes: Any, result: dict[str, Any]) -> None:
-    """p99 of a decision, by policy, in both queues."""
-    for number, (where, policies) in enumerate(result["decision_us"].items()):
-        places = [place + (number - 0.5) * 0.4 for place in range(len(policies))]
-        axes.bar(places, [each["p99"] for each in policies.values()], 0.4, label=where)
-        axes.set_xticks(range(len(policies)), list(policies), fontsize="small")
-    axes.axhline(MOST_US, color="#bbbbbb", linestyle=":")
-    axes.set_ylabel("a decision, p99, us")
-    axes.legend()
-
-
 @harness.benchmark(
     "scheduler",
     __doc__,
@@ -216,7 +205,7 @@ def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it."""
     with harness.progress("policies", 2 * len(POLICIES)) as step:
         result = measure(options, step)
-    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
+    return harness.Outcome(result, violations(result))
 
 
 if __name__ == "__main__":

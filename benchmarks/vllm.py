@@ -39,17 +39,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.common import harness
 from benchmarks.common.options import option
+from benchmarks.common.plots import bars
 from benchmarks.engines import vllm_hybrid
 from benchmarks.engines.vllm_chat import play_turn
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.engines.vllm_figures import Round, Run, Stage, broken_promises, computed_saving, nothing_to_hit
 from benchmarks.engines.vllm_options import engine_options, fill_in
-from benchmarks.engines.vllm_plot import draw
 from benchmarks.workloads.growing_chats import ChatPlan, Chats, Tokens, distinct_prompts
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
@@ -265,49 +262,22 @@ def _save_model(directory: Path, options: argparse.Namespace) -> None:
     save_llama(directory, options.seed, layers=options.layers, **_WIDTHS)
 
 
-def show(result: dict[str, Any]) -> None:
-    """The result as tables."""
-    table = Table(title="Chats of several turns, the engine restarted before the last", title_justify="left")
-    for column in (
-        "",
-        "requests/s",
-        "first token:\np50",
-        "\np95",
-        "prompt tokens:\nasked",
-        "\ncomputed",
-        "hits:\nvLLM",
-    ):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for column in ("prefixd,\nCPU", "\ndisk"):
-        table.add_column(column, justify="right")
-    for run in result["runs"]:
-        for stage in [*run["stages"], {**run, "name": "all"}]:
-            prompt = stage["prompt_tokens"]
-            counts = (prompt[name] for name in ("total", "computed", "local", "cpu", "disk"))
-            table.add_row(
-                f"{run['name']:8} {stage['name']}",
-                f"{stage['requests_per_s']:.2f}",
-                f"{stage['ttft']['p50']:.3f} s",
-                f"{stage['ttft']['p95']:.3f} s",
-                *(f"{count:,}" for count in counts),
-                end_section=stage["name"] == "all",
-            )
-    # Wide enough for the table where the output is no terminal too.
-    console = Console(width=max(Console().width, 120), highlight=False)
-    console.print(table)
+def draw(panels: Sequence[Any], result: dict[str, Any]) -> None:
+    """Three panels: waits for the first token, tokens computed, requests a second."""
+    waits, tokens, rates = panels
+    runs = {run["name"]: run for run in result["runs"]}
+    stages = [stage["name"].replace(" ", "\n") for stage in runs["vllm"]["stages"]]
+
+    def by_stage(figure: str, name: str) -> dict[str, list[float]]:
+        return {engine: [stage[figure][name] for stage in run["stages"]] for engine, run in runs.items()}
+
+    bars(waits, stages, by_stage("ttft", "p50"), "Time to the first token, median, s")
+    asked = {"asked": by_stage("prompt_tokens", "total")["vllm"]}
+    bars(tokens, stages, asked | by_stage("prompt_tokens", "computed"), "Prompt tokens computed")
     nothing = result["nothing_to_hit"]
-    low, high = nothing["share_quartiles"]
-    console.print(
-        f"prompt tokens computed: {result['computed_saving']:.2f} times fewer with prefixd; "
-        f"same tokens: {'yes' if result['same_tokens'] else 'NO'}"
-    )
-    console.print(
-        f"nothing to hit: {nothing['alone_requests_per_s']:.3f} requests/s alone, "
-        f"{nothing['prefixd_requests_per_s']:.3f} with prefixd: {nothing['share']:.1%} "
-        f"(quartiles {low:.1%} to {high:.1%} of {nothing['rounds']} rounds); CPU time of a request: "
-        f"{nothing['alone_cpu_ms']:.0f} ms alone, {nothing['prefixd_cpu_ms']:.0f} ms with prefixd "
-        f"and {nothing['daemon_cpu_ms']:.0f} ms of the daemon's"
-    )
+    cold = {"vllm": nothing["alone_requests_per_s"], "prefixd": nothing["prefixd_requests_per_s"]}
+    both = {engine: [run["requests_per_s"], cold[engine]] for engine, run in runs.items()}
+    bars(rates, ["chat", "nothing to hit"], both, "Requests a second")
 
 
 @harness.benchmark(
@@ -315,6 +285,7 @@ def show(result: dict[str, Any]) -> None:
     __doc__,
     option("--model", "llama", "what is measured, see above", str, choices=("llama", "hybrid")),
     *engine_options(_HELP, _FULL, "a small run of about a minute, for a first look"),
+    harness.PLOT,
     unrecorded=("option",),
 )
 def main(options: harness.Options) -> harness.Outcome:
@@ -326,15 +297,16 @@ def main(options: harness.Options) -> harness.Outcome:
     hybrid = options.model == "hybrid"
     fill_in(options, *((_HYBRID, _HYBRID_SHORT) if hybrid else (_FULL, _SHORT)))
     measured = vllm_hybrid.measure(options) if hybrid else measure(options)
-    shown = {**vars(options), **measured}
-    return harness.Outcome(
-        {"connector_options": dict(options.option), **measured},
-        measured["broken"],
-        show=lambda: (vllm_hybrid.show if hybrid else show)(shown),
-        figures=False,
-        draw=None if hybrid else lambda panels: draw(panels, measured),
-        columns=3,
-    )
+    result = {"connector_options": dict(options.option), **measured}
+    if hybrid:
+        rows = [{"way": name, **run} for name, run in measured["runs"].items()]
+        columns = ("way", "bytes_per_token", "saved_bytes", "hit_tokens", "prompt_tokens")
+        return harness.Outcome(result, measured["broken"], [harness.Table(rows, columns)])
+    runs = measured["runs"]
+    rows = [{**stage, "engine": run["name"]} for run in runs for stage in [*run["stages"], {**run, "name": "all"}]]
+    counts = (f"prompt_tokens.{name}" for name in ("total", "computed", "local", "cpu", "disk"))
+    table = harness.Table(rows, ("engine", "name", "requests_per_s", "ttft.p50", "ttft.p95", *counts))
+    return harness.Outcome(result, measured["broken"], [table], lambda panels: draw(panels, measured), 3)
 
 
 if __name__ == "__main__":

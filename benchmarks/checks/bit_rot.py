@@ -85,7 +85,7 @@ class Findings:
     @property
     def broken(self) -> list[str]:
         undetected = self.flips.total() - self.detected.total()
-        return harness.not_zero({**self.result(), "undetected": undetected}, _ZEROS)
+        return harness.missed({**self.result(), "undetected": undetected}, zero=_ZEROS)
 
     def result(self) -> dict[str, Any]:
         return {

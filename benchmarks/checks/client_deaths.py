@@ -76,7 +76,7 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        return harness.not_zero(self.result(), _ZEROS)
+        return harness.missed(self.result(), zero=_ZEROS)
 
     def result(self) -> dict[str, Any]:
         return {

@@ -105,7 +105,7 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        return harness.not_zero(self.result(), _ZEROS)
+        return harness.missed(self.result(), zero=_ZEROS)
 
 
 class Lives:

@@ -101,7 +101,7 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        return harness.not_zero(self.result(), _ZEROS)
+        return harness.missed(self.result(), zero=_ZEROS)
 
     def note(self, kind: str, what: str, count: int = 1) -> None:
         """Counts something of a kind that is a field, and says what."""

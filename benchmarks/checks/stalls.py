@@ -351,20 +351,12 @@ def plain(call: Call) -> dict[str, object]:
     }
 
 
-def _print_call(call: Call, limit_ms: float) -> None:
-    print(
-        f"{call.name:30} {call.longest_hold_ms:9.1f} {call.longest_wait_ms:9.1f} {call.longest_gc_ms:7.1f} "
-        f"{call.bystander_p99_ms:8.1f} {call.seconds:8.2f}",
-        flush=True,
-    )
-    if call.longest_hold_ms > limit_ms:
-        print(f"    {call.callback}\n    {call.where or 'nobody looked meanwhile'}", flush=True)
-
-
 def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
     broken = []
     if above := [call for call in calls if call.longest_hold_ms > limit_ms]:
-        named = "; ".join(f"{call.name}: {call.longest_hold_ms:g} ms in {call.callback}" for call in above)
+        named = "; ".join(
+            f"{call.name}: {call.longest_hold_ms:g} ms in {call.callback}, {call.where}" for call in above
+        )
         broken.append(f"the event loop was held for more than {limit_ms:g} ms: {named}")
     if failures := sum(call.bystander_failures for call in calls):
         broken.append(f"{failures} of the bystander's matches failed")
@@ -377,6 +369,7 @@ def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
     option("--blocks", 1_000_000, "blocks in the daemon"),
     option("--limit-ms", 10.0, "the longest hold allowed", float, metavar="MS"),
     only(CALLS, "only this call"),
+    harness.PLOT,
 )
 def main(options: harness.Options) -> harness.Outcome:
     """The calls. Raises BenchmarkError for too few blocks."""
@@ -384,15 +377,9 @@ def main(options: harness.Options) -> harness.Outcome:
         raise harness.BenchmarkError(f"--blocks {options.blocks} are too few for a prompt of 512 blocks; give 1024")
     names = tuple(options.only or CALLS)
     with harness.progress("calls", len(names)) as step:
-
-        def tell(call: Call) -> None:
-            _print_call(call, options.limit_ms)
-            step()
-
-        print(f"{'call':30} {'hold ms':>9} {'wait ms':>9} {'gc ms':>7} {'p99 ms':>8} {'s':>8}", flush=True)
-        calls = run(options.blocks, names, tell)
+        calls = run(options.blocks, names, lambda call: step())
     worst = max(calls, key=lambda call: call.longest_hold_ms)
-    result = {
+    result: dict[str, Any] = {
         "worst_hold_ms": worst.longest_hold_ms,
         "worst_call": worst.name,
         "worst_gc_ms": max(call.longest_gc_ms for call in calls),
@@ -406,7 +393,9 @@ def main(options: harness.Options) -> harness.Outcome:
         axes.set_xlabel(f"longest hold of the event loop at {options.blocks:,} blocks, ms of CPU time")
         axes.legend()
 
-    return harness.Outcome(result, _broken(calls, options.limit_ms), draw=draw)
+    columns = ("name", "longest_hold_ms", "longest_wait_ms", "longest_gc_ms", "bystander_p99_ms", "seconds")
+    table = harness.Table(result["calls"], columns)
+    return harness.Outcome(result, _broken(calls, options.limit_ms), [table], draw)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.common import harness
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.workloads.growing_chats import ChatPlan, Chats
@@ -53,17 +51,6 @@ def measure(options: Namespace) -> dict[str, Any]:
     if ratio > MOST_BYTES:
         broken.append(f"{ratio:.2f} of the bytes a token are saved by rule, not at most {MOST_BYTES}")
     return {"window_tokens": WINDOW_TOKENS, "bytes_ratio": ratio, "same_tokens": same, "runs": runs, "broken": broken}
-
-
-def show(result: dict[str, Any]) -> None:
-    """The result as lines."""
-    console = Console(width=120, highlight=False)
-    for name, run in result["runs"].items():
-        console.print(
-            f"{name:8} {run['bytes_per_token']:,.0f} bytes saved a token, {run['saved_bytes']:,} in all, "
-            f"{run['hit_tokens']:,} of {run['prompt_tokens']:,} prompt tokens from prefixd"
-        )
-    console.print(f"{result['bytes_ratio']:.2f} of the bytes; same tokens: {'yes' if result['same_tokens'] else 'NO'}")
 
 
 def _replay(model: Path, plan: ChatPlan, options: Namespace, extra: dict[str, Any], step: Any) -> dict[str, Any]:

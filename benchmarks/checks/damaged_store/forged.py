@@ -73,7 +73,7 @@ class Findings:
     def broken(self) -> list[str]:
         """Promises that were not kept, and forgeries that were never read, which prove nothing."""
         result = {**self.result(), "forged_not_refused": self.forged.total() - self.refused}
-        return harness.not_zero(result, ("forged_served", "forged_lost_sound", "forged_not_refused"))
+        return harness.missed(result, zero=("forged_served", "forged_lost_sound", "forged_not_refused"))
 
     def result(self) -> dict[str, Any]:
         return {

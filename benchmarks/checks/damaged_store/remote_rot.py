@@ -51,7 +51,7 @@ class Findings:
     def broken(self) -> list[str]:
         result = {**self.result(), "undetected": self.flips.total() - self.detected}
         zeros = ("undetected", "served_wrong", "lost_sound", "not_repaired", "integrity_violations")
-        return harness.not_zero(result, zeros)
+        return harness.missed(result, zero=zeros)
 
     def result(self) -> dict[str, Any]:
         return {

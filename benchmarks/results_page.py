@@ -71,8 +71,7 @@ def page(results: Sequence[Result]) -> str:
 def readme(text: str, results: Sequence[Result]) -> str:
     """The README with the figures of these results.
 
-    Raises:
-        BenchmarkError: it has no place for them, or a result is missing.
+    Raises BenchmarkError: it has no place for them, or a result is missing.
     """
     by_file = {result.file: result.content for result in results}
     for name, lines in BLOCKS.items():

@@ -68,8 +68,7 @@ class Pace:
 def run_scenario(scenario: Scenario, folder: Path, seed: int = 0, pace: Pace = Pace()) -> Result:
     """Makes one fault in `folder`, which must be empty, and has the daemon survive it.
 
-    Raises:
-        Skip: this machine cannot make it.
+    Raises Skip: this machine cannot make it.
     """
     begin = time.monotonic()
     port = harness.free_port()
@@ -283,8 +282,7 @@ def _is_nested() -> bool:
 def _run_nested(name: str, folder: Path, seed: int) -> Result:
     """The scenario where we are root of a user namespace, and may mount.
 
-    Raises:
-        Skip: there is no such namespace for us.
+    Raises Skip: there is no such namespace for us.
     """
     report = folder / "nested.json"
     options = ["--only", name, "--seed", str(seed), "--json", str(report)]

@@ -54,11 +54,7 @@ class SlowLink:
         self._failure: OSError | None = None
 
     def __enter__(self) -> SlowLink:
-        """Starts to listen.
-
-        Raises:
-            OSError: no socket can be had.
-        """
+        """Starts to listen. Raises OSError: no socket can be had."""
         self._thread.start()
         self._started.wait()
         if self._failure is not None:

@@ -153,8 +153,7 @@ class WatchedDaemon(DaemonProcess):
     def holds(self, begin_s: float, end_s: float) -> list[LoopHold]:
         """What began in this time, by `time.monotonic`. Returns when all of it is known.
 
-        Raises:
-            BenchmarkError: one callback has not ended for a minute.
+        Raises BenchmarkError: one callback has not ended for a minute.
         """
         deadline = time.monotonic() + _ANSWER_S
         while self._until_s < end_s:

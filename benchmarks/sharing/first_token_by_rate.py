@@ -78,8 +78,7 @@ class Subject:
     def first_token_s(self, prompt: Sequence[int]) -> float:
         """Seconds from sending the prompt to its first token.
 
-        Raises:
-            BenchmarkError: some of it was in the daemon's own tiers.
+        Raises BenchmarkError: some of it was in the daemon's own tiers.
         """
         began_s, first_s = time.monotonic(), 0.0
         for event in self._client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):

@@ -232,8 +232,7 @@ def chill(files: Iterable[Path]) -> None:
 
     A few pages stay while a core has yet to enter them into the kernel's lists; they are dropped a moment later.
 
-    Raises:
-        BenchmarkError: some of a file is still there after a second.
+    Raises BenchmarkError: some of a file is still there after a second.
     """
     for file in files:
         fd = os.open(file, os.O_RDONLY)

@@ -129,8 +129,7 @@ def warm_up_all(
 ) -> list[float]:
     """As `ask_each_once` of several daemons, so many `at_once`; the seconds of each.
 
-    Raises:
-        DaemonFailed: a request failed.
+    Raises DaemonFailed: a request failed.
     """
     places = asyncio.Semaphore(at_once)
 

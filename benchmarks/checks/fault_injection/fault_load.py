@@ -136,8 +136,7 @@ class FaultLoad:
     def stop(self) -> None:
         """Has the clients finish their calls and ends them.
 
-        Raises:
-            RuntimeError: a client ended otherwise than by being told to; its traceback is on stderr.
+        Raises RuntimeError: a client ended otherwise than by being told to; its traceback is on stderr.
         """
         processes, self._processes = self._processes, []
         for process in processes:

@@ -232,8 +232,7 @@ class Player:
 def audit(root: Path, before: World, calls: Sequence[Call], position: int) -> World:
     """Open what a cut at `position` left and hold it against what was promised until then; what the store holds.
 
-    Raises:
-        Violation: a promise was broken.
+    Raises Violation: a promise was broken.
     """
     world = before.copy()
     under_way: dict[int, Block | None] = {}

@@ -45,7 +45,6 @@ class IdleMetrics(Scenario):
     closed_by = "tests/server/figures/test_metrics_server.py"
 
     async def attack(self, mallory: Mallory) -> None:
-        """Keeps them open, and replaces those that are closed."""
         _allow_files(4096)
         sockets: list[socket.socket] = []
         mallory_opened = 0
@@ -123,7 +122,6 @@ class Strangers(Scenario):
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether those who are known still learn whether the daemon is well."""
         token = [("authorization", f"Bearer {scene.token(ALICE)}")]
         for who, address, metadata in (("the operator", scene.daemon.address, []), ("a tenant", scene.tcp, token)):
             with grpc.insecure_channel(address) as channel:
@@ -141,7 +139,6 @@ class UnreadAnswers(Scenario):
     name = "unread answers"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """As many as the daemon lets it have."""
         counted: Counter[str] = Counter()
         unread: list[Any] = []
 
@@ -169,7 +166,6 @@ class UnreadAnswers(Scenario):
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether a tenant that comes now is served."""
         with Client(scene.tcp, name="alice", token=scene.token(ALICE), memory="streamed", timeout_s=20.0) as alice:
             try:
                 alice.register(_SPEC).match(_SECRET)
@@ -220,7 +216,6 @@ class LocalAdmin(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether any of it was done; figures of its own it may have."""
         if done := [what for what in facts.get("did", ()) if what not in ("stats",)]:
             yield f"a user who is not the operator could: {', '.join(done)}"
 
@@ -398,7 +393,6 @@ class AuditLog(Scenario):
     closed_by = "tests/server/access/test_audit.py"
 
     def daemon_settings(self, folder: Path) -> Mapping[str, object]:
-        """The log, in a directory of its own."""
         logs = folder / "logs"
         logs.mkdir()
         logs.chmod(0o1777)
@@ -420,7 +414,6 @@ class AuditLog(Scenario):
         return {"linked": linked}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Rotates it, and does what is written there."""
         folder = scene.daemon.directory.parent
         log = folder / "logs" / "audit.log"
         log.rename(log.with_suffix(".1"))
@@ -464,7 +457,6 @@ class Terminal(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether they come out of the commands' text as they are."""
         environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
         for command in (["stats"], ["ls"], ["doctor"]):
             done = subprocess.run(

@@ -102,7 +102,6 @@ class KeySquatting(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the victim finds what it has stored, and whether a prompt that was computed is found again."""
         numbers = facts.get("numbers", [])
         with scene.client() as victim:
             cache = victim.register(_VICTIM)

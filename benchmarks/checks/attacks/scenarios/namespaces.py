@@ -51,7 +51,6 @@ class Poisoning(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the prompts get the answers that they got before."""
         wrong: Counter[str] = Counter()
         with scene.client() as client:
             for number, right in zip(facts["numbers"], facts["right"], strict=True):
@@ -178,7 +177,6 @@ class OddGeometry(Scenario):
         return {"statuses": dict(statuses)}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether the daemon answers as its contract says."""
         unforeseen = {"INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"} & set(found.get("statuses", ()))
         if unforeseen:
             yield f"the daemon answers {', '.join(sorted(unforeseen))}"

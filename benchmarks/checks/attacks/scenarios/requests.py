@@ -60,7 +60,6 @@ class _Flood(Scenario):
         raise NotImplementedError
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """No request may be answered with what no contract names."""
         if unforeseen := set(found.get("statuses", ())) - _FORESEEN - _BY_GRPC:
             yield f"the daemon answers {', '.join(sorted(unforeseen))}"
 

@@ -103,7 +103,6 @@ class ManySubscriptions(_WithRouters):
         return {"endpoint": self.endpoint}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """How often a router has to begin anew."""
         begun = Counter(event["type"] for event in self.heard())["AllBlocksCleared"]
         if begun > (most := 2 + int(_LISTEN_S / _AGAIN_S)):
             yield f"a router was told everything {begun} times in {_LISTEN_S:g} s; at most {most} times was promised"

@@ -49,7 +49,6 @@ class Colluders(_WithCommonBlocks):
             await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """What all common blocks together take, now and after a restart."""
         yield from self._too_much(scene)
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
@@ -87,7 +86,6 @@ class ForgottenComputations(_WithCommonBlocks):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the prompt becomes common when Bob computes it, too."""
         tokens, content = fresh_prompt(self._number), fresh_bytes(self._number)
         with scene.client(BOB) as bob:
             bob.register(_SHARED).store(tokens, content)

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +41,7 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.common.options import only
 from benchmarks.common.plots import bars
-from benchmarks.engines.vllm_chat import play_turn
+from benchmarks.engines.vllm_chat import BLOCK, chat_plan, engine_of, play_turn, saved_llama
 from benchmarks.engines.vllm_engine import EngineProcess
 from benchmarks.engines.vllm_figures import Run, Stage
 from benchmarks.engines.vllm_options import engine_options, fill_in
@@ -85,10 +84,6 @@ TITLES = {
     "ttft_p95_s": "Time to the first token, 95%, s",
 }
 """Of the plot's panels, by figure."""
-_BLOCK = 32
-_VOCABULARY = 4096
-_WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
-_STEP_TOKENS = 1024
 _SPREAD = 0.5
 _SETTLE_S = 0.5  # in which a cache writes what it still has to, before another is measured
 _GPU_SHARE = 0.2  # the engines of all caches are there at once
@@ -98,22 +93,12 @@ _VERSIONS = ("lmcache",)
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All rounds, and under `broken` what does not hold. Raises EngineFailed, DaemonFailed and LMCacheFailed."""
     load_before = os.getloadavg()[0]
-    plan = ChatPlan(
-        conversations=options.conversations,
-        turns=options.turns,
-        system_tokens=options.system_tokens,
-        user_tokens=options.user_tokens,
-        output_tokens=options.output_tokens,
-        vocabulary=_VOCABULARY,
-        seed=options.seed,
-        spread=_SPREAD,
-    )
-    caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, _BLOCK), dict(options.option))
+    plan = chat_plan(options, _SPREAD)
+    caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, BLOCK), dict(options.option))
     names = options.only or names_here()
     steps = options.rounds * len(names) * (1 + plan.turns + 2 * options.restarts)
     with harness.progress("peers", steps) as step, ExitStack() as stack:
-        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
-        _save_model(model, options)
+        model = stack.enter_context(saved_llama(options))
         rounds = [_play_round(number, names, caches, model, plan, options, step) for number in range(options.rounds)]
     compared = [LMCACHE] if {PREFIXD, LMCACHE} <= set(names) else []
     broken = figures.other_tokens(rounds)
@@ -167,29 +152,7 @@ def _play_round(
 
 def _engine(model: Path, plan: ChatPlan, config: Config, options: argparse.Namespace) -> EngineProcess:
     longest = plan.prompt_tokens(plan.turns + options.restarts) + plan.output_tokens
-    blocks = -(-longest // _BLOCK)
-    return EngineProcess(
-        model,
-        kv_transfer=config,
-        threads=options.threads,
-        block_size=_BLOCK,
-        max_model_len=blocks * _BLOCK,
-        max_num_seqs=max(4, options.outstanding),
-        max_num_batched_tokens=_STEP_TOKENS,
-        gpu_memory_utilization=_GPU_SHARE,
-        # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
-        num_gpu_blocks_override=1 + blocks * max(options.held, options.outstanding),
-    )
-
-
-def _save_model(directory: Path, options: argparse.Namespace) -> None:
-    # torch and transformers take seconds to import: not before the command line was found to be right.
-    from transformers.utils import logging
-
-    from benchmarks.engines.vllm_models import save_llama
-
-    logging.disable_progress_bar()
-    save_llama(directory, options.seed, layers=options.layers, **_WIDTHS)
+    return engine_of(model, options, longest, config, gpu_memory_utilization=_GPU_SHARE)
 
 
 def draw(panels: Sequence[Any], caches: dict[str, Any]) -> None:

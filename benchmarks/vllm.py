@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +42,11 @@ from benchmarks.common import harness
 from benchmarks.common.options import option
 from benchmarks.common.plots import bars
 from benchmarks.engines import vllm_hybrid
-from benchmarks.engines.vllm_chat import play_turn
+from benchmarks.engines.vllm_chat import VOCABULARY, chat_plan, engine_of, play_turn, saved_llama
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.engines.vllm_figures import Round, Run, Stage, broken_promises, computed_saving, nothing_to_hit
 from benchmarks.engines.vllm_options import engine_options, fill_in
-from benchmarks.workloads.growing_chats import ChatPlan, Chats, Tokens, distinct_prompts
+from benchmarks.workloads.growing_chats import Chats, Tokens, distinct_prompts
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 
@@ -101,10 +100,6 @@ _HELP = {
     "layers": "layers of the model",
     "cpu_mib": "MiB of the daemon's CPU tier; less than all chats need, so that some of them are on disk",
 }
-_BLOCK = 32
-_VOCABULARY = 4096
-_WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
-_STEP_TOKENS = 1024
 
 
 class Comparison:
@@ -121,15 +116,7 @@ class Comparison:
             DaemonProcess({"cpu.bytes": f"{options.cpu_mib}MiB", "disk.bytes": "4GiB", "cpu.populate": True})
         )
         self._admin = stack.enter_context(Client(self._daemon.address, name="benchmark"))
-        self._plan = ChatPlan(
-            conversations=options.conversations,
-            turns=options.turns,
-            system_tokens=options.system_tokens,
-            user_tokens=options.user_tokens,
-            output_tokens=options.output_tokens,
-            vocabulary=_VOCABULARY,
-            seed=options.seed,
-        )
+        self._plan = chat_plan(options)
         self._kv_transfer = {"vllm": None, "prefixd": connector(self._daemon.address, **dict(options.option))}
 
     def chat(self, name: str) -> tuple[Run, EngineProcess]:
@@ -147,7 +134,7 @@ class Comparison:
         """New prompts on both engines, each of which is first every other time."""
         options = self._options
         prompts = distinct_prompts(
-            options.round_requests, options.round_tokens, _VOCABULARY, f"{options.seed} round {number}"
+            options.round_requests, options.round_tokens, VOCABULARY, f"{options.seed} round {number}"
         )
         seconds: dict[EngineProcess, float] = {}
         cpu_s: dict[EngineProcess, float] = {}
@@ -183,9 +170,7 @@ class Comparison:
         names = ("vllm", "prefixd")
         engines = {name: self._engine(name, []) for name in (names if number % 2 else reversed(names))}
         for engine in engines.values():
-            prompts = distinct_prompts(
-                1, self._options.round_tokens, _VOCABULARY, f"{self._options.seed} pair {number}"
-            )
+            prompts = distinct_prompts(1, self._options.round_tokens, VOCABULARY, f"{self._options.seed} pair {number}")
             engine.generate([EngineRequest(prompt, self._options.output_tokens) for prompt in prompts])
             engine.wait_until_idle()
         return engines["vllm"], engines["prefixd"]
@@ -193,21 +178,8 @@ class Comparison:
     def _engine(self, name: str, starts: list[float]) -> EngineProcess:
         longest = self._plan.prompt_tokens(self._plan.turns + 1) + self._plan.output_tokens
         longest = max(longest, self._options.round_tokens + self._plan.output_tokens)
-        blocks = -(-longest // _BLOCK)
         begin = time.monotonic()
-        engine = self._stack.enter_context(
-            EngineProcess(
-                self._model,
-                kv_transfer=self._kv_transfer[name],
-                threads=self._options.threads,
-                block_size=_BLOCK,
-                max_model_len=blocks * _BLOCK,
-                max_num_seqs=max(4, self._options.outstanding),
-                max_num_batched_tokens=_STEP_TOKENS,
-                # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
-                num_gpu_blocks_override=1 + blocks * max(self._options.held, self._options.outstanding),
-            )
-        )
+        engine = self._stack.enter_context(engine_of(self._model, self._options, longest, self._kv_transfer[name]))
         starts.append(time.monotonic() - begin)
         self._step()
         return engine
@@ -229,8 +201,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     steps = 2 * (options.turns + 3) + options.rounds + 2 * (options.pairs - 1)
     with harness.progress("vLLM", steps) as step, ExitStack() as stack:
-        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
-        _save_model(model, options)
+        model = stack.enter_context(saved_llama(options))
         comparison = Comparison(options, model, stack, step)
         alone, alone_engine = comparison.chat("vllm")
         prefixd, prefixd_engine = comparison.chat("prefixd")
@@ -249,17 +220,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "runs": [alone.to_plain(), prefixd.to_plain()],
         "broken": broken_promises(alone, prefixd, nothing, times=not options.short),
     }
-
-
-def _save_model(directory: Path, options: argparse.Namespace) -> None:
-    # torch and transformers take seconds to import: not before the command line was found to be right.
-    from transformers.utils import logging
-
-    from benchmarks.engines.vllm_models import save_llama
-
-    logging.disable_progress_bar()
-
-    save_llama(directory, options.seed, layers=options.layers, **_WIDTHS)
 
 
 def draw(panels: Sequence[Any], result: dict[str, Any]) -> None:

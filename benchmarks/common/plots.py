@@ -16,11 +16,17 @@ def bars(axes: Any, groups: Sequence[str], series: Mapping[str, Values], title: 
     for number, (name, values) in enumerate(series.items()):
         places = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
         made = axes.bar(places, values, 0.94 * width, label=name)
-        axes.bar_label(made, ["" if value != value else f"{value:.3g}" for value in values], fontsize=8)
+        axes.bar_label(made, list(map(_label, values)), fontsize=6)
     axes.set_xticks(range(len(groups)), groups, fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.margins(y=0.15)
     axes.legend(frameon=False, fontsize=8)
+
+
+def _label(value: float) -> str:
+    if value != value:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
 
 
 def lines(axes: Any, series: Mapping[str, tuple[Values, Values]], x: str, y: str, legend: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 The chat benchmark of "Long-Term Memory" (section VII.B), with conversations that grow turn by turn:
 
-    python -m benchmarks.chat --json chat.json --plot chat.svg
+    python -m benchmarks.chat --json chat.json
 
 --users users at a time hold --conversations conversations with the small model that comes with prefixd, in a daemon of
 its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with each of
@@ -148,7 +148,7 @@ def main(options: harness.Options) -> harness.Outcome:
         "mean_turns": sum(len(each.turns) for each in conversations) / len(conversations),
         "think_s": sum(turn.think_s for each in conversations for turn in each.turns),
     }
-    return serving.outcome_of("chat", result, measured, wrong)
+    return serving.outcome_of(result, measured, wrong)
 
 
 if __name__ == "__main__":

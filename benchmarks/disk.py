@@ -24,9 +24,8 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,28 +105,6 @@ def _stores(
     return {f"slabs_{io}": store(io) for io in _IOS}
 
 
-def _print_modes(rows: Sequence[Mapping[str, Any]]) -> None:
-    print(f"{'block':>8} {'disk.io':>9} {'store':>7} {'load':>7} {'random':>7}   GB/s; CPU s/GB: store, load")
-    for row in rows:
-        size, rates = f"{row['block_bytes'] >> 10}KiB", [row[f"{what}_gbps"] for what in _COMPARED]
-        cpu = f"{row['store_cpu_s_per_gb']:.2f}, {row['load_cpu_s_per_gb']:.2f}"
-        print(f"{size:>8} {row['io']:>9} " + " ".join(f"{rate:7.2f}" for rate in rates) + f"   {cpu}")
-
-
-def _draw(rows: Sequence[Mapping[str, Any]], axes: Any) -> None:
-    for number, io in enumerate(_IOS):
-        ours = [row for row in rows if row["io"] == io]
-        sizes = [row["block_bytes"] / 1024 for row in ours]
-        for what, style in (("load", "-"), ("scattered_load", ":"), ("store", "--")):
-            rates = [row[f"{what}_gbps"] for row in ours]
-            axes.plot(sizes, rates, style, color=f"C{number}", marker="o", label=f"{io}: {what.replace('_', ' ')}")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("block, KiB")
-    axes.set_ylabel("GB/s, cold page cache")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-
-
 def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     """What a store of so many blocks costs alone, and a daemon on it."""
     data = folder / "large"
@@ -164,8 +141,8 @@ def main(options: harness.Options) -> harness.Outcome:
         result |= modes(folder, _SIZES, options.mode_bytes, options.depth, options.rounds)
         if options.blocks:
             result |= reopen(folder, options.blocks)
-    rows = result["modes"]
-    return harness.Outcome(result, show=partial(_print_modes, rows), draw=partial(_draw, rows))
+    columns = ("block_bytes", "io", *(f"{what}_gbps" for what in _COMPARED), "store_cpu_s_per_gb", "load_cpu_s_per_gb")
+    return harness.Outcome(result, tables=[harness.Table(result["modes"], columns)])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Measures on one GPU what decides how prefixd keeps KV there:
 Without --json the result goes to <device>.json in --plot-dir or benchmarks/results. Each part has a time budget, all
 together about five minutes, and lists under "skipped" the points for which it had no time or memory. A part that
 fails is recorded with its error and the others run on; the exit status is then 1. The result is written after each
-part. What was predicted of a figure is printed beside what was measured, as CONFIRMED, REFUTED or NEITHER.
+part.
 
 --device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
 says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0.
@@ -54,7 +54,7 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model
-from benchmarks.gpu_parts.part import Budget, Part, Unavailable, one_line
+from benchmarks.gpu_parts.part import Budget, Draw, Part, Unavailable, one_line
 from prefixd.workloads.circumstances import circumstances
 
 # The last part can fail in a way that leaves the GPU's context unusable.
@@ -91,17 +91,14 @@ def measure(device: Device, part: Part) -> dict[str, Any]:
     return {**result, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def draw(part: Part, result: Mapping[str, Any], title: str, file: Path) -> None:
+def draw(of_part: Draw, result: Mapping[str, Any], title: str, file: Path) -> None:
     """The part's plot; says so when matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("matplotlib is not installed, so there is no plot: pip install matplotlib", file=sys.stderr)
-        return
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    part.draw(figure, result)
-    figure.suptitle(title)
-    figure.savefig(file, dpi=120)
+
+    def fill(axes: Any) -> None:
+        of_part(axes, result)
+        axes.set_title(title)
+
+    harness.plot(file, fill)
 
 
 def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None) -> dict[str, Any]:
@@ -120,15 +117,10 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
         result = results[part.name] = measure(device, part)
         said = result.get("reason") or f"{len(result['skipped'])} points skipped, {len(result['errors'])} errors"
         print(f"{part.name:>16}  {result['status']} in {result['seconds']} s, {said}", flush=True)
-        for said in result.get("predictions", ()):
-            print(
-                f"{'':>16}  {said['what']}: predicted {said['least']:g}, refuted below {said['refuted_below']:g}, "
-                f"measured {said['measured']}: {said['verdict']}",
-                flush=True,
-            )
         file.write_text(json.dumps(content, indent=1) + "\n")
-        if plot_dir is not None and "all" not in result.get("errors", {"all"}):
-            draw(part, result, f"{part.name} on {device.name} ({figures})", plot_dir / f"{file.stem}_{part.name}.png")
+        if plot_dir is not None and part.draw is not None and "all" not in result.get("errors", {"all"}):
+            title = f"{part.name} on {device.name} ({figures})"
+            draw(part.draw, result, title, plot_dir / f"{file.stem}_{part.name}.png")
         if part is not first_token.PART:  # decode shares its model
             random_model.cache_clear()
     return content

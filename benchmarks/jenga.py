@@ -54,16 +54,26 @@ slot of its memory; none. The benchmark fails when one of these does not hold.
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import chosen, option, seed
+from benchmarks.common.plots import bars
 from benchmarks.jenga_parts.chats import Plan
 from benchmarks.jenga_parts.comparison import summary, violations
-from benchmarks.jenga_parts.jenga_plot import TITLES, draw
 from benchmarks.jenga_parts.subject_runs import measure
 from benchmarks.jenga_parts.subjects import BLOCK_TOKENS, DRAFT_TOKENS, SUBJECTS
 
+TITLES = {
+    "waste": "allocated bytes not needed, of all",
+    "found": "prompt tokens found, of all",
+    "requests_per_s": "requests a second",
+    "passes": "passes of a model with a draft",
+}
+"""Of the plot's panels, by figure."""
 TWO_SHARES = 1.5
 """Of two models, in --share: the half of each has to hold a chat with it."""
 DRAFT_SHARE = 1.5
@@ -104,6 +114,7 @@ def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
     option("--share", 1 / 3, "of the memory that the baseline would take", float),
     chosen("--models", SUBJECTS, "what is compared"),
     seed("of the chats"),
+    harness.PLOT,
     unrecorded=("models",),
 )
 def main(options: harness.Options) -> harness.Outcome:
@@ -117,21 +128,17 @@ def main(options: harness.Options) -> harness.Outcome:
         runs = [run for name, plan in plans.items() for run in measure(name, plan, step)]
     result = {"block_tokens": BLOCK_TOKENS, "draft_tokens": DRAFT_TOKENS, **summary(runs)}
 
-    def show() -> None:
-        for model, ways in result["models"].items():
-            for way, of in ways.items():
-                print(
-                    f"{model:8} {way:9} {of['waste']:7.2%} waste {of['found']:7.2%} of the prompt tokens found "
-                    f"{of['requests_per_s']:7.2f} req/s"
-                    + (f" {of['passes']:6} passes {of['accepted']:7.2%} accepted" if "passes" in of else "")
-                )
+    rows = [{"model": model, "way": way, **of} for model, ways in result["models"].items() for way, of in ways.items()]
+    table = harness.Table(rows, ("model", "way", "waste", "found", "requests_per_s", "passes", "accepted"))
 
-    return harness.Outcome(
-        result, violations(result), show, draw=lambda panels: draw(panels, result["models"]), columns=len(TITLES)
-    )
+    def draw(panels: Sequence[Any]) -> None:
+        for axes, (figure, title) in zip(panels, TITLES.items(), strict=True):
+            shown = {name: ways for name, ways in result["models"].items() if any(figure in of for of in ways.values())}
+            names = dict.fromkeys(way for ways in shown.values() for way in ways)
+            values = {way: [ways.get(way, {}).get(figure, math.nan) for ways in shown.values()] for way in names}
+            bars(axes, list(shown), values, title)
 
-
-make_parser = main.parser
+    return harness.Outcome(result, violations(result), [table], draw, len(TITLES))
 
 
 if __name__ == "__main__":

@@ -229,8 +229,6 @@ def measure(options: argparse.Namespace, folder: Path, step: Callable[[], None])
             return await measure_disk(subjects, rate, options.tokens, options.repeats, options.warm_up, number, step)
 
         points += asyncio.run(with_daemons(folder, options.tokens, disk))
-        for point in points[-len(options.tokens) :]:
-            print(_line(point), flush=True)
 
     async def abandoned(subjects: Sequence[Subject]) -> float:
         auto, never = subjects[0], subjects[2]
@@ -259,44 +257,8 @@ def summary(points: Sequence[Point], abandoned_ratio: float) -> dict[str, Any]:
 
 def violations(result: Mapping[str, Any]) -> list[str]:
     """What is not as it has to be."""
-    found = []
-    if result["worst_regret"] > WORST_REGRET:
-        found.append(
-            f"auto takes {result['worst_regret']:.1%} longer than the better of always and never "
-            f"({result['worst_point']}); at most {WORST_REGRET:.0%} is allowed"
-        )
-    if result["both_at_once_wins"] < LEAST_WINS:
-        found.append(f"auto is faster than both at no point; at least {LEAST_WINS} is wanted")
-    if result["abandoned_ratio"] > WORST_ABANDONED:
-        found.append(
-            f"a load that turned slow ends {result['abandoned_ratio']:g} times as late as computing from then; at most "
-            f"{WORST_ABANDONED:g} times is allowed"
-        )
-    return found
-
-
-def draw(axes: Any, result: Mapping[str, Any]) -> None:
-    """Of each disk, auto's time over the better of the others, by length."""
-    disks = sorted({(point["mb_per_s"], point["latency_ms"]) for point in result["points"]})
-    for number, disk in enumerate(disks):
-        points = [point for point in result["points"] if (point["mb_per_s"], point["latency_ms"]) == disk]
-        best = [min(point["ttft_ms"]["always"], point["ttft_ms"]["never"]) for point in points]
-        ratios = [point["ttft_ms"]["auto"] / each for point, each in zip(points, best, strict=True)]
-        label = f"{disk[0]:g} MB/s, {disk[1]:g} ms"
-        axes.plot([point["tokens"] for point in points], ratios, marker="o", color=f"C{number}", label=label)
-    axes.axhline(1 + WORST_REGRET, color="#bbbbbb", linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens of the prefix")
-    axes.set_ylabel("time to first token of auto,\nover the better of always and never")
-    axes.legend(fontsize="small")
-
-
-def _line(point: Point) -> str:
-    times = "  ".join(f"{mode} {point.ttft_ms[mode]:8.1f}" for mode in MODES)
-    return (
-        f"{point.mb_per_s:6g} MB/s {point.latency_ms:4g} ms {point.tokens:5} tokens   {times} ms   "
-        f"regret {point.regret:6.1%}{'   both at once' if point.wins else ''}"
-    )
+    most = {"worst_regret": WORST_REGRET, "abandoned_ratio": WORST_ABANDONED}
+    return harness.missed(result, most=most, least={"both_at_once_wins": LEAST_WINS})
 
 
 def _disk(text: str) -> DiskRate:
@@ -337,10 +299,8 @@ def main(options: harness.Options) -> harness.Outcome:
         harness.progress("points", len(options.disks) * len(options.tokens) + 1) as step,
     ):
         result = measure(options, Path(folder), step)
-    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
-
-
-make_parser = main.parser
+    columns = ("mb_per_s", "latency_ms", "tokens", *(f"ttft_ms.{mode}" for mode in MODES), "regret", "wins")
+    return harness.Outcome(result, violations(result), [harness.Table(result["points"], columns)])
 
 
 if __name__ == "__main__":

@@ -72,12 +72,10 @@ class Findings:
     found_tokens: int = 0
 
     def add(self, case: str, fitting: int, loaded: int) -> None:
-        """A load has ended."""
         self.fitting[case] = self.fitting.get(case, 0) + fitting
         self.loaded[case] = self.loaded.get(case, 0) + loaded
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         return {
             "loaded_of_fitting": sum(self.loaded.values()) / sum(self.fitting.values()),
             "found_of_loaded": self.found_tokens / self.granted_tokens,
@@ -99,13 +97,11 @@ class Prompt:
 
     @classmethod
     def make(cls, rng: np.random.Generator, blocks: int, parts: int) -> Prompt:
-        """A prompt of its own."""
         tokens = rng.integers(0, 1 << 31, blocks * BLOCK_TOKENS, np.uint32)
         return cls(tokens, rng.integers(0, 256, (parts, blocks, PART_BYTES), np.uint8))
 
     @property
     def blocks(self) -> int:
-        """How many it has."""
         return len(self.kv[0])
 
     def wrong(self, into: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], blocks: int) -> int:
@@ -127,7 +123,6 @@ class Bench:
         self._rng = rng
 
     async def measure(self, kind: str, step: Any) -> None:
-        """All cases of a kind of namespace."""
         cache = await self._client.register(SPECS[kind])
         parts = len(SPECS[kind].parts)
         prompts = [Prompt.make(self._rng, max(1, int(factor * self._tier / parts)), parts) for factor in FACTORS]
@@ -264,7 +259,6 @@ def measure_vllm(seed: int, step: Any) -> dict[str, Any]:
 
 
 async def _cached(address: str) -> int:
-    """Blocks of prompts that share none."""
     async with AsyncClient(address) as client:
         return sum(int(prefix.blocks) for prefix in (await client.prefixes()).prefixes)
 

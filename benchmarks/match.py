@@ -87,14 +87,7 @@ def main(options: harness.Options) -> harness.Outcome:
     with harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
         result = asyncio.run(measure(address, options.blocks, options.block_tokens, options.repeats))
 
-    def draw(axes: Any) -> None:
-        axes.hist(result["samples_us"], bins=80)
-        axes.axvline(result["empty_rpc_p50_us"], color="grey", linestyle="--", label="empty RPC, p50")
-        axes.set_xlabel(f"match of {options.blocks} blocks, microseconds")
-        axes.set_ylabel("calls")
-        axes.legend()
-
-    return harness.Outcome(result, draw=draw)
+    return harness.Outcome(result)
 
 
 if __name__ == "__main__":

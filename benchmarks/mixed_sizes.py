@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import shutil
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,15 +64,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             mixture = MIXTURES[name]
             if options.capacity is not None:
                 mixture = Mixture(mixture.sizes, options.capacity)
-            begin = time.perf_counter()
             with tempfile.TemporaryDirectory(prefix="prefixd-mixed-", dir=_folder(mixture)) as folder:
                 figures = asyncio.run(run_one(tier, mixture, options.operations, options.seed, Path(folder)))
-            print(
-                f"{tier:5} {mixture.name:40} worst excess {figures.worst_excess_pages:.3f} pages, "
-                f"utilisation {figures.utilisation:.4f}, {figures.wrong_bytes} wrong bytes, "
-                f"{time.perf_counter() - begin:.0f} s",
-                flush=True,
-            )
             runs.append({"mixture": name, **asdict(figures)})
     return {
         "worst_excess_pages": max(run["worst_excess_pages"] for run in runs),
@@ -85,33 +77,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def violations(result: dict[str, Any]) -> list[str]:
     """What a result breaks of what must hold, in words."""
-    found = []
-    if result["wrong_bytes"]:
-        found.append(f"{result['wrong_bytes']} bytes that were read are wrong")
-    if result["worst_excess_pages"] > WORST_EXCESS_PAGES:
-        found.append(
-            f"an operation evicted {result['worst_excess_pages']:.3f} pages beyond what it asked for; at most "
-            f"{WORST_EXCESS_PAGES:g} are allowed"
-        )
-    if result["utilisation"] < LEAST_UTILISATION:
-        found.append(
-            f"blocks had only {result['utilisation']:.4f} of a full tier; at least {LEAST_UTILISATION:g} is wanted"
-        )
-    return found
-
-
-def draw(axes: Any, result: dict[str, Any]) -> None:
-    """Utilisation of each run over its operations."""
-    for run in result["runs"]:
-        shares = run["utilisation_over_time"]
-        steps = [run["operations"] * at / max(1, len(shares)) for at in range(len(shares))]
-        axes.plot(steps, shares, label=f"{run['tier']}: {run['sizes']}", linewidth=1)
-    axes.axhline(LEAST_UTILISATION, color="#999999", linestyle=":")
-    axes.set_xlabel("operations")
-    axes.set_ylabel("bytes of blocks, of the capacity")
-    axes.set_ylim(0, 1.02)
-    axes.set_title(f"At most {result['worst_excess_pages']:.2f} pages evicted beyond need")
-    axes.legend(fontsize="x-small")
+    most, least = {"worst_excess_pages": WORST_EXCESS_PAGES}, {"utilisation": LEAST_UTILISATION}
+    return harness.missed(result, zero=["wrong_bytes"], most=most, least=least)
 
 
 @harness.benchmark(
@@ -126,7 +93,8 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
 def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it."""
     result = measure(options)
-    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
+    table = harness.Table(result["runs"], ("tier", "sizes", "worst_excess_pages", "utilisation", "wrong_bytes"))
+    return harness.Outcome(result, violations(result), [table])
 
 
 if __name__ == "__main__":

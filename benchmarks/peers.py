@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,18 +38,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.common import harness
 from benchmarks.common.options import only
-from benchmarks.engines.vllm_chat import play_turn
+from benchmarks.common.plots import bars
+from benchmarks.engines.vllm_chat import BLOCK, chat_plan, engine_of, play_turn, saved_llama
 from benchmarks.engines.vllm_engine import EngineProcess
 from benchmarks.engines.vllm_figures import Run, Stage
 from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.peers_parts import cache_figures as figures
 from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
-from benchmarks.peers_parts.peers_plot import draw
 from benchmarks.workloads.growing_chats import ChatPlan, Chats
 
 _FULL = {
@@ -82,10 +78,12 @@ _HELP = {
     "cpu_mib": "MiB of host memory that each cache has",
     "lmcache_chunk": "tokens that LMCache stores and finds together, by default as many as it does itself",
 }
-_BLOCK = 32
-_VOCABULARY = 4096
-_WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
-_STEP_TOKENS = 1024
+TITLES = {
+    "requests_per_s": "Requests a second",
+    "ttft_p50_s": "Time to the first token, median, s",
+    "ttft_p95_s": "Time to the first token, 95%, s",
+}
+"""Of the plot's panels, by figure."""
 _SPREAD = 0.5
 _SETTLE_S = 0.5  # in which a cache writes what it still has to, before another is measured
 _GPU_SHARE = 0.2  # the engines of all caches are there at once
@@ -95,22 +93,12 @@ _VERSIONS = ("lmcache",)
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All rounds, and under `broken` what does not hold. Raises EngineFailed, DaemonFailed and LMCacheFailed."""
     load_before = os.getloadavg()[0]
-    plan = ChatPlan(
-        conversations=options.conversations,
-        turns=options.turns,
-        system_tokens=options.system_tokens,
-        user_tokens=options.user_tokens,
-        output_tokens=options.output_tokens,
-        vocabulary=_VOCABULARY,
-        seed=options.seed,
-        spread=_SPREAD,
-    )
-    caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, _BLOCK), dict(options.option))
+    plan = chat_plan(options, _SPREAD)
+    caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, BLOCK), dict(options.option))
     names = options.only or names_here()
     steps = options.rounds * len(names) * (1 + plan.turns + 2 * options.restarts)
     with harness.progress("peers", steps) as step, ExitStack() as stack:
-        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
-        _save_model(model, options)
+        model = stack.enter_context(saved_llama(options))
         rounds = [_play_round(number, names, caches, model, plan, options, step) for number in range(options.rounds)]
     compared = [LMCACHE] if {PREFIXD, LMCACHE} <= set(names) else []
     broken = figures.other_tokens(rounds)
@@ -164,59 +152,14 @@ def _play_round(
 
 def _engine(model: Path, plan: ChatPlan, config: Config, options: argparse.Namespace) -> EngineProcess:
     longest = plan.prompt_tokens(plan.turns + options.restarts) + plan.output_tokens
-    blocks = -(-longest // _BLOCK)
-    return EngineProcess(
-        model,
-        kv_transfer=config,
-        threads=options.threads,
-        block_size=_BLOCK,
-        max_model_len=blocks * _BLOCK,
-        max_num_seqs=max(4, options.outstanding),
-        max_num_batched_tokens=_STEP_TOKENS,
-        gpu_memory_utilization=_GPU_SHARE,
-        # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
-        num_gpu_blocks_override=1 + blocks * max(options.held, options.outstanding),
-    )
+    return engine_of(model, options, longest, config, gpu_memory_utilization=_GPU_SHARE)
 
 
-def _save_model(directory: Path, options: argparse.Namespace) -> None:
-    # torch and transformers take seconds to import: not before the command line was found to be right.
-    from transformers.utils import logging
-
-    from benchmarks.engines.vllm_models import save_llama
-
-    logging.disable_progress_bar()
-    save_llama(directory, options.seed, layers=options.layers, **_WIDTHS)
-
-
-def show(result: dict[str, Any]) -> None:
-    """The result as a table."""
-    table = Table(title="Medians of the rounds, and in brackets from the least to the most", title_justify="left")
-    for column in ("", "requests/s", "first token: p50", "p95", "prompt tokens computed"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for part in figures.PARTS:
-        for name, parts in result["caches"].items():
-            values, prompt = parts[part], parts[part]["prompt_tokens"]
-            table.add_row(
-                f"{part}: {LABELS[name]}",
-                *(_text(values, figure, "" if higher else " s") for figure, higher in figures.HIGHER_IS_BETTER.items()),
-                f"{prompt['computed']:,} of {prompt['total']:,}",
-                end_section=name == list(result["caches"])[-1],
-            )
-    # Wide enough for the table where the output is no terminal too.
-    console = Console(width=max(Console().width, 140), highlight=False)
-    console.print(table)
-    for other, leads in result["leads"].items():
-        for lead in leads:
-            console.print(
-                f"{lead['part']}, {lead['figure']}: ahead of {other} by {lead['ahead']:.3f}, "
-                f"which differs between the rounds by {lead['spread']:.3f}"
-            )
-
-
-def _text(values: dict[str, Any], figure: str, unit: str) -> str:
-    rounds = values["rounds"][figure]
-    return f"{values[figure]:.2f}{unit} ({min(rounds):.2f} to {max(rounds):.2f})"
+def draw(panels: Sequence[Any], caches: dict[str, Any]) -> None:
+    """A panel for each figure: medians of the rounds."""
+    for axes, (figure, title) in zip(panels, TITLES.items(), strict=True):
+        values = {LABELS[name]: [of[part][figure] for part in figures.PARTS] for name, of in caches.items()}
+        bars(axes, figures.PARTS, values, title)
 
 
 @harness.benchmark(
@@ -224,6 +167,7 @@ def _text(values: dict[str, Any], figure: str, unit: str) -> str:
     __doc__,
     *engine_options(_HELP, _FULL, "a small run of about two minutes, for a first look"),
     only(LABELS, "one of them alone; again for another"),
+    harness.PLOT,
     unrecorded=("option", "only"),
 )
 def main(options: harness.Options) -> harness.Outcome:
@@ -232,14 +176,19 @@ def main(options: harness.Options) -> harness.Outcome:
         raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `make bench-peers`")
     fill_in(options, _FULL, _SHORT)
     measured = measure(options)
-    shown = {**vars(options), **measured}
+    caches = measured["caches"]
+    rows = [{"part": part, "cache": LABELS[name], **of[part]} for part in figures.PARTS for name, of in caches.items()]
+    tokens = ("prompt_tokens.computed", "prompt_tokens.total")
+    leads = [{"other": other, **lead} for other, found in measured["leads"].items() for lead in found]
     return harness.Outcome(
         {"connector_options": dict(options.option), **measured},
         measured["broken"],
-        show=lambda: show(shown),
-        figures=False,
-        draw=lambda panels: draw(panels, measured["caches"]),
-        columns=len(figures.HIGHER_IS_BETTER),
+        [
+            harness.Table(rows, ("part", "cache", *figures.HIGHER_IS_BETTER, *tokens)),
+            harness.Table(leads, ("other", "part", "figure", "ours", "theirs", "ahead", "spread")),
+        ],
+        lambda panels: draw(panels, caches),
+        len(TITLES),
     )
 
 

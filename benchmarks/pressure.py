@@ -70,7 +70,6 @@ class Batch:
         return -(-(self.prompt_tokens + self.output_tokens + 1) // BLOCK_TOKENS)
 
     def prompts(self) -> list[list[int]]:
-        """One a request."""
         source = random.Random(f"pressure {self.seed}")
         prefix = _tokens(source, self.prefix_tokens)
         bodies = [_tokens(source, self.prompt_tokens) for _ in range(self.requests)]
@@ -197,24 +196,6 @@ def violations(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def draw(axes: Any, runs: Sequence[Run]) -> None:
-    """Requests a second, one bar a run, with how many requests gave way."""
-    bars = axes.bar([run.name for run in runs], [run.requests_per_s for run in runs], color="#4477aa")
-    axes.bar_label(bars, [f"{run.swapped} swapped\n{run.recomputed} recomputed" for run in runs])
-    axes.set_ylabel("requests / s")
-    axes.margins(y=0.15)
-    axes.set_title("A batch under memory pressure")
-
-
-def _print_runs(runs: Sequence[Run]) -> None:
-    print(f"{'run':10} {'blocks':>7} {'req/s':>7} {'preempted':>10} {'swapped':>8} {'recomputed':>11} {'again':>7}")
-    for run in runs:
-        print(
-            f"{run.name:10} {run.gpu_blocks:7} {run.requests_per_s:7.2f} {run.preempted:10} {run.swapped:8} "
-            f"{run.recomputed:11} {run.recomputed_tokens:7}"
-        )
-
-
 @harness.benchmark(
     "pressure",
     __doc__,
@@ -230,10 +211,8 @@ def main(options: harness.Options) -> harness.Outcome:
     with harness.progress("requests", (1 + len(MODES)) * batch.requests) as step:
         runs = measure(batch, step)
     result = {"wanted_blocks": batch.wanted_blocks, **summary(runs)}
-    return harness.Outcome(result, violations(result), lambda: _print_runs(runs), draw=lambda axes: draw(axes, runs))
-
-
-make_parser = main.parser
+    columns = ("name", "gpu_blocks", "requests_per_s", "preempted", "swapped", "recomputed", "recomputed_tokens")
+    return harness.Outcome(result, violations(result), [harness.Table(result["runs"], columns)])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +97,6 @@ def run(options: argparse.Namespace, step: Callable[[], None] = lambda: None) ->
             "seconds": round(time.perf_counter() - began_s, 1),
             "commit": circumstances()["commit"],
         }
-        print(f"{name}:")
-        harness.finish("remote", result[name], None)
         missed += [f"{name}: {each}" for each in violations(found)]
     return result, missed
 
@@ -139,10 +136,6 @@ def _multiple_of_8(text: str) -> int:
     return value
 
 
-def _draw(times: dict[str, Any], axes: Any) -> None:
-    first_token.draw(axes, times)
-
-
 _FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
 
 
@@ -160,6 +153,7 @@ _FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
     option("--copied-bytes", 256 << 20, "each way", size),
     option("--sessions", _DOWN.sessions, "sessions with a store that is down"),
     option("--rounds", _DOWN.rounds, "of a session"),
+    harness.PLOT,
     unrecorded=(
         *("suites", "requests", "trace_bytes", "bytes_per_token", "rates"),
         *("tokens", "repeats", "copied_bytes", "sessions", "rounds"),
@@ -169,12 +163,12 @@ def main(options: harness.Options) -> harness.Outcome:
     """The suites; those that are not run keep their results of the file."""
     result, missed = run(options)
     times = result.get("first_token")
-    draw = partial(_draw, times) if times is not None else None
     kept = earlier(options.json) if options.json is not None else {}
-    return harness.Outcome(kept | result, missed, figures=False, draw=draw)
-
-
-make_parser = main.parser
+    if times is None:
+        return harness.Outcome(kept | result, missed)
+    arms = (f"ttft_ms.{arm}" for arm in first_token.ARMS)
+    table = harness.Table(times["points"], ("gbit_per_s", "tokens", *arms, "ratio", "loaded_share"))
+    return harness.Outcome(kept | result, missed, [table], lambda axes: first_token.draw(axes, times))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from benchmarks.common import harness
-from benchmarks.report_parts.results import Result, read_results
 from benchmarks.results_parts import provenance
 from benchmarks.results_parts.attacks import ATTACKS
 from benchmarks.results_parts.cache import CACHE
 from benchmarks.results_parts.engines import ENGINES
 from benchmarks.results_parts.gpu import GPU
 from benchmarks.results_parts.readme import BLOCKS
+from benchmarks.results_parts.results import Result, read_results
 from benchmarks.results_parts.serving import SERVING
 from benchmarks.results_parts.wording import Sentence
 
@@ -71,8 +71,7 @@ def page(results: Sequence[Result]) -> str:
 def readme(text: str, results: Sequence[Result]) -> str:
     """The README with the figures of these results.
 
-    Raises:
-        BenchmarkError: it has no place for them, or a result is missing.
+    Raises BenchmarkError: it has no place for them, or a result is missing.
     """
     by_file = {result.file: result.content for result in results}
     for name, lines in BLOCKS.items():

@@ -51,7 +51,6 @@ class Chance:
         self._random = random.Random(seed)
 
     def state(self) -> dict[str, Any]:
-        """What is cached of a request."""
         some = self._random
         return {
             "weight": some.choice(WEIGHT_CLASSES),
@@ -60,23 +59,19 @@ class Chance:
         }
 
     def queued(self, number: int) -> QueuedRequest:
-        """A request of the daemon's queue."""
         made = QueuedRequest(number, number * 1e-3, _PROMPT, **self.state())
         made.ready_s, made.deadline_s = self._random.random(), number * 1e-3 + self._random.random()
         return made
 
     def engine(self, number: int) -> EngineRequest:
-        """A request of an engine's queue."""
         tokens = self._random.randrange(1, _PROMPT)
         seen = SeenPrefix(tokens, ((self._random.choice((Distance.CPU, Distance.DISK)), tokens),))
         return EngineRequest(f"r{number}", number * 1e-3, _PROMPT, 0, seen, self._random.randrange(500))
 
     def ready_s(self) -> float:
-        """When a request is ready."""
         return self._random.random()
 
     def one_of(self, count: int) -> int:
-        """A number below `count`."""
         return self._random.randrange(count)
 
 
@@ -197,17 +192,6 @@ def violations(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def draw(axes: Any, result: dict[str, Any]) -> None:
-    """p99 of a decision, by policy, in both queues."""
-    for number, (where, policies) in enumerate(result["decision_us"].items()):
-        places = [place + (number - 0.5) * 0.4 for place in range(len(policies))]
-        axes.bar(places, [each["p99"] for each in policies.values()], 0.4, label=where)
-        axes.set_xticks(range(len(policies)), list(policies), fontsize="small")
-    axes.axhline(MOST_US, color="#bbbbbb", linestyle=":")
-    axes.set_ylabel("a decision, p99, us")
-    axes.legend()
-
-
 @harness.benchmark(
     "scheduler",
     __doc__,
@@ -221,7 +205,7 @@ def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it."""
     with harness.progress("policies", 2 * len(POLICIES)) as step:
         result = measure(options, step)
-    return harness.Outcome(result, violations(result), draw=lambda axes: draw(axes, result))
+    return harness.Outcome(result, violations(result))
 
 
 if __name__ == "__main__":

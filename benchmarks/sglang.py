@@ -92,13 +92,11 @@ class Bench:
         }
 
     def close(self) -> None:
-        """Detaches both backends."""
         for controller in self.controllers.values():
             controller.close()
         self.pool.destroy()
 
     def clear(self) -> None:
-        """Has both backends forget everything."""
         for controller in self.controllers.values():
             if not controller.it.storage_backend.clear():
                 raise harness.BenchmarkError("a backend could not be cleared")
@@ -113,7 +111,6 @@ class Bench:
         return elapsed_s
 
     def load(self, name: str, prompt: Sequence[int]) -> Loaded:
-        """Asks for a prompt and brings it."""
         controller = self.controllers[name]
         begin = time.perf_counter()
         operation = controller.hits(prompt)
@@ -302,16 +299,7 @@ def main(options: harness.Options) -> harness.Outcome:
         )
     result = measure(options.pages, options.layers, options.rounds, options.flips, options.seed)
 
-    def draw(axes: Any) -> None:
-        names = [f"{layout}\n{way}" for layout in LAYOUTS for way in ("save", "load")]
-        for place, name in enumerate(BACKENDS):
-            gbps = [result["layouts"][layout][f"{name}_{way}_gbps"] for layout in LAYOUTS for way in ("save", "load")]
-            axes.bar(np.arange(len(names)) + 0.4 * place - 0.2, gbps, 0.4, label=name)
-        axes.set_xticks(range(len(names)), names)
-        axes.set_ylabel("GB/s")
-        axes.legend()
-
-    return harness.Outcome(result, result["broken"], draw=draw)
+    return harness.Outcome(result, result["broken"])
 
 
 if __name__ == "__main__":

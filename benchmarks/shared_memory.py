@@ -115,13 +115,7 @@ def main(options: harness.Options) -> harness.Outcome:
         sizes = (options.block_bytes, options.blocks, options.rounds, options.threads)
         result = asyncio.run(measure(address, *sizes))
 
-    def draw(axes: Any) -> None:
-        names = ["plain_copy_gbps", "store_gbps", "load_gbps"]
-        axes.bar(["plain copy", "store", "load"], [result[name] for name in names])
-        axes.set_ylabel("GB/s")
-        axes.set_title(f"{options.blocks} blocks of {options.block_bytes / 2**20:g} MiB, {options.threads} thread(s)")
-
-    return harness.Outcome(result, draw=draw)
+    return harness.Outcome(result)
 
 
 if __name__ == "__main__":

@@ -31,15 +31,11 @@ tokens have to be the same in all configurations. Where a request takes long, fe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import harness
 from benchmarks.common.options import chosen, option, seed, size
-from benchmarks.text_analysis_parts.goals import Goal, goals
+from benchmarks.text_analysis_parts.goals import goals
 from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
 from benchmarks.text_analysis_parts.plots import draw, panels
 from benchmarks.text_analysis_parts.suites import SUITES, groups
@@ -49,6 +45,12 @@ from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 GPU_HELP = (
     "prefixes that fit into the GPU tier; it gets more room for the requests that run at once (--running): "
     "for each the blocks of its body and output and one to grow into, 4 blocks or 1 MiB with the defaults"
+)
+
+
+_SHOWN = (
+    *("suite", "prefix_tokens", "name", "requests_per_s", "cold_requests_per_s", "ttft_s.p50", "ttft_s.p95"),
+    *("miss_rate", "hit_tokens.gpu", "hit_tokens.cpu", "hit_tokens.disk"),
 )
 
 
@@ -82,44 +84,6 @@ def same_answers(measured: Sequence[Measured]) -> bool:
     return all(len(found) == 1 for found in (*digests.values(), *heads.values()))
 
 
-def table(measured: Sequence[Measured]) -> Table:
-    """A line a run."""
-    made = Table("suite", "prefix", "configuration", title="text analysis")
-    for column in ("requests/s", "from cold", "first token p50", "p95", "computed", "gpu", "cpu", "disk"):
-        made.add_column(column, justify="right")
-    for run in measured:
-        figures, hits = run.figures, run.figures.hit_tokens
-        made.add_row(
-            run.suite,
-            str(run.cell.prefix_tokens),
-            run.cell.name,
-            f"{figures.requests_per_s:.2f}",
-            f"{figures.cold_requests_per_s:.2f}",
-            f"{figures.ttft_s.p50:.3f} s",
-            f"{figures.ttft_s.p95:.3f} s",
-            f"{figures.miss_rate:.1%}",
-            *(f"{tokens:,}" for tokens in (hits.gpu, hits.cpu, hits.disk)),
-        )
-    return made
-
-
-def goal_table(found: Sequence[Goal]) -> Table:
-    """A line a ratio."""
-    made = Table("prefix", "ratio", title="goals")
-    for column in ("measured", "at least", ""):
-        made.add_column(column, justify="right")
-    for goal in found:
-        bound = "" if goal.at_least is None else f"{goal.at_least:g}"
-        made.add_row(
-            str(goal.prefix_tokens),
-            goal.name,
-            f"{goal.value:.2f}",
-            bound,
-            "" if not bound else "met" if goal.met else "MISSED",
-        )
-    return made
-
-
 @harness.benchmark(
     "text_analysis",
     __doc__,
@@ -139,6 +103,7 @@ def goal_table(found: Sequence[Goal]) -> Table:
     option("--slow-disk", 50_000_000, "its bytes a second", size),
     seed("of prefixes, bodies and choices"),
     chosen("--suites", SUITES, "which to run", ["goals", "policies"]),
+    harness.PLOT,
 )
 def main(options: harness.Options) -> harness.Outcome:
     """The suites; broken: outputs that differ, and goals that were missed."""
@@ -181,18 +146,14 @@ def main(options: harness.Options) -> harness.Outcome:
         told = "; ".join(f"{g.name} at {g.prefix_tokens} tokens {g.value:.2f}, not {g.at_least:g}" for g in missed)
         broken.append(f"goals missed: {told}")
 
-    def show() -> None:
-        out = Console(width=None if sys.stdout.isatty() else 140)
-        out.print(table(measured))
-        if reached:
-            out.print(goal_table(reached))
-
     columns = len(panels(measured))
     return harness.Outcome(
         result,
         broken,
-        show,
-        figures=False,
+        [
+            harness.Table(result["runs"], _SHOWN),
+            harness.Table(result["goals"], ("name", "prefix_tokens", "value", "at_least", "met")),
+        ],
         draw=lambda axes: draw([axes] if columns == 1 else axes, measured),
         columns=columns,
     )

@@ -4,7 +4,7 @@ policy of the queue, and with fewer tiers.
 LSPDojo's tree search ("Long-Term Memory", section VI) with a real language server (python-lsp-server with pyflakes):
 
     pip install 'prefixd[bench]'
-    python -m benchmarks.tree_search --json tree_search.json --plot tree_search.svg
+    python -m benchmarks.tree_search --json tree_search.json
 
 Small programs are to be written. A node of the search is a program as far as it is right; its --candidates completions
 are given as forced tokens, right or with planned mistakes (undefined names, attributes that a module does not have,
@@ -126,7 +126,7 @@ def main(options: harness.Options) -> harness.Outcome:
         "checked_texts": checked,
         "distinct_tokens": searched[0].distinct_tokens,
     }
-    return serving.outcome_of("tree search", result, measured, wrong)
+    return serving.outcome_of(result, measured, wrong)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,6 @@ class Plan:
         return self.demand.block_bytes * ((self.loads + 1) * self.demand.blocks + self.traffic.pool * prefetched.blocks)
 
     def settings(self, data: Path, urgency: bool) -> dict[str, object]:
-        """A daemon's."""
         return {
             "data_dir": data,
             "cpu.bytes": self.cpu_bytes,
@@ -166,14 +165,12 @@ async def _fill(address: str, plan: Plan) -> None:
 
 
 async def _clean(address: str, plan: Plan) -> None:
-    """Evicts what the phase before has written."""
     async with AsyncClient(address, name="benchmark urgency", timeout_s=TIMEOUT_S) as client:
         written = await client.register(plan.traffic.written.spec)
         await client.evict(namespace_id=written.namespace_id)
 
 
 async def _run(phase: Phase, address: str, plan: Plan, traffic: DiskTraffic | None, step: Callable[[], None]) -> Phase:
-    """The demand loads of a phase."""
     async with AsyncClient(address, name="benchmark urgency", memory="shared", timeout_s=TIMEOUT_S) as client:
         blocks = await client.register(plan.demand.spec)
         if traffic is not None:
@@ -256,7 +253,6 @@ class _Moved:
 
     @property
     def blocks(self) -> int:
-        """All of them."""
         return self.read + self.written + self.demoted
 
     def __sub__(self, before: _Moved) -> _Moved:
@@ -274,25 +270,15 @@ async def _moved(client: AsyncClient) -> _Moved:
 
 def violations(result: Mapping[str, Any]) -> list[str]:
     """What a result breaks of what must hold, in words."""
-    found = []
-    if result["wrong_bytes"]:
-        found.append(f"{result['wrong_bytes']} bytes that were leased are wrong")
-    if result["demand_p50_ratio"] > WORST_RATIO:
-        found.append(
-            f"demand waits {result['demand_p50_ratio']:g} times as long while the disk is busy; at most "
-            f"{WORST_RATIO:g} times is allowed"
-        )
-    if result["demand_p50_ratio_without_urgency"] < LEAST_RATIO_WITHOUT:
-        found.append(
-            f"without urgency demand waits only {result['demand_p50_ratio_without_urgency']:g} times as long, so the "
-            f"benchmark cannot see; at least {LEAST_RATIO_WITHOUT:g} times is wanted"
-        )
-    found += [
-        f"with other clients ({phase['name']}) only {phase['of_bandwidth']:g} of the disk's bandwidth was used; at "
-        f"least {LEAST_OF_BANDWIDTH:g} is wanted"
-        for phase in result["phases"][1:]
-        if phase["of_bandwidth"] < LEAST_OF_BANDWIDTH
-    ]
+    found = harness.missed(
+        result,
+        zero=["wrong_bytes"],
+        most={"demand_p50_ratio": WORST_RATIO},
+        least={"demand_p50_ratio_without_urgency": LEAST_RATIO_WITHOUT},  # else the benchmark cannot see
+    )
+    for phase in result["phases"][1:]:
+        bound = {"of_bandwidth": LEAST_OF_BANDWIDTH}
+        found += [f"{phase['name']}: {what}" for what in harness.missed(phase, least=bound)]
     return found
 
 
@@ -320,17 +306,6 @@ def draw(axes: Any, phases: Sequence[Phase]) -> None:
     axes.legend()
 
 
-def _print_phases(phases: Sequence[Phase]) -> None:
-    print(
-        f"{'phase':12} {'p50 ms':>9} {'p95 ms':>9} {'prefetched':>11} {'written':>8} {'demoted':>8} {'bandwidth':>10}"
-    )
-    for phase in phases:
-        print(
-            f"{phase.name:12} {phase.demand_p50_ms:9.1f} {phase.demand_p95_ms:9.1f} {phase.prefetched_blocks:11} "
-            f"{phase.written_blocks:8} {phase.demoted_blocks:8} {phase.of_bandwidth:10.2f}"
-        )
-
-
 @harness.benchmark(
     "urgency",
     __doc__,
@@ -343,6 +318,7 @@ def _print_phases(phases: Sequence[Phase]) -> None:
     option("--bandwidth", 100 << 20, "bytes a second", size),
     option("--latency-ms", 1.0, "of each call", float, metavar="MS"),
     option("--folder", None, "where to work (the temporary folder)", Path),
+    harness.PLOT,
 )
 def main(options: harness.Options) -> harness.Outcome:
     """The phases, and what must hold of them."""
@@ -353,12 +329,9 @@ def main(options: harness.Options) -> harness.Outcome:
     ):
         phases = measure(plan, Path(folder), step)
     result = {"cpu_bytes": plan.cpu_bytes, **summary(phases)}
-    return harness.Outcome(
-        result, violations(result), lambda: _print_phases(phases), draw=lambda axes: draw(axes, phases)
-    )
-
-
-make_parser = main.parser
+    columns = ("name", "demand_p50_ms", "demand_p95_ms", "prefetched_blocks", "written_blocks", "demoted_blocks")
+    table = harness.Table(result["phases"], (*columns, "of_bandwidth"))
+    return harness.Outcome(result, violations(result), [table], draw=lambda axes: draw(axes, phases))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,18 +38,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.common import harness
 from benchmarks.common.options import option
+from benchmarks.common.plots import bars
 from benchmarks.engines import vllm_hybrid
-from benchmarks.engines.vllm_chat import play_turn
+from benchmarks.engines.vllm_chat import VOCABULARY, chat_plan, engine_of, play_turn, saved_llama
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.engines.vllm_figures import Round, Run, Stage, broken_promises, computed_saving, nothing_to_hit
 from benchmarks.engines.vllm_options import engine_options, fill_in
-from benchmarks.engines.vllm_plot import draw
-from benchmarks.workloads.growing_chats import ChatPlan, Chats, Tokens, distinct_prompts
+from benchmarks.workloads.growing_chats import Chats, Tokens, distinct_prompts
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 
@@ -104,10 +100,6 @@ _HELP = {
     "layers": "layers of the model",
     "cpu_mib": "MiB of the daemon's CPU tier; less than all chats need, so that some of them are on disk",
 }
-_BLOCK = 32
-_VOCABULARY = 4096
-_WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
-_STEP_TOKENS = 1024
 
 
 class Comparison:
@@ -124,15 +116,7 @@ class Comparison:
             DaemonProcess({"cpu.bytes": f"{options.cpu_mib}MiB", "disk.bytes": "4GiB", "cpu.populate": True})
         )
         self._admin = stack.enter_context(Client(self._daemon.address, name="benchmark"))
-        self._plan = ChatPlan(
-            conversations=options.conversations,
-            turns=options.turns,
-            system_tokens=options.system_tokens,
-            user_tokens=options.user_tokens,
-            output_tokens=options.output_tokens,
-            vocabulary=_VOCABULARY,
-            seed=options.seed,
-        )
+        self._plan = chat_plan(options)
         self._kv_transfer = {"vllm": None, "prefixd": connector(self._daemon.address, **dict(options.option))}
 
     def chat(self, name: str) -> tuple[Run, EngineProcess]:
@@ -150,7 +134,7 @@ class Comparison:
         """New prompts on both engines, each of which is first every other time."""
         options = self._options
         prompts = distinct_prompts(
-            options.round_requests, options.round_tokens, _VOCABULARY, f"{options.seed} round {number}"
+            options.round_requests, options.round_tokens, VOCABULARY, f"{options.seed} round {number}"
         )
         seconds: dict[EngineProcess, float] = {}
         cpu_s: dict[EngineProcess, float] = {}
@@ -186,9 +170,7 @@ class Comparison:
         names = ("vllm", "prefixd")
         engines = {name: self._engine(name, []) for name in (names if number % 2 else reversed(names))}
         for engine in engines.values():
-            prompts = distinct_prompts(
-                1, self._options.round_tokens, _VOCABULARY, f"{self._options.seed} pair {number}"
-            )
+            prompts = distinct_prompts(1, self._options.round_tokens, VOCABULARY, f"{self._options.seed} pair {number}")
             engine.generate([EngineRequest(prompt, self._options.output_tokens) for prompt in prompts])
             engine.wait_until_idle()
         return engines["vllm"], engines["prefixd"]
@@ -196,21 +178,8 @@ class Comparison:
     def _engine(self, name: str, starts: list[float]) -> EngineProcess:
         longest = self._plan.prompt_tokens(self._plan.turns + 1) + self._plan.output_tokens
         longest = max(longest, self._options.round_tokens + self._plan.output_tokens)
-        blocks = -(-longest // _BLOCK)
         begin = time.monotonic()
-        engine = self._stack.enter_context(
-            EngineProcess(
-                self._model,
-                kv_transfer=self._kv_transfer[name],
-                threads=self._options.threads,
-                block_size=_BLOCK,
-                max_model_len=blocks * _BLOCK,
-                max_num_seqs=max(4, self._options.outstanding),
-                max_num_batched_tokens=_STEP_TOKENS,
-                # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
-                num_gpu_blocks_override=1 + blocks * max(self._options.held, self._options.outstanding),
-            )
-        )
+        engine = self._stack.enter_context(engine_of(self._model, self._options, longest, self._kv_transfer[name]))
         starts.append(time.monotonic() - begin)
         self._step()
         return engine
@@ -232,8 +201,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     steps = 2 * (options.turns + 3) + options.rounds + 2 * (options.pairs - 1)
     with harness.progress("vLLM", steps) as step, ExitStack() as stack:
-        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
-        _save_model(model, options)
+        model = stack.enter_context(saved_llama(options))
         comparison = Comparison(options, model, stack, step)
         alone, alone_engine = comparison.chat("vllm")
         prefixd, prefixd_engine = comparison.chat("prefixd")
@@ -254,60 +222,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _save_model(directory: Path, options: argparse.Namespace) -> None:
-    # torch and transformers take seconds to import: not before the command line was found to be right.
-    from transformers.utils import logging
+def draw(panels: Sequence[Any], result: dict[str, Any]) -> None:
+    """Three panels: waits for the first token, tokens computed, requests a second."""
+    waits, tokens, rates = panels
+    runs = {run["name"]: run for run in result["runs"]}
+    stages = [stage["name"].replace(" ", "\n") for stage in runs["vllm"]["stages"]]
 
-    from benchmarks.engines.vllm_models import save_llama
+    def by_stage(figure: str, name: str) -> dict[str, list[float]]:
+        return {engine: [stage[figure][name] for stage in run["stages"]] for engine, run in runs.items()}
 
-    logging.disable_progress_bar()
-
-    save_llama(directory, options.seed, layers=options.layers, **_WIDTHS)
-
-
-def show(result: dict[str, Any]) -> None:
-    """The result as tables."""
-    table = Table(title="Chats of several turns, the engine restarted before the last", title_justify="left")
-    for column in (
-        "",
-        "requests/s",
-        "first token:\np50",
-        "\np95",
-        "prompt tokens:\nasked",
-        "\ncomputed",
-        "hits:\nvLLM",
-    ):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for column in ("prefixd,\nCPU", "\ndisk"):
-        table.add_column(column, justify="right")
-    for run in result["runs"]:
-        for stage in [*run["stages"], {**run, "name": "all"}]:
-            prompt = stage["prompt_tokens"]
-            counts = (prompt[name] for name in ("total", "computed", "local", "cpu", "disk"))
-            table.add_row(
-                f"{run['name']:8} {stage['name']}",
-                f"{stage['requests_per_s']:.2f}",
-                f"{stage['ttft']['p50']:.3f} s",
-                f"{stage['ttft']['p95']:.3f} s",
-                *(f"{count:,}" for count in counts),
-                end_section=stage["name"] == "all",
-            )
-    # Wide enough for the table where the output is no terminal too.
-    console = Console(width=max(Console().width, 120), highlight=False)
-    console.print(table)
+    bars(waits, stages, by_stage("ttft", "p50"), "Time to the first token, median, s")
+    asked = {"asked": by_stage("prompt_tokens", "total")["vllm"]}
+    bars(tokens, stages, asked | by_stage("prompt_tokens", "computed"), "Prompt tokens computed")
     nothing = result["nothing_to_hit"]
-    low, high = nothing["share_quartiles"]
-    console.print(
-        f"prompt tokens computed: {result['computed_saving']:.2f} times fewer with prefixd; "
-        f"same tokens: {'yes' if result['same_tokens'] else 'NO'}"
-    )
-    console.print(
-        f"nothing to hit: {nothing['alone_requests_per_s']:.3f} requests/s alone, "
-        f"{nothing['prefixd_requests_per_s']:.3f} with prefixd: {nothing['share']:.1%} "
-        f"(quartiles {low:.1%} to {high:.1%} of {nothing['rounds']} rounds); CPU time of a request: "
-        f"{nothing['alone_cpu_ms']:.0f} ms alone, {nothing['prefixd_cpu_ms']:.0f} ms with prefixd "
-        f"and {nothing['daemon_cpu_ms']:.0f} ms of the daemon's"
-    )
+    cold = {"vllm": nothing["alone_requests_per_s"], "prefixd": nothing["prefixd_requests_per_s"]}
+    both = {engine: [run["requests_per_s"], cold[engine]] for engine, run in runs.items()}
+    bars(rates, ["chat", "nothing to hit"], both, "Requests a second")
 
 
 @harness.benchmark(
@@ -315,6 +245,7 @@ def show(result: dict[str, Any]) -> None:
     __doc__,
     option("--model", "llama", "what is measured, see above", str, choices=("llama", "hybrid")),
     *engine_options(_HELP, _FULL, "a small run of about a minute, for a first look"),
+    harness.PLOT,
     unrecorded=("option",),
 )
 def main(options: harness.Options) -> harness.Outcome:
@@ -326,15 +257,16 @@ def main(options: harness.Options) -> harness.Outcome:
     hybrid = options.model == "hybrid"
     fill_in(options, *((_HYBRID, _HYBRID_SHORT) if hybrid else (_FULL, _SHORT)))
     measured = vllm_hybrid.measure(options) if hybrid else measure(options)
-    shown = {**vars(options), **measured}
-    return harness.Outcome(
-        {"connector_options": dict(options.option), **measured},
-        measured["broken"],
-        show=lambda: (vllm_hybrid.show if hybrid else show)(shown),
-        figures=False,
-        draw=None if hybrid else lambda panels: draw(panels, measured),
-        columns=3,
-    )
+    result = {"connector_options": dict(options.option), **measured}
+    if hybrid:
+        rows = [{"way": name, **run} for name, run in measured["runs"].items()]
+        columns = ("way", "bytes_per_token", "saved_bytes", "hit_tokens", "prompt_tokens")
+        return harness.Outcome(result, measured["broken"], [harness.Table(rows, columns)])
+    runs = measured["runs"]
+    rows = [{**stage, "engine": run["name"]} for run in runs for stage in [*run["stages"], {**run, "name": "all"}]]
+    counts = (f"prompt_tokens.{name}" for name in ("total", "computed", "local", "cpu", "disk"))
+    table = harness.Table(rows, ("engine", "name", "requests_per_s", "ttft.p50", "ttft.p95", *counts))
+    return harness.Outcome(result, measured["broken"], [table], lambda panels: draw(panels, measured), 3)
 
 
 if __name__ == "__main__":

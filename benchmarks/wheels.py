@@ -70,12 +70,11 @@ def _run(command: Sequence[str | Path]) -> str:
     return done.stdout
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    options = harness.parser("wheels", DESCRIPTION).parse_args(arguments)
+@harness.benchmark("wheels", DESCRIPTION)
+def main(options: harness.Options) -> harness.Outcome:
+    """The sizes."""
     with tempfile.TemporaryDirectory(prefix="prefixd-wheels-") as folder:
-        result = measure(Path(folder))
-    harness.finish("wheels", result, options.json)
+        return harness.Outcome(measure(Path(folder)))
 
 
 if __name__ == "__main__":

@@ -150,15 +150,13 @@ def violations(result: Mapping[str, Any]) -> list[str]:
     option("--longest-prompt-tokens", 1024, "longest prompt of these"),
     option("--threads", 1, "threads of torch; one core less than there are leaves one to map in the background"),
     seed("of prompts and of the order of steps"),
+    harness.PLOT,
 )
 def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it."""
     torch.set_num_threads(options.threads)
     result = measure(options)
     return harness.Outcome(result, violations(result), draw=lambda axes: memory_held.draw(axes, result["memory"]))
-
-
-make_parser = main.parser
 
 
 if __name__ == "__main__":

@@ -84,12 +84,10 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        """Promises that were not kept."""
         undetected = self.flips.total() - self.detected.total()
-        return harness.not_zero({**self.result(), "undetected": undetected}, _ZEROS)
+        return harness.missed({**self.result(), "undetected": undetected}, zero=_ZEROS)
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         return {
             "flips": self.flips.total(),
             "detected": self.detected.total(),

@@ -76,11 +76,9 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        """Promises that were not kept."""
-        return harness.not_zero(self.result(), _ZEROS)
+        return harness.missed(self.result(), zero=_ZEROS)
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         return {
             "kills": self.kills.total(),
             "kills_by_scene": dict(self.kills),

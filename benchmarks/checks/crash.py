@@ -81,7 +81,6 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         return {
             "kills": self.kills.total(),
             **{f"kills_in_{phase}": self.kills[phase] for phase, _ in _PHASES},
@@ -106,8 +105,7 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        """Promises that were not kept."""
-        return harness.not_zero(self.result(), _ZEROS)
+        return harness.missed(self.result(), zero=_ZEROS)
 
 
 class Lives:
@@ -245,7 +243,6 @@ class Lives:
 
 
 def _quota(disk_bytes: int) -> dict[str, object]:
-    """Of each of the tenants."""
     return {
         "cpu_guaranteed": _CPU_BYTES // 4,
         "cpu_most": _CPU_BYTES * 3 // 4,

@@ -68,8 +68,7 @@ class Pace:
 def run_scenario(scenario: Scenario, folder: Path, seed: int = 0, pace: Pace = Pace()) -> Result:
     """Makes one fault in `folder`, which must be empty, and has the daemon survive it.
 
-    Raises:
-        Skip: this machine cannot make it.
+    Raises Skip: this machine cannot make it.
     """
     begin = time.monotonic()
     port = harness.free_port()
@@ -164,7 +163,6 @@ def _calls(count: int, since_s: float, ok: bool = False) -> Callable[[Sequence[O
 
 
 def _judge(scenario: Scenario, result: Result, outcomes: Sequence[Outcome], broken_s: float, back_s: float) -> None:
-    """Which calls failed that should not have."""
     for one in outcomes:
         result.calls += 1
         result.wrong_bytes += one.wrong_bytes
@@ -189,7 +187,6 @@ def _unreported(
     before: admin_pb2.StatsResponse,
     after: admin_pb2.StatsResponse,
 ) -> list[str]:
-    """Ways of reporting that kept silent."""
     missing = seen.silent_about(scenario.trouble, lines) if scenario.trouble is not None else []
     if scenario.lost and not _lost(before, after, scenario):
         missing.append(f"lost_blocks ({' or '.join(scenario.lost)})")
@@ -285,8 +282,7 @@ def _is_nested() -> bool:
 def _run_nested(name: str, folder: Path, seed: int) -> Result:
     """The scenario where we are root of a user namespace, and may mount.
 
-    Raises:
-        Skip: there is no such namespace for us.
+    Raises Skip: there is no such namespace for us.
     """
     report = folder / "nested.json"
     options = ["--only", name, "--seed", str(seed), "--json", str(report)]

@@ -91,7 +91,6 @@ class Report:
     violations: list[str] = field(default_factory=list)
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         findings, tally = self.findings, self.tally
         return {
             "calls": findings.calls,

@@ -35,7 +35,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.checks.attacks.attacker import Attacker, Order
 from benchmarks.checks.attacks.people import MALLORY, MIB
@@ -43,7 +42,7 @@ from benchmarks.checks.attacks.scenario import Scenario
 from benchmarks.checks.attacks.scenarios import SCENARIOS
 from benchmarks.checks.attacks.scene import Memory, Scene
 from benchmarks.checks.attacks.tenant_client import Sample
-from benchmarks.checks.attacks.verdict import MOST_RATIO, Verdict, compare, complaints, totals
+from benchmarks.checks.attacks.verdict import Verdict, compare, complaints, totals
 from benchmarks.common import harness
 from benchmarks.common.daemons import violations_of
 from benchmarks.common.options import number, only, option
@@ -226,13 +225,7 @@ def main(options: harness.Options) -> harness.Outcome:
         verdicts, skipped = run(names, options.seconds, options.rounds, tell)
     result = {**totals(verdicts, skipped), "seconds": round(time.monotonic() - begin_s, 1)}
 
-    def draw(axes: Any) -> None:
-        axes.barh([verdict.name for verdict in verdicts][::-1], [v.bystander_p99_ratio for v in verdicts][::-1])
-        axes.axvline(MOST_RATIO, color="grey", linestyle="--", label="bound")
-        axes.set_xlabel("bystanders' p99 during the attack, in p99s of quiet phases")
-        axes.legend()
-
-    return harness.Outcome(result, complaints(result, names), draw=draw)
+    return harness.Outcome(result, complaints(result, names))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,7 @@ class Finding:
 def run_case(lives: Sequence[Life], folder: Path) -> int:
     """Live the lives, each on what the cut before left; how many of the calls had returned at the cuts.
 
-    Raises:
-        Violation: a promise was broken; its second argument is the ordinal of the life.
+    Raises Violation: a promise was broken; its second argument is the ordinal of the life.
     """
     world = World()
     acknowledged = 0

@@ -61,7 +61,6 @@ class Plan:
         return shared + random.Random(f"{_SEED} own {prompt}").choices(range(_VOCABULARY), k=32)
 
     def settings(self) -> dict[str, object]:
-        """A daemon's."""
         return {
             "worker.embedded": True,
             "worker.threads": 1,
@@ -206,19 +205,8 @@ def summary(load: Load, resizes: Sequence[Resize], expected: Mapping[int, tuple[
 
 def violations(result: Mapping[str, Any]) -> list[str]:
     """What a result breaks of what must hold, in words."""
-    found = []
-    if result["failed_requests"]:
-        found.append(f"{result['failed_requests']} of {result['requests']} requests failed: {result['failures'][:1]}")
-    if not result["same_tokens"]:
-        found.append("answers differ from those of a daemon that was not resized")
-    if result["memory_off"] > WORST_MEMORY_OFF:
-        found.append(
-            f"the tier's memory was {result['memory_off']:.0%} off the size asked for; at most {WORST_MEMORY_OFF:.0%} "
-            "is allowed"
-        )
-    if result["unfinished_resizes"]:
-        found.append(f"{result['unfinished_resizes']} resizes ended before the size was reached")
-    return found
+    zero, most = ("failed_requests", "unfinished_resizes"), {"memory_off": WORST_MEMORY_OFF}
+    return harness.missed(result, zero=zero, true=["same_tokens"], most=most) + list(result["failures"][:1])
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -226,16 +214,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return Plan(
         options.rounds, options.clients, options.prompts, options.max_tokens, options.gpu_bytes, options.pause_s
     )
-
-
-def draw(axes: Any, resizes: Sequence[Resize]) -> None:
-    """Size asked for and memory taken after each resize."""
-    numbers = range(1, len(resizes) + 1)
-    axes.bar(numbers, [resize.memory_bytes / 2**20 for resize in resizes], color="#4477aa", label="memory taken")
-    axes.step(numbers, [resize.target_bytes / 2**20 for resize in resizes], where="mid", color="#cc6677", label="asked")
-    axes.set_xlabel("resize")
-    axes.set_ylabel("MiB")
-    axes.legend()
 
 
 @harness.benchmark(
@@ -260,18 +238,8 @@ def main(options: harness.Options) -> harness.Outcome:
         expected = asyncio.run(undisturbed(plan, Path(folder), load.answers))
     result = summary(load, resizes, expected)
 
-    def show() -> None:
-        print(f"{'MiB asked':>10} {'MiB taken':>10} {'seconds':>8} {'evicted':>8} {'demoted':>8}")
-        for each in resizes:
-            print(
-                f"{each.target_bytes / 2**20:10.1f} {each.memory_bytes / 2**20:10.1f} {each.seconds:8.2f} "
-                f"{each.evicted_blocks:8} {each.demoted_blocks:8}"
-            )
-
-    return harness.Outcome(result, violations(result), show, draw=lambda axes: draw(axes, resizes))
-
-
-make_parser = main.parser
+    columns = ("target_bytes", "memory_bytes", "seconds", "evicted_blocks", "demoted_blocks")
+    return harness.Outcome(result, violations(result), [harness.Table(result["resizes"], columns)])
 
 
 if __name__ == "__main__":

@@ -94,7 +94,6 @@ class Findings:
     found: list[str] = field(default_factory=list)
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         plain = {name: getattr(self, name) for name in self.__slots__ if name not in ("steps", "restarts", "found")}
         ends = {f"restarts_{end}": count for end, count in self.restarts.items()}
         steps = {"steps": self.steps.total(), "restarts": self.restarts.total(), **ends}
@@ -102,8 +101,7 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        """Promises that were not kept."""
-        return harness.not_zero(self.result(), _ZEROS)
+        return harness.missed(self.result(), zero=_ZEROS)
 
     def note(self, kind: str, what: str, count: int = 1) -> None:
         """Counts something of a kind that is a field, and says what."""
@@ -354,7 +352,6 @@ class Lives:
     # -- what must hold ---------------------------------------------------------------------------------------------
 
     async def _snapshot(self) -> Snapshot:
-        """Every block that is cached."""
         found: Snapshot = {}
         listed = await self._admin.prefixes(limit=_ALL)
         if listed.next_page_token:

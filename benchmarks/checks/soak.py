@@ -136,7 +136,7 @@ class Findings:
             result |= {f"{name}_shmem_mib": round(last.shmem, 1), f"{name}_descriptors": last.descriptors}
             result |= {f"{name}_mappings": last.mappings, f"{name}_gpu_tier_mapped_mib": round(last.gpu_tier_mapped, 2)}
         zero = ("integrity_violations", "wrong_bytes", "failed_calls", "worker_restarts", "left_of_tenants")
-        broken = harness.not_zero(result, zero)
+        broken = harness.missed(result, zero=zero)
         if result["judged"]:
             bounds = {"rss_slope_mib_per_min": max_slope, "anon_slope_mib_per_min": max_slope}
             bounds |= {"descriptors_slope": _MAX_COUNT_SLOPE, "mappings_slope": _MAX_COUNT_SLOPE}
@@ -278,6 +278,7 @@ def draw(axes: Any, findings: Findings, warm_up_s: float) -> None:
     option("--sample", 2.0, "seconds from sample to sample", float, metavar="S"),
     option("--max-slope", 1.0, "growth that fails the run", float, metavar="MIB"),
     seed("of the load"),
+    harness.PLOT,
     unrecorded=("sample", "max_slope"),
 )
 def main(options: harness.Options) -> harness.Outcome:

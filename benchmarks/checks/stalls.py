@@ -60,7 +60,6 @@ class Scale:
 
     @property
     def damaged(self) -> int:
-        """Blocks of which a byte is changed."""
         return min(512, self.blocks // 64)
 
     @property
@@ -96,7 +95,6 @@ class Call:
     where: str = ""
 
     def judge(self, holds: Sequence[LoopHold], matches: Sequence[Sample]) -> None:
-        """Enters what was measured meanwhile."""
         callbacks = [hold for hold in holds if not hold.name.startswith("garbage")]
         if callbacks:
             longest = max(callbacks, key=lambda hold: hold.cpu_ms)
@@ -130,7 +128,6 @@ class Scene:
     """Long prompts that it has committed."""
 
     async def commit(self) -> None:
-        """A new long prompt."""
         tokens = np.random.default_rng(len(self.prompts)).integers(
             0, 128_000, self.scale.long * slabs.TOKENS, dtype=np.uint32
         )
@@ -141,19 +138,16 @@ class Scene:
         self.prompts.append(tokens)
 
     async def match(self) -> None:
-        """The long prompt that was committed first."""
         found = await self.cache.match(self.prompts[0])
         if found.blocks != self.scale.long:
             raise harness.BenchmarkError(f"{found.blocks} of {self.scale.long} blocks matched")
 
     async def acquire(self) -> None:
-        """Blocks that are in the CPU tier."""
         async with await self.cache.acquire(self.prompts[0], ttl_s=_TIMEOUT_S) as lease:
             if lease.blocks != self.scale.long:
                 raise harness.BenchmarkError(f"{lease.blocks} of {self.scale.long} blocks were leased")
 
     async def acquire_from_disk(self) -> None:
-        """Blocks that are on disk alone."""
         async with await self.stored.acquire(self._stored_tokens(1), ttl_s=_TIMEOUT_S) as lease:
             if lease.blocks != self.scale.long:
                 raise harness.BenchmarkError(f"{lease.blocks} of {self.scale.long} blocks came from disk")
@@ -170,32 +164,26 @@ class Scene:
                 raise harness.BenchmarkError(f"{lease.blocks} blocks were leased; the second one is damaged")
 
     async def stats(self) -> None:
-        """All figures."""
         await self.client.stats()
 
     async def scrape(self) -> None:
-        """The same for Prometheus."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=_TIMEOUT_S).read())
 
     async def list(self) -> None:
-        """Prefixes of all namespaces."""
         wanted = min(_LISTED, self.scale.blocks // 8)
         answer = await self.client.prefixes(limit=wanted)
         if len(answer.prefixes) != wanted:
             raise harness.BenchmarkError(f"{len(answer.prefixes)} of {wanted} prefixes were listed")
 
     async def inspect(self) -> None:
-        """The long prompt."""
         await self.client.inspect(self._key(-1)[:16])
 
     async def pin(self) -> None:
-        """The long prompt, and unpins it."""
         await self.client.pin(self._key(-1))
         await self.client.unpin(self._key(-1))
 
     async def doctor(self) -> None:
-        """Accounts for everything."""
         found = await self.client.check_integrity()
         if found.violations:
             raise harness.BenchmarkError(f"the daemon does not add up: {'; '.join(found.violations)}")
@@ -221,7 +209,6 @@ class Scene:
             await asyncio.sleep(_POLL_S)
 
     async def evict_namespace(self) -> None:
-        """Nearly all blocks."""
         answer = await self.client.evict(namespace_id=self.stored.namespace_id)
         if answer.evicted_blocks < self.scale.blocks // 2:
             raise harness.BenchmarkError(f"only {answer.evicted_blocks} blocks of a namespace were evicted")
@@ -364,20 +351,12 @@ def plain(call: Call) -> dict[str, object]:
     }
 
 
-def _print_call(call: Call, limit_ms: float) -> None:
-    print(
-        f"{call.name:30} {call.longest_hold_ms:9.1f} {call.longest_wait_ms:9.1f} {call.longest_gc_ms:7.1f} "
-        f"{call.bystander_p99_ms:8.1f} {call.seconds:8.2f}",
-        flush=True,
-    )
-    if call.longest_hold_ms > limit_ms:
-        print(f"    {call.callback}\n    {call.where or 'nobody looked meanwhile'}", flush=True)
-
-
 def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
     broken = []
     if above := [call for call in calls if call.longest_hold_ms > limit_ms]:
-        named = "; ".join(f"{call.name}: {call.longest_hold_ms:g} ms in {call.callback}" for call in above)
+        named = "; ".join(
+            f"{call.name}: {call.longest_hold_ms:g} ms in {call.callback}, {call.where}" for call in above
+        )
         broken.append(f"the event loop was held for more than {limit_ms:g} ms: {named}")
     if failures := sum(call.bystander_failures for call in calls):
         broken.append(f"{failures} of the bystander's matches failed")
@@ -390,6 +369,7 @@ def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
     option("--blocks", 1_000_000, "blocks in the daemon"),
     option("--limit-ms", 10.0, "the longest hold allowed", float, metavar="MS"),
     only(CALLS, "only this call"),
+    harness.PLOT,
 )
 def main(options: harness.Options) -> harness.Outcome:
     """The calls. Raises BenchmarkError for too few blocks."""
@@ -397,15 +377,9 @@ def main(options: harness.Options) -> harness.Outcome:
         raise harness.BenchmarkError(f"--blocks {options.blocks} are too few for a prompt of 512 blocks; give 1024")
     names = tuple(options.only or CALLS)
     with harness.progress("calls", len(names)) as step:
-
-        def tell(call: Call) -> None:
-            _print_call(call, options.limit_ms)
-            step()
-
-        print(f"{'call':30} {'hold ms':>9} {'wait ms':>9} {'gc ms':>7} {'p99 ms':>8} {'s':>8}", flush=True)
-        calls = run(options.blocks, names, tell)
+        calls = run(options.blocks, names, lambda call: step())
     worst = max(calls, key=lambda call: call.longest_hold_ms)
-    result = {
+    result: dict[str, Any] = {
         "worst_hold_ms": worst.longest_hold_ms,
         "worst_call": worst.name,
         "worst_gc_ms": max(call.longest_gc_ms for call in calls),
@@ -419,7 +393,9 @@ def main(options: harness.Options) -> harness.Outcome:
         axes.set_xlabel(f"longest hold of the event loop at {options.blocks:,} blocks, ms of CPU time")
         axes.legend()
 
-    return harness.Outcome(result, _broken(calls, options.limit_ms), draw=draw)
+    columns = ("name", "longest_hold_ms", "longest_wait_ms", "longest_gc_ms", "bystander_p99_ms", "seconds")
+    table = harness.Table(result["calls"], columns)
+    return harness.Outcome(result, _broken(calls, options.limit_ms), [table], draw)
 
 
 if __name__ == "__main__":

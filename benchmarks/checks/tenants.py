@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.checks.tenancy.house import House, tenanted_daemon
-from benchmarks.checks.tenancy.isolation import ISOLATION, Levels, Phase, broken, isolation, kept_shares
+from benchmarks.checks.tenancy.isolation import Levels, Phase, broken, isolation, kept_shares
 from benchmarks.checks.tenancy.tenant_load import KINDS, TenantLoad
 from benchmarks.common import harness
 from benchmarks.common.daemons import violations_of, wait_for_worker
@@ -102,14 +102,12 @@ class Run:
         self._others.append(others)
 
     def rest(self, seconds: float) -> None:
-        """Tenant b rests, a works, c floods."""
         self._loads[TENANTS[2]].order(*_FLOOD)
         self._loads[TENANTS[1]].order(0, 0)
         self._wait_until_idle(TENANTS[1])
         self._sample_for(seconds, resting=TENANTS[1])
 
     def end(self) -> dict[str, Any]:
-        """The result."""
         violations = violations_of(self._admin)
         counts = {name: load.count() for name, load in self._loads.items()}
         failures = [line for count in counts.values() for line in count["failures"]]
@@ -187,23 +185,6 @@ def run(seconds: float, step: Callable[[], None] = lambda: None) -> dict[str, An
         return tenants.end()
 
 
-def draw(axes: Any, result: dict[str, Any]) -> None:
-    """What tenant a got done in each phase, by its mean in quiet ones."""
-    for kind, colour in zip(KINDS, ("#4477aa", "#ee6677"), strict=True):
-        rates = [phase[kind] for phase in result["phases"]]
-        quiet = [rate for rate, phase in zip(rates, result["phases"], strict=True) if not phase["flooded"]]
-        mean = sum(quiet) / len(quiet) or 1.0
-        axes.plot([rate / mean for rate in rates], marker="o", color=colour, label=kind)
-    for at, phase in enumerate(result["phases"]):
-        if phase["flooded"]:
-            axes.axvspan(at - 0.5, at + 0.5, color="#dddddd")
-    axes.axhline(ISOLATION, color="grey", linestyle="--", linewidth=0.8)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("phase (grey: tenant c floods the daemon)")
-    axes.set_ylabel("throughput of tenant a, quiet = 1")
-    axes.legend()
-
-
 @harness.benchmark(
     "checks.tenants",
     __doc__,
@@ -213,7 +194,7 @@ def main(options: harness.Options) -> harness.Outcome:
     """Quiet and flooded phases in turn."""
     with harness.progress("phases", phases_in(options.seconds)) as step:
         result = {"seconds": options.seconds, **run(options.seconds, step)}
-    return harness.Outcome(result, result["broken"], draw=lambda axes: draw(axes, result))
+    return harness.Outcome(result, result["broken"])
 
 
 if __name__ == "__main__":

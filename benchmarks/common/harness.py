@@ -1,5 +1,5 @@
-"""What every benchmark shares: options, a result with its circumstances, plot, progress, exit status; and the daemon
-that it measures.
+"""What every benchmark shares: options, a result with its circumstances, tables, plot, progress, exit status; and the
+daemon that it measures.
 
     @harness.benchmark("match", __doc__, option("--repeats", 1000, "matches to time"))
     def main(options: harness.Options) -> harness.Outcome:
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from benchmarks.common.options import Option, drawable, result_file
@@ -29,11 +30,28 @@ from prefixd.workloads.circumstances import circumstances
 
 _SHOWN = 20
 _OWN = ("json", "plot")
+PLOT = Option("--plot", {"type": drawable, "metavar": "FILE", "help": "draw the result here (needs matplotlib)"})
+"""Of a benchmark whose outcome has `draw`."""
 Options = argparse.Namespace
 
 
 class BenchmarkError(Exception):
     """Ends a benchmark with exit status 2 and this one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Some figures of rows. `columns` may name a figure inside another: "ttft_s.p50"."""
+
+    rows: Sequence[Mapping[str, Any]]
+    columns: Sequence[str]
+
+    def print(self) -> None:
+        """Aligned, with a line of names above; what a row lacks is left out."""
+        lines = [list(self.columns), *([_cell(row, column) for column in self.columns] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for first, *others in lines:
+            print(first.ljust(widths[0]), *(text.rjust(width) for text, width in zip(others, widths[1:], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +61,14 @@ class Outcome:
     Attributes:
         result: figures for the JSON. Of a list `found`, the first lines are printed.
         broken: promises that were not kept, in words; with one, the benchmark fails, once the result is written.
-        show: prints what the plain figures do not show.
-        figures: False: only `show` prints.
-        draw: fills the axes of the plot.
+        tables: printed beside the plain figures.
+        draw: fills the axes of the plot of a benchmark that has the option `PLOT`.
         columns: of axes in the plot, in one row.
     """
 
     result: Mapping[str, Any]
     broken: Sequence[str] = ()
-    show: Callable[[], None] | None = None
-    figures: bool = True
+    tables: Sequence[Table] = ()
     draw: Callable[[Any], None] | None = None
     columns: int = 1
 
@@ -75,7 +91,6 @@ class Benchmark:
         self._unrecorded = (*_OWN, *unrecorded)
 
     def parser(self) -> argparse.ArgumentParser:
-        """The command's options."""
         made = parser(self._module, self._description)
         for each in self._options:
             each.add_to(made)
@@ -88,10 +103,9 @@ class Benchmark:
         outcome = self._measure(options)
         seconds = round(time.perf_counter() - began_s, 1)
         result = {**self._recorded(options), "seconds": seconds, **outcome.result}
-        if outcome.figures:
-            _print_figures(result)
-        if outcome.show is not None:
-            outcome.show()
+        _print_figures(result)
+        for table in outcome.tables:
+            table.print()
         if options.json is not None:
             write(self._module.rpartition(".")[2], result, options.json)
         for line in result.get("found", ())[:_SHOWN]:
@@ -118,7 +132,7 @@ def benchmark(
     Args:
         module: below `benchmarks`; its last part is the benchmark's name.
         description: what it measures, or checks: the module's docstring.
-        options: beside `--json` and `--plot`.
+        options: beside `--json`.
         unrecorded: options that do not belong into the result. The others do, and `seconds`, unless the result has its
             own of that name.
     """
@@ -142,7 +156,6 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """A parser with what every benchmark takes."""
     made = bare_parser(module, description)
     made.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
-    made.add_argument("--plot", type=drawable, metavar="FILE", help="draw the result here (needs matplotlib)")
     return made
 
 
@@ -185,9 +198,21 @@ def wait_until(reached: Callable[[], bool], timeout_s: float, poll_s: float = 0.
     return True
 
 
-def not_zero(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Which of the figures with these names are not 0, in words: for `Outcome.broken`."""
-    return [f"{name} is {result[name]}" for name in names if result[name]]
+def missed(
+    result: Mapping[str, Any],
+    *,
+    zero: Sequence[str] = (),
+    true: Sequence[str] = (),
+    most: Mapping[str, float] = MappingProxyType({}),
+    least: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:
+    """Which figures, by name, are not 0, not true, above the most or below the least, in words: `Outcome.broken`."""
+    return [
+        *(f"{name} is {result[name]}" for name in zero if result[name]),
+        *(f"{name} is {result[name]}" for name in true if not result[name]),
+        *(f"{name} is {result[name]:g}, more than {bound:g}" for name, bound in most.items() if result[name] > bound),
+        *(f"{name} is {result[name]:g}, less than {bound:g}" for name, bound in least.items() if result[name] < bound),
+    ]
 
 
 def median_and_most(name: str, seconds: Sequence[float]) -> dict[str, float]:
@@ -204,9 +229,21 @@ def finish(name: str, result: Mapping[str, Any], json_file: Path | None) -> None
 
 
 def _print_figures(result: Mapping[str, Any]) -> None:
+    """Single figures, and those one level below; longer ones are for tables."""
     for key, value in result.items():
-        if not isinstance(value, list):
+        if isinstance(value, Mapping):
+            value = {name: each for name, each in value.items() if not isinstance(each, Mapping | list)}
+        if not isinstance(value, list) and value != {}:
             print(f"{key:>24}  {value:.6g}" if isinstance(value, float) else f"{key:>24}  {value}")
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    value: Any = row
+    for name in column.split("."):
+        value = value.get(name, "") if isinstance(value, Mapping) else ""
+    if isinstance(value, bool | str | None):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def write(name: str, result: Mapping[str, Any], json_file: Path) -> None:

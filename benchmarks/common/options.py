@@ -25,7 +25,6 @@ class Option:
     keywords: dict[str, Any]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Adds it to a parser."""
         parser.add_argument(self.flag, **self.keywords)
 
 

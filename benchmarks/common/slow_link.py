@@ -54,11 +54,7 @@ class SlowLink:
         self._failure: OSError | None = None
 
     def __enter__(self) -> SlowLink:
-        """Starts to listen.
-
-        Raises:
-            OSError: no socket can be had.
-        """
+        """Starts to listen. Raises OSError: no socket can be had."""
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
@@ -69,7 +65,6 @@ class SlowLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cuts all connections."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 

@@ -25,7 +25,6 @@ class Orders:
         self._seen: tuple[int, int] | None = None
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replaces them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_suffix(".new")
         fresh.write_text(json.dumps(dict(content)))
@@ -51,7 +50,6 @@ class SteeredDaemon(DaemonProcess):
     """The program: it calls `serve`."""
 
     def __init__(self, settings: Mapping[str, object] | None = None, **how: Any) -> None:
-        """As `DaemonProcess`."""
         super().__init__(settings, **how)
         self._orders = Orders(self.directory / "orders.json")
         self._program = ("-m", self.MODULE, "--orders", str(self._orders.path))

@@ -59,7 +59,6 @@ class ThrottledOps(FileOps):
         self._free_s = 0.0  # when the disk has transferred everything that was asked for
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Read at the disk's speed."""
         with self._served(len(buffer), read=True):
             return super().pread(fd, buffer, offset)
 
@@ -69,7 +68,6 @@ class ThrottledOps(FileOps):
             return super().copy_mapped(address, buffer)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Write at the disk's speed."""
         with self._served(len(buffer)):
             return super().pwrite(fd, buffer, offset)
 

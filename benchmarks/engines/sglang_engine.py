@@ -52,15 +52,12 @@ class EngineProcess:
         return bool(self._ask("flush"))
 
     def clear_storage(self) -> bool:
-        """As `/clear_hicache_storage_backend`."""
         return bool(self._ask("clear_storage"))
 
     def metrics(self) -> str:
-        """As `/metrics`."""
         return str(self._ask("metrics"))
 
     def stop(self) -> None:
-        """Ends its processes."""
         self._connection.close()
         self._process.wait(30)
 

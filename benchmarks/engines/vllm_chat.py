@@ -1,13 +1,70 @@
-"""A turn of chats with a vLLM, as `benchmarks.vllm` and `benchmarks.peers` play it."""
+"""Chats with a vLLM, as `benchmarks.vllm` and `benchmarks.peers` hold them: the model, its engine, and a turn."""
 
 from __future__ import annotations
 
+import tempfile
 import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Stage
-from benchmarks.workloads.growing_chats import Chats, Tokens
+from benchmarks.workloads.growing_chats import ChatPlan, Chats, Tokens
+
+BLOCK = 32
+VOCABULARY = 4096
+
+
+def chat_plan(options: Namespace, spread: float = 0.0) -> ChatPlan:
+    """The chats that the options describe."""
+    return ChatPlan(
+        conversations=options.conversations,
+        turns=options.turns,
+        system_tokens=options.system_tokens,
+        user_tokens=options.user_tokens,
+        output_tokens=options.output_tokens,
+        vocabulary=VOCABULARY,
+        seed=options.seed,
+        spread=spread,
+    )
+
+
+@contextmanager
+def saved_llama(options: Namespace) -> Iterator[Path]:
+    """The model's directory, as long as the context."""
+    # torch and transformers take seconds to import: not before the command line was found to be right.
+    from transformers.utils import logging
+
+    from benchmarks.engines.vllm_models import save_llama
+
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="prefixd-model-") as folder:
+        widths = {"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
+        save_llama(Path(folder), options.seed, layers=options.layers, **widths)
+        yield Path(folder)
+
+
+def engine_of(
+    model: Path, options: Namespace, longest: int, kv_transfer: Mapping[str, Any] | None, **arguments: Any
+) -> EngineProcess:
+    """An engine whose own KV cache holds --held requests of `longest` tokens, with these further arguments."""
+    blocks = -(-longest // BLOCK)
+    return EngineProcess(
+        model,
+        kv_transfer=kv_transfer,
+        threads=options.threads,
+        block_size=BLOCK,
+        max_model_len=blocks * BLOCK,
+        max_num_seqs=max(4, options.outstanding),
+        max_num_batched_tokens=1024,
+        # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
+        num_gpu_blocks_override=1 + blocks * max(options.held, options.outstanding),
+        **arguments,
+    )
 
 
 def play_turn(name: str, engine: EngineProcess, chats: Chats, askers: Executor) -> Stage:

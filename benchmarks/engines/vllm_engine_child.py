@@ -57,7 +57,6 @@ class EngineLoop:
         self._first_tokens = 0
 
     def run(self) -> None:
-        """Until the socket is closed."""
         self._say({"number": -1})
         while self._open:
             busy = self._core.scheduler.has_requests()
@@ -169,7 +168,6 @@ class EngineLoop:
 
 
 def _image(seed: int | None) -> Any:
-    """The image that goes with a seed."""
     if seed is None:
         return None
     import numpy as np

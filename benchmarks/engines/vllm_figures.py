@@ -49,7 +49,6 @@ class PromptTokens:
         return PromptTokens(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
 
     def to_plain(self) -> dict[str, int]:
-        """As JSON types."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"computed": self.computed}
 
 
@@ -82,7 +81,6 @@ class Run:
         return [reply.tokens for stage in self.stages for reply in stage.replies]
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON types."""
         return {
             "name": self.name,
             **_rates(self.stages),

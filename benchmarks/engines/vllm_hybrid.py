@@ -7,9 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.common import harness
+from benchmarks.engines.vllm_chat import BLOCK, chat_plan
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.workloads.growing_chats import ChatPlan, Chats
 from prefixd.cli.demo.daemon_process import DaemonProcess
@@ -17,22 +16,12 @@ from prefixd.cli.demo.daemon_process import DaemonProcess
 MOST_BYTES = 0.6
 """Of the bytes a token that the opaque way saves."""
 WINDOW_TOKENS = 128
-_BLOCK = 32
-_VOCABULARY = 4096
 _WAYS = {"opaque": {"resume_every": 1}, "by rule": {}}
 
 
 def measure(options: Namespace) -> dict[str, Any]:
     """Both ways, each with a daemon and an engine of its own; under `broken` what does not hold."""
-    plan = ChatPlan(
-        conversations=options.conversations,
-        turns=options.turns,
-        system_tokens=options.system_tokens,
-        user_tokens=options.user_tokens,
-        output_tokens=options.output_tokens,
-        vocabulary=_VOCABULARY,
-        seed=options.seed,
-    )
+    plan = chat_plan(options)
     steps = len(_WAYS) * plan.turns * plan.conversations
     with (
         harness.progress("requests", steps) as step,
@@ -55,20 +44,9 @@ def measure(options: Namespace) -> dict[str, Any]:
     return {"window_tokens": WINDOW_TOKENS, "bytes_ratio": ratio, "same_tokens": same, "runs": runs, "broken": broken}
 
 
-def show(result: dict[str, Any]) -> None:
-    """The result as lines."""
-    console = Console(width=120, highlight=False)
-    for name, run in result["runs"].items():
-        console.print(
-            f"{name:8} {run['bytes_per_token']:,.0f} bytes saved a token, {run['saved_bytes']:,} in all, "
-            f"{run['hit_tokens']:,} of {run['prompt_tokens']:,} prompt tokens from prefixd"
-        )
-    console.print(f"{result['bytes_ratio']:.2f} of the bytes; same tokens: {'yes' if result['same_tokens'] else 'NO'}")
-
-
 def _replay(model: Path, plan: ChatPlan, options: Namespace, extra: dict[str, Any], step: Any) -> dict[str, Any]:
     longest = plan.prompt_tokens(plan.turns) + plan.output_tokens
-    blocks = -(-longest // _BLOCK)
+    blocks = -(-longest // BLOCK)
     # What is slow on a busy machine must not count as a hit less.
     patient = {"recompute_if_slower": False, "timeout_s": 120, **extra, **dict(options.option)}
     tokens: list[tuple[int, ...]] = []
@@ -78,8 +56,8 @@ def _replay(model: Path, plan: ChatPlan, options: Namespace, extra: dict[str, An
             model,
             kv_transfer=connector(daemon.address, **patient),
             threads=options.threads,
-            block_size=_BLOCK,
-            max_model_len=blocks * _BLOCK,
+            block_size=BLOCK,
+            max_model_len=blocks * BLOCK,
             max_num_seqs=1,
             num_gpu_blocks_override=1 + 3 * blocks * options.held,  # three KV groups take blocks from one pool
         ) as engine,
@@ -101,7 +79,7 @@ def _replay(model: Path, plan: ChatPlan, options: Namespace, extra: dict[str, An
     }
     return {
         **counts,
-        "bytes_per_token": counts["saved_bytes"] / max(1, counts["saved_blocks"] * 2 * _BLOCK),
+        "bytes_per_token": counts["saved_bytes"] / max(1, counts["saved_blocks"] * 2 * BLOCK),
         "hit_tokens": metrics.external_hits,
         "local_hit_tokens": metrics.prompt_tokens_by_source.get("local_cache_hit", 0),
         "prompt_tokens": metrics.prompt_tokens,

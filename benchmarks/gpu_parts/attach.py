@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.kv import GQA, LAYOUTS, SMALL, Heads, virtual_tensors
 from benchmarks.gpu_parts.part import Budget, Part
@@ -82,19 +83,13 @@ def _point(
         return {"map_us": mapping, "reuse_us": reuse, "copy_us": copy}
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    axes = figure.add_subplot()
+def _draw(axes: Any, result: Mapping[str, Any]) -> None:
+    series: dict[str, tuple[list[float], list[float]]] = {}
     for layout in LAYOUTS:
         points = [point for point in result["points"] if point["layout"] == layout]
-        for way, marker in zip(_WAYS, "osd", strict=True):
-            values = [point[f"{way}_us"] / 1e3 for point in points]
-            style = "-" if layout == "token" else "--"
-            axes.plot([point["tokens"] for point in points], values, style, marker=marker, label=f"{way}, {layout}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens of the prefix")
-    axes.set_ylabel("ms until it can be read")
-    axes.legend()
+        tokens = [point["tokens"] for point in points]
+        series |= {f"{way}, {layout}": (tokens, [point[f"{way}_us"] / 1e3 for point in points]) for way in _WAYS}
+    lines(axes, series, "tokens of the prefix", "ms until it can be read")
 
 
 PART = Part("attach", 25, measure, _draw)

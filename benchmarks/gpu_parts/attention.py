@@ -134,7 +134,6 @@ class _Bench:
         return round(error, 5)
 
     def points(self, ways: Sequence[str], batch: int, tokens: int, new: int) -> list[dict[str, Any]]:
-        """One a phase."""
         points = []
         for phase, count in zip(PHASES, (1, new), strict=True):
             layers = self._geometry.layers if phase == "decode" else min(_PREFILL_LAYERS, self._geometry.layers)
@@ -317,22 +316,5 @@ def _fill(device: Device, memory: VirtualMemory, chunks: range) -> None:
     window.discard()
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    points = result["points"]
-    shapes = list(dict.fromkeys((point["shape"], point["layout"]) for point in points))
-    all_axes = figure.subplots(max(len(shapes), 1), len(PHASES), squeeze=False)
-    figure.set_size_inches(11, 3 * max(len(shapes), 1))
-    for (shape, layout), row in zip(shapes, all_axes, strict=False):
-        for phase, axes in zip(PHASES, row, strict=True):
-            some = [p for p in points if (p["shape"], p["layout"], p["phase"]) == (shape, layout, phase)]
-            labels = [f"{point['batch']} of {point['tokens']}" for point in some]
-            for way in [key for key in (some[0] if some else {}) if key.endswith("_us")]:
-                axes.plot(labels, [point[way] for point in some], marker="o", label=way.removesuffix("_us"))
-            axes.set_yscale("log")
-            axes.set_ylabel("µs a layer")
-            axes.set_title(f"{phase}, {shape}, layout {layout}")
-            axes.legend()
-
-
-PART = Part("attention", 70, measure_kernels, _draw)
-FLEX_PART = Part("flex_attention", 50, measure_flex, _draw)
+PART = Part("attention", 70, measure_kernels)
+FLEX_PART = Part("flex_attention", 50, measure_flex)

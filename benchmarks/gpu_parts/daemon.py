@@ -11,14 +11,13 @@ from typing import Any
 
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model, random_tokens, shape, write
-from benchmarks.gpu_parts.part import Budget, Part, Prediction
+from benchmarks.gpu_parts.part import Budget, Part
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Sampling, Tokens
 from prefixd.v1 import admin_pb2
 
 _REQUESTS = (1, 64)
 _SMALL_REQUESTS = (1, 2)
-_PREDICTION = Prediction("tokens / s of 64 requests with no setting but the model", 4000, 3500)
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
@@ -44,15 +43,12 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
         with DaemonProcess(settings, start_timeout_s=180.0) as daemon:
             answer = asyncio.run(_ask(daemon.address, requests, context, output, budget))
             daemon.kill()  # what it has cached is not wanted any more
-    measured = [point["tokens_per_s"] for point in answer["points"] if point["requests"] == _REQUESTS[-1]]
-    counts = device.measures and described["layers"] == 32
     return {
         "model": described,
         "context_tokens": context,
         "output_tokens": output,
         "written_s": round(written_s, 1),
         **answer,
-        "predictions": [_PREDICTION.judged(max(measured, default=None), counts)],
     }
 
 
@@ -100,14 +96,4 @@ async def _tokens(client: AsyncClient, prompt: list[int], output: int) -> tuple[
     return times, sent
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    axes = figure.add_subplot()
-    for run in ("first", "again"):
-        points = [point for point in result["points"] if point["run"] == run]
-        axes.plot([p["requests"] for p in points], [p["tokens_per_s"] for p in points], marker="o", label=run)
-    axes.set_xlabel("requests at a time")
-    axes.set_ylabel("tokens / s")
-    axes.legend()
-
-
-PART = Part("daemon", 90, measure, _draw)
+PART = Part("daemon", 90, measure)

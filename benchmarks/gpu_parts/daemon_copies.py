@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
-from benchmarks.gpu_parts.part import Budget, Part, Prediction
+from benchmarks.gpu_parts.part import Budget, Part
 from prefixd.cache.placement.movement import Movement
 from prefixd_swap import CpuArena, FramePool, HostPin, create_copy_engine
 from prefixd_swap.copies.copies import CopyEngine, Pair, coalesce, wait_all
@@ -23,7 +23,6 @@ from prefixd_swap.transfers import Transfers, Urgency
 
 _MIB = 1 << 20
 _PIECES_MIB = (4, 16, 32, 64)
-_PREDICTED_MIB = 32
 _PIN_S = 60.0
 _PAUSE_S = 1e-3  # before a demand copy, so that background pieces are under way
 
@@ -138,17 +137,7 @@ async def _measure(memory: _Memory, device: Device, rounds: int, budget: Budget)
                 memory.check()
                 these[1]["demand_ms"] = await _demand_ms(engine, ways[1], piece_mib, 40 if device.measures else 4)
                 points += these
-    predicted = [point["gbps"] for point in points if point["piece_mib"] == _PREDICTED_MIB]
-    return {
-        "bytes": memory.nbytes,
-        "block_bytes": CHUNK_BYTES,
-        "points": points,
-        "predictions": [
-            Prediction(f"GB/s in the daemon, the slower way, pieces of {_PREDICTED_MIB} MiB", 46, 42).judged(
-                min(predicted, default=None), device.measures
-            )
-        ],
-    }
+    return {"bytes": memory.nbytes, "block_bytes": CHUNK_BYTES, "points": points}
 
 
 async def _moved(engine: CopyEngine, way: _Way, piece_mib: int, rounds: int) -> tuple[float, float]:
@@ -215,18 +204,4 @@ def _nothing(pairs: list[Pair]) -> None:
     del pairs
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    axes = figure.add_subplot()
-    for way in ("h2d", "d2h"):
-        points = [point for point in result["points"] if point["way"] == way]
-        sizes = [point["piece_mib"] for point in points]
-        axes.plot(sizes, [point["gbps"] for point in points], marker="o", label=way)
-        axes.plot(sizes, [point["bound_gbps"] for point in points], "--", label=f"{way}, nothing copied")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("MiB of a piece")
-    axes.set_ylabel("GB/s")
-    axes.legend()
-
-
-PART = Part("daemon_copies", 15, measure, _draw)
+PART = Part("daemon_copies", 15, measure)

@@ -61,14 +61,4 @@ def _throughput(rig: EngineRig, batch: int, context: int, blocks: int, steps: in
     return round(sampled / elapsed_s, 1)
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    axes = figure.add_subplot()
-    for mode in dict.fromkeys(point["mode"] for point in result["points"]):
-        points = [point for point in result["points"] if point["mode"] == mode]
-        axes.plot([p["batch"] for p in points], [p["tokens_per_s"] for p in points], marker="o", label=mode)
-    axes.set_xlabel("batch")
-    axes.set_ylabel("tokens / s")
-    axes.legend()
-
-
-PART = Part("decode", 30, measure, _draw)
+PART = Part("decode", 30, measure)

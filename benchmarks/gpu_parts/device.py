@@ -32,22 +32,18 @@ class Device:
 
     @property
     def measures(self) -> bool:
-        """Whether times mean something here."""
         return self.kind == "cuda"
 
     @property
     def memory_name(self) -> str:
-        """What `create_memory` and `create_copy_engine` take."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.ordinal}"
 
     @property
     def torch_device(self) -> torch.device:
-        """Where torch computes."""
         return torch.device("cuda", self.ordinal) if self.measures else torch.device("cpu")
 
     @property
     def name(self) -> str:
-        """As the driver calls it."""
         if self.kind == "cpu":
             return "host memory"
         return torch.cuda.get_device_name(self.ordinal) if self.measures else STAND_IN_NAME
@@ -67,7 +63,6 @@ class Device:
         return int(device.call("cuMemGetInfo")[0])
 
     def synchronize(self) -> None:
-        """Wait for what torch has queued."""
         if self.measures:
             torch.cuda.synchronize(self.ordinal)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.part import Budget, Part
@@ -151,15 +152,12 @@ class _Tiers:
 
     @property
     def pinned_bytes(self) -> int:
-        """How much of the arena is pinned."""
         return self._pin.pinned_bytes if self._pin else 0
 
     def save(self, frames: Sequence[FrameId]) -> None:
-        """GPU to arena."""
         asyncio.run(self.copies.copy([(self._slot(index), self._rig.pool.span(f)) for index, f in enumerate(frames)]))
 
     def load(self, frames: Sequence[FrameId]) -> None:
-        """Arena to GPU."""
         asyncio.run(self._load(range(len(frames)), frames))
 
     def write(self, blocks: int, budget: Budget) -> bool:
@@ -226,16 +224,12 @@ def _wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    axes = figure.add_subplot()
+def _draw(axes: Any, result: Mapping[str, Any]) -> None:
+    series = {}
     for source in _SOURCES:
         points = [point for point in result["points"] if f"{source}_ms" in point]
-        axes.plot([p["tokens"] for p in points], [p[f"{source}_ms"] for p in points], marker="o", label=source)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel("ms to the first token")
-    axes.legend(title="prefix")
+        series[source] = [point["tokens"] for point in points], [point[f"{source}_ms"] for point in points]
+    lines(axes, series, "tokens of the prompt", "ms to the first token", "prefix")
 
 
 PART = Part("first_token", 60, measure, _draw)

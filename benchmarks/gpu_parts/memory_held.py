@@ -78,17 +78,4 @@ def _point(device: Device, heads: Heads, layout: Layout, batch: int, longest: in
     }
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    for layout, axes in zip(LAYOUTS, figure.subplots(1, len(LAYOUTS)), strict=True):
-        points = [point for point in result["points"] if point["layout"] == layout]
-        batches = [str(point["batch"]) for point in points]
-        for name in ("preallocated_bytes", "private_bytes", "held_bytes"):
-            axes.plot(batches, [point[name] / 2**30 for point in points], marker="o", label=name.removesuffix("_bytes"))
-        axes.set_yscale("log")
-        axes.set_xlabel("batch")
-        axes.set_ylabel("GiB held")
-        axes.set_title(f"layout {layout}")
-        axes.legend()
-
-
-PART = Part("memory_held", 15, measure, _draw)
+PART = Part("memory_held", 15, measure)

@@ -147,7 +147,6 @@ class EngineRig:
         return request
 
     def step(self) -> list[int]:
-        """One pass; the tokens that it sampled."""
         messages = self.engine.step()
         self._check(messages)
         return [
@@ -171,7 +170,6 @@ class EngineRig:
         self._check(self.engine.flush())
 
     def close(self) -> None:
-        """Give everything back."""
         self.engine.close()
         self.model.synchronize()
         self.kv.end()

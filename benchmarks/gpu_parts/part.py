@@ -1,4 +1,4 @@
-"""What a part of the benchmark is: a question with a time budget, and what was predicted of the answer."""
+"""What a part of the benchmark is: a question with a time budget."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu_parts.device import Device
+
+Draw = Callable[[Any, Mapping[str, Any]], None]
 
 
 class Unavailable(Exception):
@@ -30,7 +32,6 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether the time is used up."""
         return self._clock() >= self._deadline
 
     def allows(self, point: str) -> bool:
@@ -57,40 +58,14 @@ def one_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """A figure that was written down before it was measured; more is better.
-
-    what: the figure, with its unit.
-    least: what is predicted at least.
-    refuted_below: what refutes the reasoning behind it. In between the prediction is neither confirmed nor refuted.
-    """
-
-    what: str
-    least: float
-    refuted_below: float
-
-    def judged(self, measured: float | None, counts: bool) -> dict[str, Any]:
-        """For a result, under "predictions". `counts` is False where times mean nothing."""
-        verdict = "NEITHER"
-        if measured is None or not counts:
-            verdict = "NOT MEASURED"
-        elif measured >= self.least:
-            verdict = "CONFIRMED"
-        elif measured < self.refuted_below:
-            verdict = "REFUTED"
-        return {**asdict(self), "measured": measured, "verdict": verdict}
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """One question.
 
-    measure: the answer, to be written as JSON, with what was predicted of it under "predictions" (`Prediction`); raises
-        Unavailable where it cannot be asked.
-    draw: fills a matplotlib figure from the answer.
+    measure: the answer, to be written as JSON; raises Unavailable where it cannot be asked.
+    draw: fills a matplotlib axes from the answer.
     """
 
     name: str
     budget_s: float
     measure: Callable[[Device, Budget], Mapping[str, Any]]
-    draw: Callable[[Any, Mapping[str, Any]], None]
+    draw: Draw | None = None

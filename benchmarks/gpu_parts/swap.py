@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -140,11 +140,4 @@ class _Bench:
         return round(nbytes / self._device.wall_us(copy, self._rounds) / 1e3, 3)
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    axes = figure.add_subplot()
-    names: Sequence[str] = [key for key in result if key.endswith("_gbps")]
-    axes.barh([name.removesuffix("_gbps") for name in names], [result[name] for name in names])
-    axes.set_xlabel("GB/s")
-
-
-PART = Part("swap", 25, measure, _draw)
+PART = Part("swap", 25, measure)

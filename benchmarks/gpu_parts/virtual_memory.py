@@ -99,16 +99,4 @@ def _classes(device: Device, memory: CudaMemory, run: int, rounds: int) -> dict[
     return {"range_map_us": round(mapping / run, 3), "range_unmap_us": round(unmapping / run, 3)}
 
 
-def _draw(figure: Any, result: Mapping[str, Any]) -> None:
-    axes = figure.add_subplot()
-    runs = [point["chunks"] for point in result["points"]]
-    for name in (*_OPERATIONS, "range_map", "range_unmap"):
-        axes.plot(runs, [point[f"{name}_us"] for point in result["points"]], marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("chunks of 2 MiB in a run")
-    axes.set_ylabel("µs a chunk")
-    axes.legend()
-
-
-PART = Part("virtual_memory", 15, measure, _draw)
+PART = Part("virtual_memory", 15, measure)

@@ -29,11 +29,9 @@ class Plan:
 
     @property
     def last_tokens(self) -> int:
-        """Of a chat at its end."""
         return self.turns * (self.user_tokens + self.output_tokens)
 
     def said(self, chat: int, turn: int) -> list[int]:
-        """What the user says in a turn."""
         source = random.Random(f"jenga {self.seed} {chat} {turn}")
         return [source.randint(3, 500) for _ in range(self.user_tokens)]
 

@@ -37,7 +37,6 @@ class Memory:
     stranded: int = 0
 
     def add(self, daemons: Iterable[admin_pb2.StatsResponse]) -> None:
-        """One sample: the figures of all daemons."""
         self.samples += 1
         for stats in daemons:
             tier = gpu_tier(stats)
@@ -111,7 +110,6 @@ class _Talk:
         self._memory = Memory()
 
     async def run(self) -> Talked:
-        """All phases, one after the other."""
         for endpoint in self._endpoints:  # the model is loaded then; nothing of it is cached
             await generated_tokens(self._clients[endpoint.address], [3], Sampling(max_tokens=1), model=endpoint.model)
         gpu_blocks, elapsed_s = [], 0.0

@@ -59,7 +59,6 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 def _of_subject(
     model: str, way: str, figures: Mapping[str, float], first: Mapping[str, float], runs: Sequence[Run]
 ) -> dict[str, Any]:
-    """The figures that only some subjects have."""
     subject = SUBJECTS[model]
     found: dict[str, Any] = {}
     if subject.with_images:

@@ -40,7 +40,6 @@ class CountingAttention(FlashAttention):
         self.passes: list[tuple[int, bool]] = []
 
     def begin(self, step: StepKv) -> FlashStep:
-        """See `FlashAttention.begin`."""
         lengths = [len(segment) for segment in step.segments]
         self.passes.append((len(lengths), min(lengths) == 1 < max(lengths)))
         return super().begin(step)

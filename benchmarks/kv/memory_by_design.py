@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.common.plots import lines
 from benchmarks.kv.designs import random_tokens
 from benchmarks.kv.rig import VIRTUAL, EngineRig, Frames, Request
 from prefixd.worker.model import CausalModel
@@ -80,27 +81,17 @@ def _measure(model: CausalModel, prompts: Sequence[Sequence[int]], output_tokens
 
 
 def draw(axes: Any, results: Sequence[dict[str, Any]]) -> None:
-    """Both memories by batch, in MiB: vTensor's figure 11a."""
+    """Both memories by batch: vTensor's figure 11a."""
     batches = [result["batch"] for result in results]
-    most = results[-1]["preallocated_bytes"] / (1 << 20)
-    lines = [
-        ("preallocated for the largest batch", [most] * len(results), "#bbbbbb", ":"),
-        ("preallocated for the batch", _mib(results, "preallocated_bytes"), "#bbbbbb", "-"),
-        ("held on virtual memory", _mib(results, "held_bytes"), "#4477aa", "-"),
-    ]
-    for label, values, colour, style in lines:
-        axes.plot(batches, values, marker="o", color=colour, linestyle=style, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.set_xlabel("requests at a time")
-    axes.set_ylabel("MiB of KV")
-    axes.set_title(f"{results[-1]['memory_ratio']:.1%} of a preallocating cache at batch {batches[-1]}")
-    axes.legend()
-
-
-def _mib(results: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [result[name] / (1 << 20) for result in results]
+    lines(
+        axes,
+        {
+            name: (batches, [result[f"{name}_bytes"] / (1 << 20) for result in results])
+            for name in ("preallocated", "held")
+        },
+        "requests at a time",
+        "MiB of KV",
+    )
 
 
 def _length(number: int, plan: MemoryPlan) -> int:

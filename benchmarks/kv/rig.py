@@ -62,7 +62,6 @@ class Frames:
         self.pool = FramePool(self.memory, spec.geometry.block_bytes, frames, most)
 
     def take(self, count: int) -> list[FrameId]:
-        """`count` frames."""
         missing = count - self.pool.free_count
         if missing > 0:
             self.pool.admit(self.pool.create(missing))
@@ -71,7 +70,6 @@ class Frames:
         return taken
 
     def give(self, frames: Sequence[FrameId]) -> None:
-        """Take frames back."""
         self.pool.free(frames)
 
     def kv(self, design: str, requests: int, background: Executor | None = None) -> KvMemory:
@@ -150,7 +148,6 @@ class EngineRig:
         return not self._waiting and all(running.output for running in self._running.values())
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
-        """Queue requests; their numbers."""
         numbers = [next(self._numbers) for _ in requests]
         self._waiting.extend(zip(numbers, requests, strict=True))
         return numbers

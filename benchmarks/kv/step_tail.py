@@ -105,7 +105,6 @@ class StepTimer:
         return result
 
     def close(self) -> None:
-        """Give the memory back."""
         self._rig.close()
         self._frames.close()
 

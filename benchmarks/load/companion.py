@@ -38,8 +38,7 @@ class Companion:
     def tell(self, line: str = "") -> None:
         """Sends a line; its answer is `answer`'s to fetch, in the order of the lines.
 
-        Raises:
-            BenchmarkError: the process has ended.
+        Raises BenchmarkError: the process has ended.
         """
         assert self._process.stdin is not None
         try:
@@ -51,8 +50,7 @@ class Companion:
     def answer(self) -> dict[str, Any]:
         """The next answer. Waits for the process to be ready.
 
-        Raises:
-            BenchmarkError: the process has ended, or answers with an error.
+        Raises BenchmarkError: the process has ended, or answers with an error.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -41,7 +41,6 @@ class Prompts:
 
     @property
     def spec(self) -> NamespaceSpec:
-        """Their namespace."""
         return NamespaceSpec(self.name, BLOCK_TOKENS, (PartSpec("full", 0, self.block_bytes),))
 
     def tokens(self, prompt: int) -> npt.NDArray[np.uint32]:
@@ -54,11 +53,7 @@ class Prompts:
         return _words(self.name, self.block_bytes) + np.uint64(prompt * self.blocks + block)
 
     async def store(self, blocks: AsyncCache, prompt: int, *, durable: bool = False) -> int:
-        """Stores a prompt; how many of its blocks are new.
-
-        Raises:
-            ExhaustedError: there is room for none.
-        """
+        """Stores a prompt; how many of its blocks are new. Raises ExhaustedError: there is room for none."""
         source = np.concatenate([self.content(prompt, block) for block in range(self.blocks)])
         return (await blocks.store(self.tokens(prompt), source, durable=durable)).committed
 
@@ -85,12 +80,10 @@ class TrafficPlan:
     """At most; the daemon may let the writer wait longer."""
 
     def to_json(self) -> str:
-        """For the process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> TrafficPlan:
-        """What `to_json` gave."""
         plain = json.loads(text)
         return cls(**(plain | {name: Prompts(**plain[name]) for name in ("prefetched", "written")}))
 
@@ -121,11 +114,7 @@ class DiskTraffic(Companion):
         super().__init__("benchmarks.load.disk_traffic", address, plan.to_json())
 
     def look(self) -> Traffic:
-        """What was done so far. Waits for the process to be ready.
-
-        Raises:
-            BenchmarkError: the process has ended.
-        """
+        """What was done so far. Waits for the process to be ready. Raises BenchmarkError: the process has ended."""
         self.tell()
         return Traffic(**self.answer())
 

@@ -143,7 +143,6 @@ class WatchedDaemon(DaemonProcess):
     """A daemon whose event loop is watched; `holds` is what was found."""
 
     def __init__(self, settings: Mapping[str, object] | None = None, **how: Any) -> None:
-        """As `DaemonProcess`."""
         super().__init__(settings, **how)
         self.holds_file = self.directory / "holds.jsonl"
         self._program = ("-m", "benchmarks.load.loop_watch", "--holds", str(self.holds_file))
@@ -154,8 +153,7 @@ class WatchedDaemon(DaemonProcess):
     def holds(self, begin_s: float, end_s: float) -> list[LoopHold]:
         """What began in this time, by `time.monotonic`. Returns when all of it is known.
 
-        Raises:
-            BenchmarkError: one callback has not ended for a minute.
+        Raises BenchmarkError: one callback has not ended for a minute.
         """
         deadline = time.monotonic() + _ANSWER_S
         while self._until_s < end_s:

@@ -46,8 +46,7 @@ class Bystander(Companion):
     def look(self) -> int:
         """Fetches the matches that have ended; returns how many have not. Waits for the process to be ready.
 
-        Raises:
-            BenchmarkError: the process has ended.
+        Raises BenchmarkError: the process has ended.
         """
         return self._ask("")
 

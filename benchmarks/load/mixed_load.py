@@ -52,7 +52,6 @@ class Tally:
     """The first blocks that were wrong."""
 
     def add(self, other: Tally) -> None:
-        """Adds what another one counted."""
         for name in ("calls", "refused", "interrupted"):
             getattr(self, name).update(getattr(other, name))
         self.failed_calls += other.failed_calls
@@ -75,12 +74,10 @@ class Tally:
             self.wrong = [*self.wrong, f"{what}: {differing} of {len(expected)} bytes"][:_SHOWN_FAILURES]
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Tally:
-        """The opposite of `to_plain`."""
         counters = {name: Counter(plain[name]) for name in ("calls", "refused", "interrupted")}
         return cls(**(plain | counters))
 
@@ -187,7 +184,6 @@ class MixedLoad:
         await self._client.close()
 
     def go(self) -> None:
-        """Begins or goes on."""
         self._going.set()
 
     async def pause(self) -> None:
@@ -399,7 +395,6 @@ class MixedLoad:
         return key_in_namespace((await self._cache(prompt)).namespace_id, prompt, prompt.shared_blocks)
 
     async def _last_key(self, prompt: Prompt) -> str:
-        """The key of its last block."""
         return key_in_namespace((await self._cache(prompt)).namespace_id, prompt, prompt.blocks - 1)
 
     async def _read_all(self, prompt: Prompt) -> int:
@@ -418,7 +413,6 @@ class MixedLoad:
 
 
 def _full(prompt: Prompt) -> Any:
-    """The tokens of its full blocks."""
     return prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
 
 

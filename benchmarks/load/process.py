@@ -40,7 +40,6 @@ class LoadProcess(Companion):
         return tally
 
     def count(self) -> Tally:
-        """What it has counted so far."""
         return Tally.from_plain(self.ask("count")["tally"])
 
 

@@ -37,7 +37,6 @@ class Victim:
             await client.register(NAMESPACES[0])
 
     async def reserve(self) -> None:
-        """Between reserve and commit, nothing written."""
         prompt = self._prompt()
         async with await (await self._cache(prompt)).reserve(prompt.tokens, ttl_s=_TTL_S):
             await asyncio.sleep(self._rng.uniform(0, 0.05))
@@ -59,7 +58,6 @@ class Victim:
             await reservation.commit(durable=self._rng.random() < 0.3)
 
     async def lease(self) -> None:
-        """Between acquire and release."""
         prompt = self._prompt()
         async with await (await self._cache(prompt)).acquire(prompt.tokens, ttl_s=_TTL_S):
             await asyncio.sleep(self._rng.uniform(0, 0.05))

@@ -47,7 +47,6 @@ class Prompt:
 
     @property
     def spec(self) -> NamespaceSpec:
-        """The prompt's namespace."""
         return NAMESPACES[self.namespace]
 
     @property
@@ -57,7 +56,6 @@ class Prompt:
 
     @property
     def blocks(self) -> int:
-        """Full blocks."""
         return len(self.tokens) // self.spec.block_tokens
 
     @property

@@ -45,7 +45,6 @@ class Lead:
         return self.ahead > self.spread
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON types."""
         names = ("part", "figure", "ours", "theirs", "by_round", "ahead", "spread", "clear")
         return {name: getattr(self, name) for name in names}
 

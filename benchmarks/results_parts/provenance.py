@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checks
-from benchmarks.report_parts.results import Result
+from benchmarks.results_parts.results import Result
 
 BEFORE_THE_RULE: Mapping[str, tuple[str, str]] = {
     "groups.json": ("2026-11-22", "not measured again yet"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.plots import lines
 from benchmarks.common.slow_link import SlowLink
 from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
@@ -77,8 +78,7 @@ class Subject:
     def first_token_s(self, prompt: Sequence[int]) -> float:
         """Seconds from sending the prompt to its first token.
 
-        Raises:
-            BenchmarkError: some of it was in the daemon's own tiers.
+        Raises BenchmarkError: some of it was in the daemon's own tiers.
         """
         began_s, first_s = time.monotonic(), 0.0
         for event in self._client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):
@@ -115,7 +115,6 @@ def measure(plan: Plan, folder: Path, step: Callable[[], None]) -> list[Point]:
                 _warm_up(plan, subjects)
                 for tokens in plan.tokens:
                     points.append(_measure(plan, subjects, rate, tokens))
-                    print(_line(points[-1]), flush=True)
                     step()
     return points
 
@@ -190,32 +189,15 @@ def summary(points: Sequence[Point]) -> dict[str, Any]:
 
 def violations(result: Mapping[str, Any]) -> list[str]:
     """What is not as it has to be."""
-    if result["worst_ratio"] <= WORST_RATIO:
-        return []
-    return [
-        f"with the store the first token takes {result['worst_ratio']:g} times the better of loading and computing "
-        f"({result['worst_point']}); at most {WORST_RATIO:g} is allowed"
-    ]
+    return harness.missed(result, most={"worst_ratio": WORST_RATIO})
 
 
 def draw(axes: Any, result: Mapping[str, Any]) -> None:
-    """Of each rate, the time with the store over the better of the others, by length."""
-    for number, rate in enumerate(sorted({point["gbit_per_s"] for point in result["points"]})):
+    """Of each rate, the time with the store and of computing, by length."""
+    series = {}
+    for rate in sorted({point["gbit_per_s"] for point in result["points"]}):
         points = [point for point in result["points"] if point["gbit_per_s"] == rate]
-        for arm, line in (("auto", "-"), ("recompute", ":")):
+        for arm, name in (("auto", "with the store"), ("recompute", "computed")):
             times = [point["ttft_ms"][arm] for point in points]
-            label = f"{rate:g} Gbit/s, {'with the store' if arm == 'auto' else 'computed'}"
-            axes.plot([point["tokens"] for point in points], times, line, marker="o", color=f"C{number}", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens of the prefix")
-    axes.set_ylabel("time to first token, ms")
-    axes.legend(fontsize="x-small")
-
-
-def _line(point: Point) -> str:
-    times = "  ".join(f"{arm} {point.ttft_ms[arm]:8.1f}" for arm in ARMS)
-    return (
-        f"{point.gbit_per_s:6g} Gbit/s {point.tokens:5} tokens   {times} ms   ratio {point.ratio:.3f}   "
-        f"{point.loaded_share:4.0%} loaded"
-    )
+            series[f"{rate:g} Gbit/s, {name}"] = [point["tokens"] for point in points], times
+    lines(axes, series, "tokens of the prefix", "time to first token, ms")

@@ -26,7 +26,6 @@ class Secrets:
         self.key_file = _secret_file(folder / "key", self.key)
 
     def seal(self, *, encrypt: bool = False) -> Seal:
-        """What the hosts seal with."""
         return Seal(self.secret, self.key if encrypt else None)
 
 
@@ -47,11 +46,7 @@ def cache_host(cpu_bytes: int, settings: Mapping[str, object], folder: Path | No
 
 
 def remote_stats(client: Client) -> admin_pb2.RemoteStats:
-    """What the daemon says of the store.
-
-    Raises:
-        BenchmarkError: it has none.
-    """
+    """What the daemon says of the store. Raises BenchmarkError: it has none."""
     stats = client.stats()
     if not stats.HasField("remote"):
         raise harness.BenchmarkError("the daemon has no remote tier")
@@ -61,8 +56,7 @@ def remote_stats(client: Client) -> admin_pb2.RemoteStats:
 def wait_until_shared(client: Client, blocks: int) -> None:
     """Returns when the daemon has brought so many blocks to the store since its start.
 
-    Raises:
-        BenchmarkError: that takes too long.
+    Raises BenchmarkError: that takes too long.
     """
     give_up = time.monotonic() + _WAIT_S
     while (shared := remote_stats(client).shared_blocks) < blocks:

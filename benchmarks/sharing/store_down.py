@@ -182,8 +182,4 @@ def _bounded(result: Mapping[str, Any]) -> dict[str, float]:
 
 def violations(result: Mapping[str, Any]) -> list[str]:
     """What is not as it has to be."""
-    return [
-        f"{name} is {value:g} with the store down; at most {MOST_RATIO:g} is allowed"
-        for name, value in _bounded(result).items()
-        if value > MOST_RATIO
-    ]
+    return harness.missed(result, most=dict.fromkeys(_bounded(result), MOST_RATIO))

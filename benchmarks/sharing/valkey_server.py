@@ -59,7 +59,6 @@ class ValkeyServer:
 
     @property
     def url(self) -> str:
-        """For `remote.url`."""
         return f"valkey://127.0.0.1:{self.port}"
 
     def freeze(self) -> None:
@@ -67,7 +66,6 @@ class ValkeyServer:
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets it go on."""
         self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
@@ -93,12 +91,10 @@ class ValkeyObjects:
         self._file = self._link.makefile("rb")
 
     def close(self) -> None:
-        """Ends the connection."""
         self._file.close()
         self._link.close()
 
     def names(self) -> list[bytes]:
-        """The keys of all objects, sorted."""
         return sorted(self._ask([(b"KEYS", b"*")])[0])
 
     def read(self, names: Sequence[bytes]) -> list[bytes]:
@@ -109,12 +105,10 @@ class ValkeyObjects:
         return found
 
     def write(self, objects: Sequence[tuple[bytes, bytes]]) -> None:
-        """Puts objects under names."""
         for start in range(0, len(objects), 64):
             self._ask([(b"SET", name, data) for name, data in objects[start : start + 64]])
 
     def delete_all(self) -> None:
-        """Empties the server."""
         self._ask([(b"FLUSHALL",)])
 
     def _ask(self, commands: Sequence[tuple[bytes, ...]]) -> list[Any]:

@@ -32,7 +32,6 @@ class _Prompt:
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
-        """No other prompt begins like it."""
         return np.arange(self.start * slabs.TOKENS, self.stop * slabs.TOKENS, dtype=np.uint32)
 
 
@@ -82,12 +81,10 @@ class DaemonDisk:
             raise
 
     def close(self) -> None:
-        """Disconnect and end the daemon."""
         with self._undo:
             self._runner.run(self._client.close())
 
     def clear(self) -> None:
-        """Remove all blocks."""
         self._runner.run(self._client.evict(namespace_id=self._cache.namespace_id))
 
     def store(self, source: slabs.Memory, batch: int) -> None:
@@ -128,7 +125,6 @@ class DaemonDisk:
         self._promoted = self._promoted_blocks()
 
     def files(self) -> Iterable[Path]:
-        """The daemon's slabs."""
         return self._slabs.iterdir()
 
     async def _connect(self) -> tuple[AsyncClient, AsyncCache]:

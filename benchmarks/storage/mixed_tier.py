@@ -88,7 +88,6 @@ class MixedTier:
         self._most_prompts = 2 * sum(mixture.capacity_bytes // size for size in mixture.sizes) // len(mixture.sizes)
 
     async def run(self, progress: Callable[[], None]) -> None:
-        """All operations."""
         every = max(1, self._operations // 500)
         for done in range(self._operations):
             if self._prompts and self._chance.random() < _READS:

@@ -51,7 +51,6 @@ class Memory:
         self.bytes = np.frombuffer(self._map, np.uint8)
 
     def view(self, block: int) -> memoryview:
-        """A block's bytes."""
         return memoryview(self._map)[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def must_equal(self, other: Memory) -> None:
@@ -100,26 +99,21 @@ class PlainFile:
         """They are written over."""
 
     def store(self, source: Memory, batch: int) -> None:
-        """Write all blocks, durably after each batch."""
         for start in range(0, self._blocks, batch):
             numbers = range(start, min(start + batch, self._blocks))
             list(self._pool.map(lambda number: self._all(os.pwritev, source, number), numbers))
             os.fdatasync(self._fd)
 
     def load(self, target: Memory, order: Sequence[int]) -> None:
-        """Read all blocks."""
         list(self._pool.map(lambda number: self._all(os.preadv, target, number), order))
 
     def verify(self, source: Memory, target: Memory) -> None:
-        """Compare."""
         target.must_equal(source)
 
     def files(self) -> Iterable[Path]:
-        """The file."""
         return [self._path]
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def _all(self, call: Callable[[int, list[memoryview], int], int], memory: Memory, number: int) -> None:
@@ -139,12 +133,10 @@ class Store:
         self._records: list[BlockRecord] = []
 
     def clear(self) -> None:
-        """Remove all blocks."""
         self.store_itself.remove([(record.namespace, record.key) for record in self._records])
         self._records = []
 
     def store(self, source: Memory, batch: int) -> None:
-        """Write all blocks, durably after each batch."""
         for start in range(0, self._blocks, batch):
             numbers = range(start, min(start + batch, self._blocks))
             records = self.store_itself.write([_block(number, [source.span(number)]) for number in numbers])
@@ -153,7 +145,6 @@ class Store:
             raise harness.BenchmarkError(f"the store took {len(self._records)} of {self._blocks} blocks")
 
     def load(self, target: Memory, order: Sequence[int]) -> None:
-        """Read all blocks, verified."""
 
         def read(number: int) -> None:
             for part in self._records[number].parts:
@@ -163,15 +154,12 @@ class Store:
         list(self._pool.map(read, order))
 
     def verify(self, source: Memory, target: Memory) -> None:
-        """Compare."""
         target.must_equal(source)
 
     def files(self) -> Iterable[Path]:
-        """Its slabs."""
         return (self._path / "slabs").iterdir()
 
     def close(self) -> None:
-        """Close the store."""
         self.store_itself.close()
 
 
@@ -244,8 +232,7 @@ def chill(files: Iterable[Path]) -> None:
 
     A few pages stay while a core has yet to enter them into the kernel's lists; they are dropped a moment later.
 
-    Raises:
-        BenchmarkError: some of a file is still there after a second.
+    Raises BenchmarkError: some of a file is still there after a second.
     """
     for file in files:
         fd = os.open(file, os.O_RDONLY)
@@ -282,7 +269,6 @@ class Prompts:
     first: tuple[int, ...] = ()
 
     def tokens(self, number: int) -> bytes:
-        """The token ids of a prompt."""
         return random.Random(number).randbytes(4 * TOKENS * self._blocks(number))
 
     def start(self, number: int) -> int:

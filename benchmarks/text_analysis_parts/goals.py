@@ -21,11 +21,9 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it is reached."""
         return self.at_least is None or self.value >= self.at_least
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON types."""
         return {**asdict(self), "met": self.met}
 
 

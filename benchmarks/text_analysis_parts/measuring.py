@@ -44,7 +44,6 @@ class Measured:
         return ordered[(len(ordered) - 1) // 2]
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON types."""
         return {
             "suite": self.suite,
             "prefix_tokens": self.cell.prefix_tokens,
@@ -130,8 +129,7 @@ def warm_up_all(
 ) -> list[float]:
     """As `ask_each_once` of several daemons, so many `at_once`; the seconds of each.
 
-    Raises:
-        DaemonFailed: a request failed.
+    Raises DaemonFailed: a request failed.
     """
     places = asyncio.Semaphore(at_once)
 

@@ -46,7 +46,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """In tables and plots."""
         slow = "" if self.disk_bytes_per_s is None else f", disk {self.disk_bytes_per_s / 1e6:g} MB/s"
         return self.serving.name + slow
 

@@ -38,7 +38,6 @@ class Checker:
         self._known: dict[str, list[Diagnostic]] = {}
 
     def __len__(self) -> int:
-        """Texts checked."""
         return len(self._known)
 
     async def check(self, texts: Sequence[str]) -> list[list[Diagnostic]]:

@@ -15,7 +15,6 @@ class Program:
 
     @property
     def lines(self) -> list[str]:
-        """Its lines, without their ends."""
         return self.source.splitlines()
 
 

@@ -64,7 +64,6 @@ class Search:
         return [self.queue.popleft() for _ in range(min(self.width, len(self.queue)))]
 
     def prompt(self, node: Node) -> str:
-        """What the model is asked."""
         return f"{INSTRUCTIONS}\nUser: {self.program.task}\n\n{node.kept}"
 
     def judge(self, node: Node, completion: str, errors: Iterable[Diagnostic]) -> None:

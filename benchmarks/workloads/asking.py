@@ -35,7 +35,6 @@ class Asked:
 
     @property
     def hit_tokens(self) -> int:
-        """Prompt tokens that were not computed."""
         return self.gpu_tokens + self.cpu_tokens + self.disk_tokens
 
 

@@ -25,7 +25,6 @@ class Turn:
 
     @property
     def tokens(self) -> int:
-        """Of both."""
         return len(self.user) + self.answer_tokens
 
 
@@ -38,7 +37,6 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """Of the last prompt and its answer."""
         return len(self.system) + sum(turn.tokens for turn in self.turns)
 
 

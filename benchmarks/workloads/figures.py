@@ -1,4 +1,4 @@
-"""What a way of serving came to, as JSON, as a table and as plots."""
+"""What a way of serving came to, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common.harness import Outcome
+from benchmarks.common.harness import Outcome, Table
 from benchmarks.workloads.asking import Asked
-from benchmarks.workloads.ways import NO_CACHE, Way
+from benchmarks.workloads.ways import Way
 from prefixd.workloads.latency_figures import HitTokens, Quantiles, digest, quantile
+
+_SHOWN = (
+    *("name", "requests_per_s", "ttft_s.p50", "ttft_s.p95", "hit_rate", "hit_share"),
+    *("hit_tokens.gpu", "hit_tokens.cpu", "hit_tokens.disk"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,6 @@ class Figures:
     possible_tokens: int
     hit_share: float
     output_digest: str
-
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON types."""
-        return asdict(self)
 
 
 def summarise(way: Way, asked: Sequence[Asked], elapsed_s: float) -> Figures:
@@ -79,65 +77,8 @@ def same_answers(figures: Sequence[Figures]) -> bool:
     return len({run.output_digest for run in figures}) == 1
 
 
-def outcome_of(title: str, result: Mapping[str, Any], measured: Sequence[Figures], wrong: Sequence[str]) -> Outcome:
+def outcome_of(result: Mapping[str, Any], measured: Sequence[Figures], wrong: Sequence[str]) -> Outcome:
     """A benchmark's outcome, of `result` and the figures of its ways; `wrong`: what is not as it should be."""
-    compared = {
-        "same_answers": same_answers(measured),
-        "shortcomings": list(wrong),
-        "ways": [run.to_plain() for run in measured],
-    }
-    return Outcome(
-        {**result, **compared},
-        wrong,
-        show=lambda: print_table(title, measured),
-        draw=lambda axes: draw(axes, measured),
-        columns=3,
-    )
-
-
-def print_table(title: str, figures: Sequence[Figures]) -> None:
-    """One row a way, on stdout."""
-    table = Table(title=title)
-    table.add_column("way")
-    for column in ("requests/s", "first token p50", "p95", "hits", "of possible", "gpu", "cpu", "disk"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for run in figures:
-        tiers = (run.hit_tokens.gpu, run.hit_tokens.cpu, run.hit_tokens.disk)
-        table.add_row(
-            run.name,
-            f"{run.requests_per_s:.2f}",
-            f"{run.ttft_s.p50 * 1e3:.0f} ms",
-            f"{run.ttft_s.p95 * 1e3:.0f} ms",
-            f"{run.hit_rate:.1%}",
-            f"{run.hit_share:.1%}" if run.tiers else "",
-            *(str(tokens) for tokens in tiers),
-        )
-    Console(width=120).print(table)
-
-
-def draw(axes: Sequence[Any], figures: Sequence[Figures]) -> None:
-    """Three plots in a row: time to the first token, requests a second, and hit tokens by tier."""
-    names = [run.name for run in figures]
-    rows = range(len(figures))
-    latency, throughput, hits = axes
-    latency.barh(rows, [run.ttft_s.p95 for run in figures], color="#bbccee", label="p95")
-    latency.barh(rows, [run.ttft_s.p50 for run in figures], color="#4477aa", label="p50")
-    latency.set_xlabel("time to first token (s)")
-    latency.legend(fontsize="small")
-    throughput.barh(rows, [run.requests_per_s for run in figures], color="#4477aa")
-    throughput.set_xlabel("requests / s")
-    cached = [run for run in figures if run.name != NO_CACHE]
-    before = [0] * len(figures)
-    for tier, colour in (("gpu", "#228833"), ("cpu", "#ccbb44"), ("disk", "#ee6677")):
-        tokens = [getattr(run.hit_tokens, tier) for run in figures]
-        hits.barh(rows, tokens, left=before, color=colour, label=tier)
-        before = [left + more for left, more in zip(before, tokens, strict=True)]
-    if cached:
-        possible = max(run.possible_tokens for run in cached)
-        hits.axvline(possible, color="black", linestyle="--", linewidth=1, label="possible")
-        hits.set_xlim(0, max(1, possible) * 1.1)
-    hits.set_xlabel("hit tokens")
-    hits.legend(fontsize="small")
-    for index, each in enumerate(axes):
-        each.set_yticks(rows, names if not index else [""] * len(names), fontsize="small")
-        each.invert_yaxis()
+    ways = [asdict(run) for run in measured]
+    compared = {"same_answers": same_answers(measured), "shortcomings": list(wrong), "ways": ways}
+    return Outcome({**result, **compared}, wrong, [Table(ways, _SHOWN)])

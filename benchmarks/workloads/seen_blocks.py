@@ -19,7 +19,6 @@ class SeenBlocks:
         self._seen: set[bytes] = set()
 
     def __len__(self) -> int:
-        """Different blocks seen."""
         return len(self._seen)
 
     def prompt(self, tokens: Sequence[int]) -> int:

@@ -96,7 +96,7 @@ def test_nobody_at_the_address_is_one_line_and_status_2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_result_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, option: str) -> None:
-    done = run("benchmarks.match", option, str(tmp_path))
+    done = run("benchmarks.urgency", option, str(tmp_path))
     assert done.returncode == 2 and done.stdout == ""
     assert f"cannot write to {tmp_path}; choose another file" in done.stderr
 

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.part import Budget, Part, Prediction, Unavailable
+from benchmarks.gpu_parts.part import Budget, Part, Unavailable
 
 ROOT = Path(__file__).parents[2]
 SIZES = (4, 16, 32, 64)  # MiB of a piece of the daemon's copies
@@ -68,8 +68,7 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     parts = result["parts"]
     assert list(parts) == [part.name for part in gpu.PARTS]
     assert {name for name, part in parts.items() if part["status"] != "measured"} == {"flex_attention"}
-    plots = {file.name for file in (tmp_path / "plots").iterdir()}
-    assert plots == {f"result_{name}.png" for name, part in parts.items() if part["status"] == "measured"}
+    assert {file.name for file in (tmp_path / "plots").iterdir()} == {"result_attach.png", "result_first_token.png"}
 
     assert [point["chunks"] for point in parts["virtual_memory"]["points"]] == [1, 8]
     assert all(point[f"{name}_us"] > 0 for point in parts["attach"]["points"] for name in ("map", "reuse", "copy"))
@@ -80,7 +79,6 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     copies = parts["daemon_copies"]
     assert {(p["way"], p["piece_mib"]) for p in copies["points"]} == {(w, m) for w in ("h2d", "d2h") for m in SIZES}
     assert all(point["gbps"] > 0 and point["loop_ms_per_gib"] > 0 for point in copies["points"])
-    assert [p["verdict"] for p in copies["predictions"]] == ["NOT MEASURED"] and "NOT MEASURED" in done.stdout
     attention = parts["attention"]
     measured = {(p["shape"], p["layout"], p["phase"], p["batch"]) for p in attention["points"]}
     assert len(measured) == 3 * 2 * 2 * 2
@@ -141,19 +139,3 @@ def test_a_part_leaves_out_what_its_time_does_not_suffice_for() -> None:
     now[0] = 2.0
     assert not budget.allows("second") and not budget.allows("third")
     assert budget.skipped == ["second", "third"]
-
-
-@pytest.mark.parametrize(
-    ("measured", "counts", "verdict"),
-    [
-        (46.0, True, "CONFIRMED"),
-        (45.9, True, "NEITHER"),
-        (42.0, True, "NEITHER"),
-        (41.9, True, "REFUTED"),
-        (99.0, False, "NOT MEASURED"),
-        (None, True, "NOT MEASURED"),
-    ],
-)
-def test_a_prediction_is_judged_by_what_was_measured(measured: float | None, counts: bool, verdict: str) -> None:
-    judged = Prediction("GB/s", 46, 42).judged(measured, counts)
-    assert (judged["least"], judged["measured"], judged["verdict"]) == (46, measured, verdict)

@@ -22,10 +22,10 @@ SPEC = NamespaceSpec("wrong", 4, (PartSpec("full", 0, 4096), PartSpec("window", 
 
 @pytest.mark.slow
 def test_a_cache_that_knows_the_rules_serves_more(tmp_path: Path) -> None:
-    file, picture = tmp_path / "result.json", tmp_path / "result.svg"
+    file = tmp_path / "result.json"
     sizes = [word for name, value in SHORT.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.groups", *sizes, f"--json={file}", f"--plot={picture}"],
+        [sys.executable, "-m", "benchmarks.groups", *sizes, f"--json={file}"],
         cwd=ROOT,
         env=os.environ,
         capture_output=True,
@@ -40,7 +40,6 @@ def test_a_cache_that_knows_the_rules_serves_more(tmp_path: Path) -> None:
     rules, full = result["runs"]
     assert rules["prompts"] == full["prompts"] == 24 and rules["possible_tokens"] == full["possible_tokens"]
     assert sum(rules["hit_tokens_by_turn"]) == rules["hit_tokens"]
-    assert picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.slow

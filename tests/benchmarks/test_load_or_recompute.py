@@ -54,9 +54,9 @@ def test_the_summary_has_the_worst_point_and_counts_wins() -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ({"worst_regret": 0.11}, "auto takes 11.0% longer"),
-        ({"both_at_once_wins": 0}, "faster than both at no point"),
-        ({"abandoned_ratio": 1.21}, "1.21 times as late"),
+        ({"worst_regret": 0.11}, "worst_regret is 0.11, more than 0.1"),
+        ({"both_at_once_wins": 0}, "both_at_once_wins is 0"),
+        ({"abandoned_ratio": 1.21}, "abandoned_ratio is 1.21"),
         ({}, ""),
     ],
 )

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.common import harness
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Run, Stage
+from benchmarks.peers import draw
 from benchmarks.peers_parts import guard_dispatcher
 from benchmarks.peers_parts.cache_figures import after_restart, figures, leads, not_ahead, other_tokens, summary
-from benchmarks.peers_parts.peers_plot import draw
 
 
 def stage(name: str, waits_s: list[float], elapsed_s: float, tokens: tuple[int, ...] = (1, 2)) -> Stage:

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import results_page
 from benchmarks.common.harness import BenchmarkError
-from benchmarks.report_parts.results import Result, read_results
 from benchmarks.results_page import PAGE, README, RESULTS, SECTIONS, check, main, page, readme
 from benchmarks.results_parts import provenance
+from benchmarks.results_parts.results import Result, read_results
 
 ALL = read_results(RESULTS)
 
@@ -83,6 +83,13 @@ def test_a_result_from_before_the_rule_is_known_by_its_day_and_leaves_the_list_o
 def test_a_result_without_circumstances_is_refused() -> None:
     with pytest.raises(BenchmarkError, match=r"match\.json does not say its date, commit and machine"):
         check([result("match.json", circumstances={})])
+
+
+def test_a_file_that_is_no_result_is_refused_by_name(tmp_path: Path) -> None:
+    for content in ("{", "[1]", "{}"):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(BenchmarkError, match=r"a\.json is no result"):
+            read_results(tmp_path)
 
 
 def test_a_file_without_a_sentence_and_a_sentence_without_its_figure_are_named() -> None:

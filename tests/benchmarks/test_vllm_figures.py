@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.common import harness
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Round, Run, Stage, broken_promises, nothing_to_hit
-from benchmarks.engines.vllm_plot import draw
+from benchmarks.vllm import draw
 from benchmarks.workloads.growing_chats import ChatPlan, Chats, distinct_prompts
 
 PLAN = ChatPlan(conversations=5, turns=3, system_tokens=20, user_tokens=7, output_tokens=3, vocabulary=1000, seed=1)

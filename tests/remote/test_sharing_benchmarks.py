@@ -35,7 +35,7 @@ def _patient_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(*words: str) -> argparse.Namespace:
-    return remote.make_parser().parse_args(words)
+    return remote.main.parser().parse_args(words)
 
 
 def test_every_suite_runs() -> None:
@@ -56,8 +56,8 @@ def test_every_suite_runs() -> None:
 def test_a_host_that_finds_less_or_wrong_bytes_is_told() -> None:
     sound = {"hit_rate": 0.9, "achievable_hit_rate": 0.9, "wrong_bytes": 0, "integrity_violations": 0}
     assert not second_host.violations(sound)
-    assert "hit rate is 0.8000" in second_host.violations({**sound, "hit_rate": 0.8})[0]
-    assert "7 wrong bytes" in second_host.violations({**sound, "wrong_bytes": 7})[0]
+    assert "hit_rate is 0.8, less than 0.9" in second_host.violations({**sound, "hit_rate": 0.8})[0]
+    assert "wrong_bytes is 7" in second_host.violations({**sound, "wrong_bytes": 7})[0]
 
 
 def test_a_host_that_has_other_bytes_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_worst_point_counts() -> None:
 
     result = first_token.summary([point(60), point(88)])
     assert result["worst_ratio"] == 1.1 and not first_token.violations(result)
-    assert "1.11 times" in first_token.violations(first_token.summary([point(88.8)]))[0]
+    assert "worst_ratio is 1.11" in first_token.violations(first_token.summary([point(88.8)]))[0]
     assert Plan(repeats=2).repeats_of(64) == 4 and Plan(repeats=2).repeats_of(1024) == 2
 
 

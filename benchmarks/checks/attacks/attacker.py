@@ -94,11 +94,9 @@ class Mallory:
 
     @property
     def going(self) -> bool:
-        """Whether the attack is to go on."""
         return not self._stopped.is_set()
 
     async def until_stopped(self) -> None:
-        """Waits for the end."""
         await self._stopped.wait()
 
     async def channels(self, count: int, *, unread: bool = False) -> list[grpc.aio.Channel]:

@@ -79,7 +79,6 @@ def key_families(count: int) -> dict[str, npt.NDArray[np.uint8]]:
 
 
 def _block(wanted_low: int, wanted_high: int, seed: int) -> bytes:
-    """The block whose accumulator comes to this."""
     low, high = 64 * _PRIME_1 & _MASK, 0
     low = low + _folded(_SECRET[4] + seed, _SECRET[5] - seed) & _MASK  # words 2 to 5 are 0
     high = high + _folded(_SECRET[6] + seed, _SECRET[7] - seed) & _MASK
@@ -106,7 +105,6 @@ def _next_block(wanted_low: int, wanted_high: int, seed: int, parent: bytes) -> 
 
 
 def _unmixed(mixed: int) -> int:
-    """What XXH3's last step has mixed."""
     mixed ^= mixed >> 32
     mixed = mixed * pow(0x165667919E3779F9, -1, 2**64) & _MASK
     return mixed ^ mixed >> 37

@@ -32,7 +32,6 @@ class Scenario:
     that is ended by anything else has not taken place."""
 
     def prepare(self, scene: Scene) -> Given:
-        """What the attacker is told."""
         return {}
 
     def daemon_settings(self, folder: Path) -> Mapping[str, object]:

@@ -100,7 +100,6 @@ class Scene:
         return next(self._numbers)
 
     def client(self, person: Person = ALICE, timeout_s: float = _CALL_S) -> Client:
-        """A client over TCP that streams."""
         return Client(self.tcp, name=person.name, token=self.token(person), memory="streamed", timeout_s=timeout_s)
 
     def token(self, person: Person, number: int = 0) -> str:
@@ -120,7 +119,6 @@ class Scene:
         return Client(self.daemon.address, name="operator", memory="streamed", timeout_s=60.0)
 
     def stats(self) -> admin_pb2.StatsResponse:
-        """The daemon's figures."""
         with self.operator() as operator:
             return operator.stats()
 
@@ -162,7 +160,6 @@ class Scene:
             ask(client, [1], timeout_s=_RESTARTED_S)
 
     def go_on(self) -> None:
-        """Bystanders begin calls again."""
         self._each("go")
 
     def drained(self, before_s: float = float("inf")) -> bool:
@@ -232,7 +229,6 @@ class Memory:
 
     @property
     def grown_bytes(self) -> int:
-        """How much it was."""
         return self._most - self._begin
 
     def _look(self) -> None:

@@ -144,14 +144,12 @@ class _Client:
         self.ended.append((kind, begin_s, time.monotonic() - begin_s))
 
     async def match(self) -> None:
-        """What it has stored is there."""
         number = self._rng.randrange(_PROMPTS)
         found = await self._cache.match(_tokens(self._owner, number, _BLOCKS))
         if found.blocks < _BLOCKS:
             raise _Wrong(f"{_BLOCKS - found.blocks} of its own {_BLOCKS} blocks are gone, within what it is guaranteed")
 
     async def load(self) -> None:
-        """And has the right bytes."""
         number = self._rng.randrange(_PROMPTS)
         expected = _content(self._owner, number, _BLOCKS)
         got = np.zeros_like(expected)
@@ -162,7 +160,6 @@ class _Client:
             raise _Wrong(f"{wrong} of {len(expected)} bytes are wrong")
 
     async def store(self) -> None:
-        """One new block."""
         self._fresh += 1
         number = _PROMPTS + self._fresh
         stored = await self._cache.store(_tokens(self._owner, number, 1), _content(self._owner, number, 1))

@@ -45,7 +45,6 @@ class Verdict:
 
     @property
     def breached(self) -> bool:
-        """Whether the attack has achieved anything."""
         return bool(self.breaches)
 
     def fail(self, failures: Sequence[str]) -> None:
@@ -65,7 +64,6 @@ class Verdict:
         self.seconds += again.seconds
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in the result."""
         return {
             "name": self.name,
             "breached": self.breached,
@@ -85,7 +83,6 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        """In one line."""
         what = f"BREACHED: {'; '.join(self.breaches)}" if self.breaches else "held"
         if self.not_made:
             what = f"DID NOT TAKE PLACE ({self.not_made}), {what}"

@@ -42,7 +42,6 @@ class Target:
 
     @property
     def sound(self) -> int:
-        """Blocks before it."""
         return len(self.tokens) // _BLOCK_TOKENS - 1
 
     def content(self) -> npt.NDArray[np.uint8]:
@@ -74,10 +73,9 @@ class Findings:
     def broken(self) -> list[str]:
         """Promises that were not kept, and forgeries that were never read, which prove nothing."""
         result = {**self.result(), "forged_not_refused": self.forged.total() - self.refused}
-        return harness.not_zero(result, ("forged_served", "forged_lost_sound", "forged_not_refused"))
+        return harness.missed(result, zero=("forged_served", "forged_lost_sound", "forged_not_refused"))
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         return {
             "forged": self.forged.total(),
             "forged_refused": self.refused,
@@ -147,7 +145,6 @@ class Attack:
         self._objects.write(right)
 
     def control(self) -> None:
-        """A cold host serves every right object."""
         with cache_host(_CPU_BYTES, self._settings) as host, Client(host.address) as client:
             caches = [client.register(spec) for spec in _TENANTS]
             for target in self._targets:

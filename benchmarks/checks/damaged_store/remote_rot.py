@@ -49,13 +49,11 @@ class Findings:
 
     @property
     def broken(self) -> list[str]:
-        """Promises that were not kept."""
         result = {**self.result(), "undetected": self.flips.total() - self.detected}
         zeros = ("undetected", "served_wrong", "lost_sound", "not_repaired", "integrity_violations")
-        return harness.not_zero(result, zeros)
+        return harness.missed(result, zero=zeros)
 
     def result(self) -> dict[str, Any]:
-        """For `harness.finish`."""
         return {
             "flips": self.flips.total(),
             "detected": self.detected,

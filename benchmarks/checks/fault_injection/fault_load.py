@@ -136,8 +136,7 @@ class FaultLoad:
     def stop(self) -> None:
         """Has the clients finish their calls and ends them.
 
-        Raises:
-            RuntimeError: a client ended otherwise than by being told to; its traceback is on stderr.
+        Raises RuntimeError: a client ended otherwise than by being told to; its traceback is on stderr.
         """
         processes, self._processes = self._processes, []
         for process in processes:
@@ -182,7 +181,6 @@ class _Told(threading.Event):
 
 
 def _run(options: dict[str, Any]) -> None:
-    """One client."""
     me, clients = options["client"], options["clients"]
     choices = random.Random(f"{options['seed']} {me}")
     kinds = [kind for kind, weight in MIX.items() for _ in range(weight)]

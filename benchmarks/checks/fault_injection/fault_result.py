@@ -33,11 +33,9 @@ class Result:
     seconds: float = 0.0
 
     def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     def __str__(self) -> str:
-        """In one line."""
         found = [f"{name} {getattr(self, name)}" for name in _COUNTS if getattr(self, name)]
         found += [f"unreported by {way}" for way in self.unreported] + self.not_back + self.failures
         what = f"NOT survived: {'; '.join(found)}" if found else "survived"
@@ -45,6 +43,5 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether the fault was survived as promised."""
         counts = sum(getattr(self, name) for name in _COUNTS)
         return not (counts or self.unreported or self.not_back or self.failures)

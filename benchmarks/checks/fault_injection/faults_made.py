@@ -39,7 +39,6 @@ class Stage:
 
     @property
     def disk(self) -> Path:
-        """Directory of the disk tier."""
         return self.folder / "disk"
 
 

@@ -57,7 +57,6 @@ class FaultyOps(FileOps):
         self._orders: Mapping[str, str | int] = {}
 
     def order(self, call: str) -> str | int | None:
-        """What is to happen to `call` now."""
         if (changed := self._file.changed()) is not None:
             self._orders = changed
         return self._orders.get(call)
@@ -75,7 +74,6 @@ class FaultyOps(FileOps):
         return order
 
     def open(self, path: Path, flags: int) -> int:
-        """As ordered."""
         self._refuse("open")
         return super().open(path, flags)
 
@@ -86,17 +84,14 @@ class FaultyOps(FileOps):
         super().mkdir(path)
 
     def rename(self, old: Path, new: Path) -> None:
-        """As ordered."""
         self._refuse("rename")
         super().rename(old, new)
 
     def fallocate(self, fd: int, nbytes: int) -> None:
-        """As ordered."""
         self._refuse("fallocate")
         super().fallocate(fd, nbytes)
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """As ordered."""
         order = self._refuse("pread")
         count = super().pread(fd, buffer, offset)
         if order == "wrong":
@@ -104,12 +99,10 @@ class FaultyOps(FileOps):
         return count
 
     def map(self, fd: int, nbytes: int) -> int:
-        """As ordered."""
         self._refuse("map")
         return super().map(fd, nbytes)
 
     def copy_mapped(self, address: int, buffer: memoryview) -> int:
-        """As ordered."""
         order = self._refuse("copy_mapped")
         count = super().copy_mapped(address, buffer)
         if order == "wrong":
@@ -117,7 +110,6 @@ class FaultyOps(FileOps):
         return count
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """As ordered."""
         if self._refuse("pwrite") == "wrong":
             spoilt = memoryview(mmap.mmap(-1, len(buffer)))  # whole pages, for O_DIRECT
             spoilt[:] = buffer
@@ -126,22 +118,18 @@ class FaultyOps(FileOps):
         return super().pwrite(fd, buffer, offset)
 
     def fdatasync(self, fd: int) -> None:
-        """As ordered."""
         self._refuse("fdatasync")
         super().fdatasync(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """As ordered."""
         self._refuse("sync_directory")
         super().sync_directory(path)
 
     def unlink(self, path: Path) -> None:
-        """As ordered."""
         self._refuse("unlink")
         super().unlink(path)
 
     def commit(self, transaction: lmdb.Transaction[bytes]) -> None:
-        """As ordered."""
         order = self._refuse("commit")
         if order == "half":
             with _failing_meta_page():
@@ -152,7 +140,6 @@ class FaultyOps(FileOps):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def free_bytes(self, path: Path) -> int:
-        """As ordered."""
         order = self._refuse("free_bytes")
         return order if isinstance(order, int) else super().free_bytes(path)
 

@@ -42,7 +42,6 @@ class Seen:
 
     @property
     def any(self) -> bool:
-        """Whether anything at all was said."""
         return bool(self.troubles or self.tiers or self.unhealthy or self.metrics)
 
     def silent_about(self, part: str, log: Sequence[str]) -> list[str]:
@@ -94,23 +93,19 @@ class Watch:
 
     @property
     def stats(self) -> admin_pb2.StatsResponse:
-        """The latest figures."""
         with self._news:
             return self._stats
 
     @property
     def now(self) -> Seen:
-        """What is said at the moment."""
         with self._news:
             return self._now
 
     def begin(self) -> None:
-        """Forgets what was seen."""
         with self._news:
             self._seen = Seen()
 
     def end(self) -> Seen:
-        """Everything seen since `begin`."""
         with self._news:
             return self._seen
 
@@ -163,7 +158,6 @@ class Log:
         self._at = path.stat().st_size if path.exists() else 0
 
     def lines(self) -> list[str]:
-        """Those since this was made."""
         with self._path.open("rb") as log:
             log.seek(self._at)
             return log.read().decode(errors="replace").splitlines()

@@ -82,7 +82,6 @@ def _crowd(clients: tuple[Client, Client], quiet: list[list[int]], result: Resul
 
 
 def _generate(client: Client, number: int, result: Result) -> list[int]:
-    """The tokens that follow a prompt."""
     prompt = [(number * 31 + at * 7) % 200 for at in range(_PROMPT_TOKENS)]
     begin = time.monotonic()
     result.calls += 1

@@ -103,7 +103,6 @@ class Findings:
 
     @property
     def calls(self) -> int:
-        """All of them."""
         return self.by_status.total()
 
 
@@ -166,7 +165,6 @@ class Batch:
         await self._channel.close()
 
     async def call(self, index: int, only: Sequence[Method] | None = None) -> None:
-        """One hostile call."""
         rng = random.Random(f"{self._findings.seed} {self._number} {index}")
         methods = only or self._methods
         (method,) = rng.choices(methods, [0.2 if method.name in _THOROUGH else 1.0 for method in methods])
@@ -396,7 +394,6 @@ class Batch:
             )
 
     def _statuses(self, method: Method, kind: str) -> frozenset[str]:
-        """Those that a call may end with."""
         ours, transport = self._caller, TRANSPORT.get(kind, frozenset())
         role = Role.CLIENT if kind == "other tenant" and ours.other is not None else ours.role
         if kind == "no such method":

@@ -35,7 +35,6 @@ class Caller:
     other: Metadata | None = None
 
     def wrong_credentials(self, rng: random.Random) -> Metadata:
-        """What nobody is let in with."""
         ticket, bearer = f"Ticket {rng.randbytes(48).hex()}", f"Bearer {rng.randbytes(16).hex()}"
         return rng.choice(
             (

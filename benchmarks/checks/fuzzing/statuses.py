@@ -69,7 +69,6 @@ class Method:
 
     @property
     def path(self) -> str:
-        """As gRPC names it."""
         return f"/{self.service}/{self.name}"
 
     def open_to(self, role: Role) -> bool:

@@ -74,7 +74,6 @@ class World:
             now -= {number for number, is_there in changes.items() if not is_there}
 
     def copy(self) -> World:
-        """Another one that holds the same."""
         return World(dict(self.blocks), set(self.namespaces), set(self.pins))
 
 
@@ -133,7 +132,6 @@ class Player:
         namespaces: dict[int, bool] | None = None,
         pins: dict[int, bool] | None = None,
     ) -> None:
-        """A call that began there has returned."""
         self.calls.append(Call(begin, len(self.ops.journal), blocks, namespaces or {}, pins or {}))
         self._world.change(self.calls[-1])
 
@@ -234,8 +232,7 @@ class Player:
 def audit(root: Path, before: World, calls: Sequence[Call], position: int) -> World:
     """Open what a cut at `position` left and hold it against what was promised until then; what the store holds.
 
-    Raises:
-        Violation: a promise was broken.
+    Raises Violation: a promise was broken.
     """
     world = before.copy()
     under_way: dict[int, Block | None] = {}

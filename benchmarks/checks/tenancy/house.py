@@ -42,7 +42,6 @@ class House:
 
     @property
     def settings(self) -> dict[str, object]:
-        """For `DaemonProcess`, beside others."""
         quotas = {
             f"tenants.{name}.{key}": value for name, quota in self._quotas.items() for key, value in quota.items()
         }

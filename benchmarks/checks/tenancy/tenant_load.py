@@ -46,7 +46,6 @@ class TenantLoad(Companion):
         self.tell(token)
 
     def order(self, calls: int, requests: int) -> dict[str, Any]:
-        """So much at once from now on."""
         self.tell(json.dumps({"calls": calls, "requests": requests}))
         return self.answer()
 
@@ -80,7 +79,6 @@ class Load:
         self._work: list[Callable[[], Awaitable[None]]] = [self._put, self._get, self._match, self._lease]
 
     async def open(self) -> None:
-        """Opens the session that the calls need."""
         cache = next(self._caches)
         self._session = cache.OpenSession(
             cache_pb2.OpenSessionRequest(client_name=self._tenant, pid=os.getpid()), metadata=self._metadata
@@ -96,7 +94,6 @@ class Load:
         self._named = {"session_id": opened.session_id, "namespace_id": registered.namespace_id}
 
     async def close(self) -> None:
-        """Ends everything."""
         await self.order(dict.fromkeys(KINDS, 0))
         self._session.cancel()
         for channel in self._channels:
@@ -129,7 +126,6 @@ class Load:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     async def _put(self) -> None:
-        """Stores a prompt."""
         tokens = self._prompt()
 
         async def pieces() -> AsyncIterator[cache_pb2.PutRequest]:
@@ -140,7 +136,6 @@ class Load:
         await next(self._caches).Put(pieces(), metadata=self._metadata, timeout=_TIMEOUT_S)
 
     async def _get(self) -> None:
-        """Reads what there is of a prompt."""
         request = cache_pb2.GetRequest(**self._named, token_ids=self._prompt())
         async for _ in next(self._caches).Get(request, metadata=self._metadata, timeout=_TIMEOUT_S):
             pass

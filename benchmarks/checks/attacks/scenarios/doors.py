@@ -45,7 +45,6 @@ class IdleMetrics(Scenario):
     closed_by = "tests/server/figures/test_metrics_server.py"
 
     async def attack(self, mallory: Mallory) -> None:
-        """Keeps them open, and replaces those that are closed."""
         _allow_files(4096)
         sockets: list[socket.socket] = []
         mallory_opened = 0
@@ -63,7 +62,6 @@ class IdleMetrics(Scenario):
             await asyncio.sleep(0.1)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether eight more clients get sessions."""
         clients: list[Client] = []
         try:
             for _ in range(8):
@@ -83,7 +81,6 @@ class OpenMetrics(Scenario):
     name = "metrics without credentials"
 
     async def attack(self, mallory: Mallory) -> None:
-        """One page."""
         url = f"http://127.0.0.1:{mallory.metrics_port}/metrics"
         try:
             page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
@@ -93,7 +90,6 @@ class OpenMetrics(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether it got figures."""
         if facts.get("names"):
             yield f"whoever reaches the port reads {facts['names']} lines of figures"
 
@@ -105,7 +101,6 @@ class Strangers(Scenario):
     closed_by = "tests/server/rpc/test_anonymous.py"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """On many connections at once."""
         counted: Counter[str] = Counter()
         large = b"\n" + varint(15 << 20) + bytes(15 << 20)  # the service's name
 
@@ -127,7 +122,6 @@ class Strangers(Scenario):
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether those who are known still learn whether the daemon is well."""
         token = [("authorization", f"Bearer {scene.token(ALICE)}")]
         for who, address, metadata in (("the operator", scene.daemon.address, []), ("a tenant", scene.tcp, token)):
             with grpc.insecure_channel(address) as channel:
@@ -145,7 +139,6 @@ class UnreadAnswers(Scenario):
     name = "unread answers"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """As many as the daemon lets it have."""
         counted: Counter[str] = Counter()
         unread: list[Any] = []
 
@@ -173,7 +166,6 @@ class UnreadAnswers(Scenario):
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether a tenant that comes now is served."""
         with Client(scene.tcp, name="alice", token=scene.token(ALICE), memory="streamed", timeout_s=20.0) as alice:
             try:
                 alice.register(_SPEC).match(_SECRET)
@@ -188,7 +180,6 @@ class LocalAdmin(Scenario):
     as_other_user = True
 
     def prepare(self, scene: Scene) -> Given:
-        """A victim's prompt."""
         with scene.client() as victim:
             cache = victim.register(_SPEC)
             cache.store(_SECRET, np.zeros(4 * 1024, np.uint8))
@@ -196,7 +187,6 @@ class LocalAdmin(Scenario):
         return {"key": BlockChain(_SECRET.tobytes(), 16, seed).key(3).hex()}
 
     async def attack(self, mallory: Mallory) -> None:
-        """Lists, inspects, evicts, and drains at last."""
         client = await mallory.client("unix")
         did: list[str] = []
         refused: list[str] = []
@@ -226,7 +216,6 @@ class LocalAdmin(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether any of it was done; figures of its own it may have."""
         if done := [what for what in facts.get("did", ()) if what not in ("stats",)]:
             yield f"a user who is not the operator could: {', '.join(done)}"
 
@@ -260,7 +249,6 @@ class NoTicket(Scenario):
             stream.cancel()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whose session it is."""
         if facts.get("opened") and facts["tenant"] != MALLORY.name:
             yield f"a user of the tenant mallory has a session of the tenant {facts['tenant'] or '(none)'}"
 
@@ -301,7 +289,6 @@ class MemoryDoor(Scenario):
             await asyncio.sleep(0.01)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether three honest engines get the memory."""
         for _ in range(3):
             try:
                 with Client(scene.daemon.address, name="engine", memory="shared", timeout_s=10.0) as client:
@@ -339,14 +326,12 @@ class SocketDirectory(Scenario):
         return {"calls": calls}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Runs a victim with the default address."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "PREFIXD_"))}
         command = [sys.executable, "-m", "benchmarks.checks.attacks.default_client", str(ALICE.uid)]
         subprocess.run(command, capture_output=True, env=environment, timeout=60)
         return ()
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether it called there."""
         if found.get("calls"):
             yield "a client with the default address calls a socket that another user has made"
 
@@ -408,7 +393,6 @@ class AuditLog(Scenario):
     closed_by = "tests/server/access/test_audit.py"
 
     def daemon_settings(self, folder: Path) -> Mapping[str, object]:
-        """The log, in a directory of its own."""
         logs = folder / "logs"
         logs.mkdir()
         logs.chmod(0o1777)
@@ -416,11 +400,9 @@ class AuditLog(Scenario):
         return {"server.audit_log": logs / "audit.log"}
 
     def prepare(self, scene: Scene) -> Given:
-        """Where it is."""
         return {"log": str(scene.daemon.directory.parent / "logs" / "audit.log")}
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Waits for its rotation."""
         path = Path(mallory.given["log"])
         mallory.in_place(waiting=True)
         linked = False
@@ -432,7 +414,6 @@ class AuditLog(Scenario):
         return {"linked": linked}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Rotates it, and does what is written there."""
         folder = scene.daemon.directory.parent
         log = folder / "logs" / "audit.log"
         log.rename(log.with_suffix(".1"))
@@ -445,7 +426,6 @@ class AuditLog(Scenario):
         yield from scene.newcomer()
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether lines went where the link leads."""
         if not found.get("linked"):
             yield "no link was put in the log's place: the attack did not take place"
         if (scene.daemon.directory.parent / "precious").read_text() != "precious":
@@ -477,7 +457,6 @@ class Terminal(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether they come out of the commands' text as they are."""
         environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
         for command in (["stats"], ["ls"], ["doctor"]):
             done = subprocess.run(
@@ -509,12 +488,10 @@ class HostileTraces(Scenario):
     )
 
     async def attack(self, mallory: Mallory) -> None:
-        """Hands them to an operator."""
         mallory.in_place(lines=self.lines)
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether planning crashes."""
         with tempfile.TemporaryDirectory() as folder:
             for number, line in enumerate(facts["lines"]):
                 trace = Path(folder) / f"trace{number}.jsonl"

@@ -35,7 +35,6 @@ class SilentPut(Scenario):
     name = "silent Put"
 
     async def attack(self, mallory: Mallory) -> None:
-        """One header after the other, until no more is given."""
         client = await mallory.client()
         session = await client.session()
         cache = await client.register(_SPEC)
@@ -107,7 +106,6 @@ class CacheFlood(Scenario):
         return {"stored": stored.committed + stored.duplicates}
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Four streams."""
         client = await mallory.client()
         cache = await client.register(_SPEC)
         content = np.zeros(_PIECE * _BLOCK, np.uint8)
@@ -131,7 +129,6 @@ class CacheFlood(Scenario):
         return {"stored_blocks": stored, "refused": refused}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether what the victim is guaranteed is still in memory."""
         with scene.client(CAROL) as victim:
             cache = victim.register(NamespaceSpec("idle-model", 16, (PartSpec("full", 0, _BLOCK),)))
             matched = cache.match(_prompt(9_999, 64))
@@ -147,7 +144,6 @@ class RetainedPool(Scenario):
     settings: ClassVar[Mapping[str, object]] = {f"tenants.mallory.{tier}_most": 256 * MIB for tier in ("cpu", "disk")}
 
     async def attack(self, mallory: Mallory) -> Given:
-        """In pieces, until one is refused."""
         client = await mallory.client()
         cache = await client.register(_SPEC)
         content, stored, refused = np.zeros(_PIECE * _BLOCK, np.uint8), 0, ""
@@ -166,7 +162,6 @@ class RetainedPool(Scenario):
         return {}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether another tenant has its blocks stored, with their priority, and its requests run."""
         number = scene.next()
         with scene.client() as client:
             cache = client.register(NamespaceSpec(f"kept-{number}", 16, (PartSpec("full", 0, 8192),)))
@@ -179,7 +174,6 @@ class RetainedPool(Scenario):
             ask(client, [number % 256, 1, 2], retention=keep)
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Gives what was retained back, so that the next one finds the daemon as it was."""
         scene.evict(MALLORY)
         return ()
 
@@ -190,7 +184,6 @@ class PrefetchFlood(Scenario):
     name = "prefetch flood"
 
     def prepare(self, scene: Scene) -> Given:
-        """As `CacheFlood` does."""
         return CacheFlood().prepare(scene)
 
     async def attack(self, mallory: Mallory) -> Given:
@@ -223,7 +216,6 @@ class PrefetchFlood(Scenario):
         return {"asked_blocks": asked}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """As `CacheFlood` does."""
         return CacheFlood().judge_after(scene, found)
 
 
@@ -233,7 +225,6 @@ class LongSessionNames(Scenario):
     name = "session names"
 
     async def attack(self, mallory: Mallory) -> None:
-        """As many as are let in."""
 
         async def open_one(number: int) -> None:
             client = await mallory.client(name=f"{number:04d}" + "n" * (1 << 20))
@@ -244,7 +235,6 @@ class LongSessionNames(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether such names were kept."""
         with scene.operator() as operator:
             longest = max((len(session.client_name) for session in operator.stats().sessions), default=0)
         if longest > 1024:
@@ -257,7 +247,6 @@ class ManySessions(Scenario):
     name = "100,000 sessions"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """On eight connections, 64 calls at a time."""
         clients = [await mallory.client() for _ in range(8)]
         streams: list[Any] = []
         counted: Counter[str] = Counter()
@@ -323,7 +312,6 @@ class LargeAtOnce(Scenario):
         return {"tokens": [scene.token(MALLORY, number) for number in range(TOKENS_OF_EACH)]}
 
     async def attack(self, mallory: Mallory) -> Given:
-        """As many as a tenant may have on their way."""
         message = pb.MatchRequest(session_id="s" * 32, token_ids=bytes(15 << 20)).SerializeToString()
         tokens = mallory.given["tokens"] * _OF_TOKEN
         together = asyncio.Barrier(len(tokens))
@@ -422,7 +410,6 @@ class LargeAnswers(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the session has leases whose answers never came."""
         told = sum(count for status, count in facts.get("statuses", {}).items() if status == "OK")
         for session in scene.stats().sessions:
             if facts.get("session", "-").startswith(session.session_id) and session.leases > told:
@@ -439,7 +426,6 @@ class LateWriter(Scenario):
     as_other_user = True
 
     async def attack(self, mallory: Mallory) -> None:
-        """Reserves, ends the session, and says where it can write."""
         mapping = await mallory.client("unix", memory="shared")
         arena = (await mapping.session()).arena
         assert arena is not None
@@ -457,7 +443,6 @@ class LateWriter(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the slots are kept for as long as the attacker lives."""
         kept = sum(tier.quarantined_bytes for tier in scene.stats().tiers)
         if "offsets" in facts and kept < len(facts["offsets"]) * _BLOCK:
             yield f"slots of {len(facts['offsets']) * _BLOCK} bytes are given to others while their writer lives"
@@ -470,7 +455,6 @@ class HoldEverything(Scenario):
     settings: ClassVar[Mapping[str, object]] = {"tenants.mallory.retained_bytes": _RETAINED}
 
     def prepare(self, scene: Scene) -> Given:
-        """As `CacheFlood` does."""
         return CacheFlood().prepare(scene)
 
     async def attack(self, mallory: Mallory) -> Given:
@@ -507,7 +491,6 @@ class HoldEverything(Scenario):
         return dict(counted)
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether it holds more than it may, and whether others still have what they are guaranteed."""
         held = max(found.get("retained", 0), found.get("pinned", 0)) * _BLOCK
         if held > _RETAINED:
             yield f"one client holds {held // MIB} MiB for as long as it likes, not {_RETAINED // MIB}"

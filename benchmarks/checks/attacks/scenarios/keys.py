@@ -52,7 +52,6 @@ class CrowdedKeys(Scenario):
         return {name: statistics.median(seconds) for name, seconds in took.items() if len(seconds) >= _ENOUGH}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether they take longer."""
         if len(found) == 2 and found["crowded"] > self.slower * found["other"]:
             yield f"a search for crafted keys takes {found['crowded'] / found['other']:.1f} times as long as for others"
 
@@ -103,7 +102,6 @@ class KeySquatting(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the victim finds what it has stored, and whether a prompt that was computed is found again."""
         numbers = facts.get("numbers", [])
         with scene.client() as victim:
             cache = victim.register(_VICTIM)

@@ -35,7 +35,6 @@ class Poisoning(Scenario):
         return {"numbers": numbers, "right": right, "namespace": scene.served().namespace.SerializeToString().hex()}
 
     async def attack(self, mallory: Mallory) -> None:
-        """Stores blocks of all the prompts."""
         client = await mallory.client()
         namespace = pb.Namespace.FromString(bytes.fromhex(mallory.given["namespace"]))
         refused: list[str] = []
@@ -52,7 +51,6 @@ class Poisoning(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the prompts get the answers that they got before."""
         wrong: Counter[str] = Counter()
         with scene.client() as client:
             for number, right in zip(facts["numbers"], facts["right"], strict=True):
@@ -88,12 +86,10 @@ class LockOut(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether their owners can use them."""
         yield from self._locked_out(scene, facts["other"])
         self._name = facts["other"]
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """The same after a restart."""
         scene.pause()
         scene.restart()
         for what in self._locked_out(scene, self._name):
@@ -125,7 +121,6 @@ class ManySalts(Scenario):
     salts = 1100
 
     async def attack(self, mallory: Mallory) -> None:
-        """Registers them, each with a block."""
         client = await mallory.client()
         content = np.zeros(64, np.uint8)
         tokens = np.arange(16, dtype=np.uint32)
@@ -145,7 +140,6 @@ class LongParts(Scenario):
     name = "long parts"
 
     async def attack(self, mallory: Mallory) -> None:
-        """Registers them."""
         client = await mallory.client()
         parts = tuple(PartSpec(f"{number:04d}" + "x" * 250, number, 64) for number in range(1024))
         registered, refused = await until_refused(
@@ -155,7 +149,6 @@ class LongParts(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the operator still gets the figures."""
         try:
             with scene.operator() as operator:
                 operator.stats()
@@ -184,7 +177,6 @@ class OddGeometry(Scenario):
         return {"statuses": dict(statuses)}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """Whether the daemon answers as its contract says."""
         unforeseen = {"INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"} & set(found.get("statuses", ()))
         if unforeseen:
             yield f"the daemon answers {', '.join(sorted(unforeseen))}"

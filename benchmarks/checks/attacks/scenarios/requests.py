@@ -36,7 +36,6 @@ class _Flood(Scenario):
     at_once: ClassVar[int]
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Sends them, and counts how each ends."""
         client = await mallory.client()
         ended: Counter[str] = Counter()
 
@@ -58,11 +57,9 @@ class _Flood(Scenario):
         return {"statuses": dict(ended)}
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """One of the requests."""
         raise NotImplementedError
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """No request may be answered with what no contract names."""
         if unforeseen := set(found.get("statuses", ())) - _FORESEEN - _BY_GRPC:
             yield f"the daemon answers {', '.join(sorted(unforeseen))}"
 
@@ -76,7 +73,6 @@ class HugeText(_Flood):
     text = "ab" * (15 << 19)
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """One text."""
         await _drain(client, self.text)
 
 
@@ -87,7 +83,6 @@ class Beams(_Flood):
     at_once = 3
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """16 beams, or the best of 32."""
         prompt = [rng.randrange(256) for _ in range(64)]
         if rng.random() < 0.5:
             search = Sampling(beam_search=BeamSearch(width=16), max_tokens=64, ignore_eos=True)
@@ -105,7 +100,6 @@ class StopStrings(_Flood):
     at_once = 3
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """Of one letter, but for the last."""
         letter = chr(rng.randrange(0x20, 0x7F))
         stop = [letter * (255 - index) + chr(0x21 + index) for index in range(16)]
         prompt = (letter * 64).encode()
@@ -120,7 +114,6 @@ class StopTokens(_Flood):
     at_once = 4
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """All of the same."""
         connection = client.connection
         async with aclosing(connection.stream(connection.inference.Generate, _many_stops(), 30.0)) as answers:
             async for _ in answers:
@@ -140,7 +133,6 @@ class QueueFlood(_Flood):
     at_once = 512
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """Long answers to short prompts."""
         prompt = [rng.randrange(256) for _ in range(20)]
         await _drain(client, prompt, Sampling(max_tokens=256, ignore_eos=True))
 
@@ -152,7 +144,6 @@ class PriorityFlood(_Flood):
     at_once = 64
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """The lowest number goes first."""
         prompt = [rng.randrange(256) for _ in range(200)]
         await _drain(client, prompt, Sampling(max_tokens=128, ignore_eos=True), priority=-(1 << 31))
 
@@ -181,7 +172,6 @@ class SamplingExtremes(Scenario):
         return {}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether an answer is the vocabulary's end."""
         if any(tokens != facts["greedy"] for tokens in facts.get("cold", ())):
             yield "a temperature close to 0 does not give the likeliest tokens"
         if any(set(tokens) == {VOCAB_SIZE - 1} for tokens in facts.get("hot", ())):
@@ -205,7 +195,6 @@ class HeldBackText(Scenario):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether it came."""
         if "whole" in facts and not (facts["half"].startswith("abc") and len(facts["half"]) > 3):
             yield f"the text of half a character is missing: {facts['half']!r}"
         if "whole" in facts and facts["stopped"] != facts["whole"]:
@@ -241,7 +230,6 @@ class OthersRequests(Scenario):
         return {"cancelled": cancelled}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether Alice's requests run to their ends."""
         with scene.client() as client:
             ended: Counter[str] = Counter()
             for name in self.ids:
@@ -263,7 +251,6 @@ class Images(_Flood):
     at_once = 6
 
     def daemon_settings(self, folder: Path) -> Mapping[str, object]:
-        """A small model that reads images."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -271,7 +258,6 @@ class Images(_Flood):
         return {"worker.embedded": False, "worker.model": model, "worker.block_tokens": 16}
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """One of them."""
         kind = rng.randrange(6)
         match kind:
             case 0:  # 4 thousand million pixels
@@ -298,7 +284,6 @@ class Scans(Images):
     closed_by = "tests/images/test_image_files.py"
 
     async def one(self, client: AsyncClient, rng: random.Random) -> None:
-        """One of them."""
         images = [_scanned(rng.choice((50, 50, 3000)))]
         prompt = [*range(1, 20), hybrid_models.IMAGE_TOKEN]
         async with asyncio.timeout(rng.choice((0.5, 30.0))):
@@ -345,7 +330,6 @@ async def _text(client: AsyncClient, prompt: list[int], sampling: Sampling) -> s
 
 
 async def _status(call: Awaitable[None]) -> str:
-    """How a call ended, by gRPC's word."""
     try:
         await call
     except ClientError as error:

@@ -61,7 +61,6 @@ class ClaimedModel(_WithRouters):
     name = "claimed model"
 
     def prepare(self, scene: Scene) -> Given:
-        """The served model's name."""
         return {"served": scene.served().namespace.name}
 
     async def attack(self, mallory: Mallory) -> None:
@@ -73,7 +72,6 @@ class ClaimedModel(_WithRouters):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether a router hears of them."""
         if not facts.get("stored"):
             yield "the attacker stored nothing, so the attack was not made"
         claimed = {tuple(block.tolist()) for block in fresh_prompt(_PROMPT).reshape(-1, 16)}
@@ -90,7 +88,6 @@ class ManySubscriptions(_WithRouters):
     name = "137 subscriptions"
 
     async def attack(self, mallory: Mallory) -> None:
-        """Seventeen a second, until it is stopped."""
         context = zmq.asyncio.Context()
         mallory.in_place(subscriptions="17 a second")
         try:
@@ -103,11 +100,9 @@ class ManySubscriptions(_WithRouters):
             context.destroy(linger=0)
 
     def prepare(self, scene: Scene) -> Given:
-        """Where the routers listen."""
         return {"endpoint": self.endpoint}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """How often a router has to begin anew."""
         begun = Counter(event["type"] for event in self.heard())["AllBlocksCleared"]
         if begun > (most := 2 + int(_LISTEN_S / _AGAIN_S)):
             yield f"a router was told everything {begun} times in {_LISTEN_S:g} s; at most {most} times was promised"

@@ -35,11 +35,9 @@ class Colluders(_WithCommonBlocks):
     blocks = 64
 
     def prepare(self, scene: Scene) -> Given:
-        """Carol works with Mallory."""
         return {"carol": scene.token(CAROL), "first": 10_000 * scene.next()}
 
     async def attack(self, mallory: Mallory) -> None:
-        """Stores 40 MiB through both."""
         together = [await mallory.client()]
         async with AsyncClient(mallory.tcp, name="carol", memory="streamed", token=mallory.given["carol"]) as carol:
             together.append(carol)
@@ -51,11 +49,9 @@ class Colluders(_WithCommonBlocks):
             await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """What all common blocks together take, now and after a restart."""
         yield from self._too_much(scene)
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        """The same after a restart."""
         scene.pause()
         scene.restart()
         yield from (f"after a restart, {what}" for what in self._too_much(scene))
@@ -75,14 +71,12 @@ class ForgottenComputations(_WithCommonBlocks):
     name = "forgotten computations"
 
     def prepare(self, scene: Scene) -> Given:
-        """Alice has computed a prompt."""
         self._number = scene.next()
         with scene.client(ALICE) as client:
             client.register(_SHARED).store(fresh_prompt(self._number), fresh_bytes(self._number))
         return {}
 
     async def attack(self, mallory: Mallory) -> None:
-        """Stores them, 4,096 at a time."""
         client = await mallory.client()
         cache = await client.register(NamespaceSpec("bytes", 1, (PartSpec("full", 0, 1),)))
         for call in range(36):
@@ -92,7 +86,6 @@ class ForgottenComputations(_WithCommonBlocks):
         await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether the prompt becomes common when Bob computes it, too."""
         tokens, content = fresh_prompt(self._number), fresh_bytes(self._number)
         with scene.client(BOB) as bob:
             bob.register(_SHARED).store(tokens, content)

@@ -1,1 +1,0 @@
-"""The page that `benchmarks.report` makes of results."""

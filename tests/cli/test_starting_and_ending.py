@@ -16,13 +16,10 @@ import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, ExhaustedError, Finished, Sampling, ServerUnavailable
-from tests.waiting import wait_until
+from prefixd.serving.models.worker_process import _STOP_S
+from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.slow
-
-_END_S = 2.0
-"""What the daemon may take to end while it starts, or while a model loads."""
-_WAIT_S = 60.0
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 SERVE = ("serve", "--cpu-bytes", "1MiB", "--disk-bytes", "4MiB", "--data-dir", "data", "--socket", "s")
@@ -94,7 +91,7 @@ def signalled(folder: Path) -> Signalled:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=_WAIT_S,
+            timeout=WAIT_S,
             check=False,
         )
 
@@ -228,10 +225,10 @@ def test_a_daemon_whose_model_loads_ends_at_once(number: signal.Signals, to_grou
         took_s = time.monotonic() - began_s
         assert daemon.stop() == 0
         for thread in asking:
-            thread.join(_WAIT_S)
+            thread.join(WAIT_S)
         log = daemon.log.read_text()
         wait_until(lambda: not any(map(command_of, loading)))
-    assert took_s < _END_S
+    assert took_s < _STOP_S, "it waits for a worker that was asked to end"
     assert "Traceback" not in log and "Error" not in log
     refused, told = answers
     assert isinstance(refused, ExhaustedError)

@@ -37,7 +37,7 @@ from prefixd.client import (
     UnsupportedError,
 )
 from prefixd.v1 import cache_pb2
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 BLOCKS = 5
 TOKENS = np.arange(2 * BLOCKS + 1, dtype=np.uint32)
@@ -386,9 +386,7 @@ async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: Daem
         await asyncio.to_thread(own_daemon.kill)
         with pytest.raises(ServerUnavailable):
             await cache.match(TOKENS)
-        async with asyncio.timeout(60):  # the session's end may be heard of later than that of the call
-            while client.arena is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: client.arena is None)  # the session's end may be heard of later than that of the call
         with pytest.raises(LeaseLost):
             lease.view(0)
         await asyncio.to_thread(own_daemon.start)
@@ -452,9 +450,7 @@ async def test_a_draining_daemon_tells_and_refuses(own_daemon: DaemonProcess, sp
             await client.drain()
             on_disk = {tier.tier: tier.blocks for tier in (await client.stats()).tiers}
             assert on_disk[cache_pb2.TIER_DISK] == BLOCKS
-            async with asyncio.timeout(60):
-                while not client.draining:
-                    await asyncio.sleep(0.01)
+            await until(lambda: client.draining)
             assert lease.view(0).nbytes == 96
         with pytest.raises(ServerUnavailable):
             await cache.store(TOKENS + 100, KV)

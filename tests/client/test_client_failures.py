@@ -37,6 +37,7 @@ from prefixd.client.connecting.connection import Connection
 from prefixd.client.inference import event_from_proto
 from prefixd.client.memory.copying import Copier
 from prefixd.v1 import cache_pb2, cache_pb2_grpc, inference_pb2
+from tests.waiting import until
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -144,9 +145,7 @@ async def test_when_the_session_ends_its_leases_are_lost_and_the_next_call_opens
         kept = np.frombuffer(lease.view(1), np.uint8)
         arena = client.arena
         stand_in.end_sessions()
-        async with asyncio.timeout(60):
-            while client.arena is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: client.arena is None)
         for touch in (lambda: lease.view(0), lambda: reservation.view(0), lease.check):
             with pytest.raises(LeaseLost, match="ended the session"):
                 touch()
@@ -169,9 +168,7 @@ async def test_a_call_in_flight_fails_with_the_daemon(stand_in: Any, spec: Names
         cache = await client.register(spec)
         stand_in.hang.add("Acquire")
         call = asyncio.create_task(cache.acquire(TOKENS))
-        async with asyncio.timeout(60):
-            while "Acquire" not in stand_in.entered:
-                await asyncio.sleep(0.01)
+        await until(lambda: "Acquire" in stand_in.entered)
         await stand_in.stop()
         with pytest.raises(ServerUnavailable):
             await call
@@ -298,9 +295,7 @@ async def test_a_closed_client_says_so_and_its_views_do_no_harm(stand_in: Any, s
         await cache.match(TOKENS)
     with pytest.raises(LeaseLost, match="closed"):
         lease.view(0)
-    async with asyncio.timeout(60):
-        while stand_in.sessions:
-            await asyncio.sleep(0.01)
+    await until(lambda: not stand_in.sessions)
 
 
 async def test_a_cancelled_copy_is_finished_before_its_caller_goes_on() -> None:
@@ -390,8 +385,7 @@ async def test_a_caller_that_gives_up_leaves_the_attempt_to_the_others(stand_in:
     stand_in.gates["OpenSession"] = asyncio.Event()
     async with AsyncClient(stand_in.address) as client:
         first, second = (asyncio.create_task(client.register(spec)) for _ in range(2))
-        while not stand_in.entered:
-            await asyncio.sleep(0.001)
+        await until(lambda: stand_in.entered)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -404,8 +398,7 @@ async def test_closing_ends_the_wait_for_a_session(stand_in: Any, spec: Namespac
     stand_in.hang.add("OpenSession")
     client = AsyncClient(stand_in.address)
     waiting = asyncio.create_task(client.register(spec))
-    while not stand_in.entered:
-        await asyncio.sleep(0.001)
+    await until(lambda: stand_in.entered)
     await client.close()
     with pytest.raises(ClientClosed, match="while its session was opened"):
         await waiting

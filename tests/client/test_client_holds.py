@@ -11,6 +11,7 @@ import pytest
 
 from prefixd.client import AsyncClient, CallTimeout, LeaseLost, NamespaceSpec, PreconditionError, StoreResult
 from prefixd.client.memory import holds
+from tests.waiting import until
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -31,9 +32,7 @@ async def test_a_renewed_lease_is_counted_from_before_the_question(stand_in: Any
         stand_in.failures.clear()
         stand_in.gates["Renew"] = asyncio.Event()
         shorter = asyncio.create_task(lease.renew(2.0))
-        async with asyncio.timeout(60):
-            while stand_in.entered.count("Renew") < 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: stand_in.entered.count("Renew") >= 3)
         assert lease.remaining_s == 2.0, "the daemon may have heard of it already"
         stand_in.gates["Renew"].set()
         await shorter
@@ -59,17 +58,13 @@ async def test_what_is_granted_to_a_caller_that_gave_up_is_given_back(
             await ask(TOKENS)
         client.connection.timeout_s = patient_s
         cancelled = asyncio.create_task(ask(TOKENS))
-        async with asyncio.timeout(60):
-            while stand_in.entered.count(method) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: stand_in.entered.count(method) >= 2)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         assert stand_in.released == []
         stand_in.gates[method].set()
-        async with asyncio.timeout(60):
-            while len(stand_in.released) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(stand_in.released) >= 2)
 
 
 async def test_durable_is_said_only_of_what_is_on_disk(stand_in: Any, spec: NamespaceSpec) -> None:
@@ -102,9 +97,7 @@ async def test_the_daemon_is_told_when_nothing_writes_into_a_lost_reservation(
                 await expired.copy_from(bytes(256))
         assert stand_in.released == ["reservation"]
         stand_in.end_sessions()
-        async with asyncio.timeout(60):
-            while client.arena is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: client.arena is None)
         stand_in.failures["Release"] = (grpc.StatusCode.NOT_FOUND, "its session ended")
         with pytest.raises(LeaseLost):
             await lease.release()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import pytest
 
 from prefixd.client import AsyncCache, AsyncClient, LeaseLost, NamespaceSpec, ServerUnavailable
+from tests.waiting import until
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -22,9 +22,7 @@ async def test_a_restarted_daemon_is_found_again(stand_in: Any, spec: NamespaceS
             await cache.match(TOKENS)
         with pytest.raises(LeaseLost):
             await lease.release()
-        async with asyncio.timeout(60):  # the session's end may be heard of later than that of the call
-            while client.arena is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: client.arena is None)  # the session's end may be heard of later than that of the call
         await stand_in.start()
         assert (await cache.match(TOKENS)).blocks == 1
         assert stand_in.registered == [spec.name] * 2

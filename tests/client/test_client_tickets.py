@@ -36,6 +36,7 @@ from prefixd.server.rpc.memory_listener import MemoryListener
 from prefixd.settings import Settings
 from prefixd.v1 import cache_pb2 as pb
 from tests.client.conftest import StandIn
+from tests.waiting import until
 
 TOKENS = [1, 2, 3, 4, 5]
 SPEC = NamespaceSpec("tickets", 2, (PartSpec("full", 0, 128),))
@@ -82,8 +83,7 @@ class Guarded:
         one to the first, and may fail.
         """
         await self.stop()
-        while connection._channel.get_state() is grpc.ChannelConnectivity.READY:
-            await asyncio.sleep(0.001)
+        await until(lambda: connection._channel.get_state() is not grpc.ChannelConnectivity.READY)
         self.lose_key()
         await self.start()
 

@@ -16,6 +16,7 @@ from prefixd.client import MemoryUnavailable
 from prefixd.client.connecting.arena import Arena, fetch_arena
 from prefixd.server.rpc import memory_listener as memory_door
 from prefixd.server.rpc.memory_listener import MemoryListener
+from tests.waiting import until
 
 NBYTES = 8192
 
@@ -88,9 +89,7 @@ async def test_too_many_silent_visitors_keep_nobody_out(
     finally:
         for each in silent:
             each.close()
-    async with asyncio.timeout(60):
-        while door._visits:
-            await asyncio.sleep(0.01)
+    await until(lambda: not door._visits)
     assert not door._visits_of.total()
 
 
@@ -166,9 +165,7 @@ async def test_visits_leave_no_descriptors(door: MemoryListener) -> None:
         (await fetch(door, "alive")).close()
         with pytest.raises(MemoryUnavailable):
             await fetch(door, "dead")
-    async with asyncio.timeout(60):
-        while len(os.listdir("/proc/self/fd")) > before:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 async def test_a_visitor_parks_no_descriptors_at_the_door(door: MemoryListener) -> None:
@@ -221,17 +218,13 @@ async def test_a_descriptor_that_cannot_be_closed_keeps_nobody_waiting(
     try:
         for _ in range(6):
             assert b"no such session" in await asyncio.to_thread(send, door, tmp_path / "hangs")
-        async with asyncio.timeout(30):
-            while len(hung) < 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(hung) >= 3)
         (await fetch(door, "alive")).close()
         assert hung == ["prefixd-close"] * 3, "then none is received"
         assert door._receives_from(os.geteuid() + 1) == (in_all > 3), "others have a part of their own"
     finally:
         hanging.set()
-    async with asyncio.timeout(30):
-        while door._closing:
-            await asyncio.sleep(0.01)
+    await until(lambda: not door._closing)
 
 
 async def test_a_descriptor_without_a_thread_to_close_it_is_closed_later(
@@ -249,9 +242,7 @@ async def test_a_descriptor_without_a_thread_to_close_it_is_closed_later(
         await asyncio.wait_for(task, 30)
         assert [uid for uid, _ in door._unclosed] == [os.geteuid()] and open_here(file)
     (await fetch(door, "alive")).close()
-    async with asyncio.timeout(30):
-        while door._closing or open_here(file):
-            await asyncio.sleep(0.01)
+    await until(lambda: not (door._closing or open_here(file)))
 
 
 def send(door: MemoryListener, path: Path) -> bytes:

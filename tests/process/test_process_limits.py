@@ -17,6 +17,7 @@ from prefixd.process import process_limits
 from prefixd_swap import CpuArena, OutOfMemoryError
 from prefixd_swap import arena as arena_module
 from tests.daemons import Remote
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -133,8 +134,7 @@ async def test_an_arena_is_locked_once_there_is_a_thread_for_it(
     troubles.begin(process_limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
     with no_more_threads() as refused:
         watch = asyncio.create_task(process_limits.watch_memory_lock(Arena(), troubles))  # type: ignore[arg-type]
-        while len(refused) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(refused) >= 3)
         assert not watch.done() and process_limits.LOCK in troubles
     await asyncio.wait_for(watch, 60)
     assert process_limits.LOCK not in troubles

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prefixd_swap.stores import ObjectStore, StoreOptions, ValkeyOptions, open_store
+from prefixd_swap.stores import ObjectStore, StoreOptions, ValkeyOptions
 from tests.remote.mooncake_server import MooncakeServer, mooncake_server
+from tests.remote.objects import opened
 from tests.remote.s3_server import S3Server, s3_server
 from tests.remote.valkey_server import ValkeyServer, valkey_server
 
@@ -47,9 +48,8 @@ def options(request: pytest.FixtureRequest) -> StoreOptions:
 @pytest.fixture
 async def store(options: StoreOptions) -> AsyncIterator[ObjectStore]:
     """Each store, empty for the names of this test."""
-    opened = open_store(options)
-    yield opened
-    await opened.close()
+    async with opened(options) as store:
+        yield store
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ def mooncake_folder() -> Path:
     found = importlib.util.find_spec("mooncake")
     if found is None or found.origin is None:
         pytest.skip("mooncake-transfer-engine-non-cuda is not installed: pip install 'prefixd[mooncake]'")
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", "10000")  # long after the deadlines of calls to a master that is frozen
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:

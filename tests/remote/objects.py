@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
-from prefixd_swap.stores import NAME_BYTES, Read, Write
+from prefixd_swap.stores import NAME_BYTES, ObjectStore, Read, StoreOptions, Write, open_store
 
-LATE_S = 5.0
-"""Calls that should end at their deadlines of at most 2 s have done so by then, on a busy machine, too. Calls that
-waited for each other have not."""
+DEADLINE_S = 20.0
+LATE_S = 7.0
+"""Four calls that ended at their deadlines of 2 s, but one after the other, would take a second more."""
 
 
 def new_name() -> bytes:
@@ -36,3 +37,26 @@ def joined(item: Read | Write) -> bytes:
 def assert_read(reads: Sequence[Read], writes: Sequence[Write]) -> None:
     """Each object was read as it was written."""
     assert [joined(read) for read in reads] == [joined(write) for write in writes]
+
+
+@asynccontextmanager
+async def opened(options: StoreOptions) -> AsyncIterator[ObjectStore]:
+    """A store that is closed at the end."""
+    store = open_store(options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def assert_works(store: ObjectStore) -> None:
+    """Round trips of two objects give right answers."""
+    writes = [new_write(64, 100_000), new_write(70_000)]
+    await store.put(writes, 0, DEADLINE_S)
+    names = [writes[0].name, new_name(), writes[1].name]
+    assert await store.exists(names, DEADLINE_S) == [True, False, True]
+    reads = [read_of(write) for write in writes]
+    assert await store.get(reads, DEADLINE_S) == [True, True]
+    assert_read(reads, writes)
+    await store.delete(names, DEADLINE_S)
+    assert await store.exists(names, DEADLINE_S) == [False] * 3

@@ -10,10 +10,9 @@ import pytest
 
 from prefixd_swap.errors import RemoteStoreError
 from prefixd_swap.stores import ObjectStore, Read, StoreOptions, Write, open_store
-from tests.remote.objects import LATE_S, assert_read, joined, new_name, new_write, read_of
+from tests.remote.objects import DEADLINE_S, LATE_S, assert_read, joined, new_name, new_write, read_of
 
 SIZES = [(0,), (1,), (64, 0, 5), (15, 1 << 14), (64, (1 << 16) - 3), (100, 200_000, 7), (64, 3 << 20), (5 << 20,)]
-DEADLINE_S = 20.0
 
 
 async def test_objects_of_all_sizes_come_back(store: ObjectStore) -> None:

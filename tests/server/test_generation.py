@@ -67,6 +67,7 @@ from prefixd.worker_protocol.protocol import (
 )
 from prefixd_scheduler import QueueFullError
 from tests.hello import hello
+from tests.waiting import until
 
 CONTEXT = 2048
 HELLO = hello(
@@ -385,8 +386,7 @@ async def test_what_changes_while_a_text_is_tokenized_is_seen(desk: Desk) -> Non
         desk.codec.open.clear()
         task = asyncio.create_task(desk.events(Ended("stop"), **params))
         seen = len(desk.codec.texts)
-        while len(desk.codec.texts) == seen:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(desk.codec.texts) != seen)
         change()
         desk.codec.open.set()
         (result,) = await asyncio.gather(task, return_exceptions=True)
@@ -409,8 +409,7 @@ async def test_what_changes_while_a_text_is_tokenized_is_seen(desk: Desk) -> Non
 async def test_who_hangs_up_while_its_text_is_tokenized_is_never_queued(desk: Desk) -> None:
     desk.codec.open.clear()
     task = asyncio.create_task(desk.events(request_id="mine"))
-    while not desk.codec.texts:
-        await asyncio.sleep(0.001)
+    await until(lambda: desk.codec.texts)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     desk.codec.open.set()

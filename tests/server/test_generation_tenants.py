@@ -21,6 +21,7 @@ from prefixd.serving.text.tokenization import TextCodec
 from prefixd.worker_protocol.protocol import BeamResult
 from prefixd_scheduler import RequestQueue, create_policy
 from tests.server.test_generation import Desk, byte_ids, desk, ids, logprobs, shown, spelled
+from tests.waiting import until
 
 __all__ = ["desk"]
 
@@ -92,8 +93,7 @@ async def test_who_waits_by_the_time_that_a_text_is_tokenized_counts(desk: Desk,
     a.quota = Quota(waiting_requests=1)
     desk.codec.open.clear()
     runs = [asyncio.create_task(desk.events(Ended("stop"), tenant=a)) for _ in range(3)]
-    while not desk.codec.texts:
-        await asyncio.sleep(0.001)
+    await until(lambda: desk.codec.texts)
     desk.codec.open.set()
     ends = await asyncio.gather(*runs, return_exceptions=True)
     assert sorted(isinstance(end, ExhaustedError) for end in ends) == [False, True, True]

@@ -46,6 +46,7 @@ from prefixd.server.kv_events.publishing.publisher import EventCounters, Publish
 from prefixd.settings import EventSettings
 from tests.cache.index.entering import enter_chain
 from tests.rig import OpenCache
+from tests.waiting import until
 
 STATE = RecurrentStateSpec()
 ON = EventSettings(endpoint="ipc:///nowhere")
@@ -338,9 +339,7 @@ async def test_a_subscriber_that_had_to_wait_hears_everything_without_another_ev
     router: Any = events._publisher
     events.start()
     for announced in (1, 2, 3):
-        async with asyncio.timeout(30.0):
-            while len(router.batches) < announced:
-                await asyncio.sleep(0.001)
+        await until(lambda most=announced: len(router.batches) >= most)
         events.announce_all()
     await events.stop()
 
@@ -498,9 +497,7 @@ async def test_a_subscriber_that_does_not_read(bound: str, folder: Path, caplog:
 
 async def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
     """A message, while the event loop runs on."""
-    async with asyncio.timeout(60):
-        while not socket.poll(0):
-            await asyncio.sleep(0.001)
+    await until(lambda: socket.poll(0))
     return socket.recv_multipart()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from prefixd.server.access.socket_access import SocketAccess
 from prefixd.server.rpc.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
 from prefixd.settings import Settings
+from tests.waiting import until
 
 MIB = 1 << 20
 
@@ -67,7 +67,7 @@ async def test_what_changes_while_settings_are_read_is_read_next(
     reading, go_on = threading.Event(), threading.Event()
     house.before_read = lambda: reading.set() or go_on.wait(10)
     house.reload.begin()
-    await _until(reading.is_set)
+    await until(reading.is_set)
     house.now["tenants.a.sessions"] = 2
     house.reload.begin()
     house.reload.begin()
@@ -171,8 +171,3 @@ def sockets(tmp_path: Path) -> Path:
     for name in ("s", "s-memory"):
         (tmp_path / name).touch(mode=0o600)
     return tmp_path / "s"
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)

@@ -24,6 +24,7 @@ from prefixd.worker_protocol.errors import ProtocolError
 from prefixd.worker_protocol.protocol import GroupShape, Hello, RecurrentState, SlidingWindow
 from prefixd_swap import FramePool, VirtualMemory, create_memory
 from prefixd_swap.vmem import HostMemory
+from tests.waiting import until
 
 WAIT_S = 30.0
 
@@ -140,8 +141,7 @@ async def test_a_worker_that_dies_while_the_tier_is_made_takes_it_from_nobody(
     first = asyncio.create_task(gpu.frames_for("a", hello(12288)))
     other = asyncio.create_task(gpu.frames_for("b", HYBRID))
     async with asyncio.timeout(WAIT_S):
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        await until(begun.is_set)
         await ended(first)
         go_on.set()
         pool = await other

@@ -18,6 +18,7 @@ from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import Ready
 from prefixd.worker_protocol.worker_settings import WorkerSettings
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -90,8 +91,7 @@ async def test_a_worker_is_started_once_there_is_a_thread_for_it(
     )
     with no_more_threads() as refused:
         worker.start()
-        while len(refused) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(refused) >= 3)
         assert "1 threads cannot be started" in troubles.what(worker_process.PART) and not deaths
     assert not await asyncio.wait_for(worker.settled(), 60)
     assert len(deaths) == 1 and "no such program" in deaths[0]

@@ -23,6 +23,7 @@ from prefixd.worker_protocol.protocol import Failed, Hello, encode
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import FramePool
 from tests.hello import HELLO
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -68,14 +69,10 @@ class Supervised:
         raise AssertionError
 
     async def waits(self) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not self.asking:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.asking)
 
     async def died(self, times: int) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while len(self.deaths) < times:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.deaths) >= times)
         assert not self.asking, "the one that is gone waits no more"
 
 
@@ -145,11 +142,9 @@ async def test_the_other_model_gets_the_tier_when_one_dies_waiting_more_often_th
     llama.worker.start()
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):
-            while "llama" not in models.gpu._hellos:
-                await asyncio.sleep(0.001)
+            await until(lambda: "llama" in models.gpu._hellos)
             os.kill(llama.worker.pid, signal.SIGKILL)
-            while "llama" in models.gpu._hellos:
-                await asyncio.sleep(0.001)
+            await until(lambda: "llama" not in models.gpu._hellos)
         assert not await llama.worker.settled() and llama.worker.failure == "signal 9"
         pool = await gemma._on_hello(msgspec.structs.replace(HELLO, frame_bytes=12288))
         assert pool.frame_bytes == 12288, "no part of llama's 4096"

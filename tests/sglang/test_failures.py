@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,6 @@ from tests.waiting import wait_until
 TIMEOUT_S = 2.0
 
 
-def _elapsed(work: Callable[[], Any]) -> tuple[Any, float]:
-    began_s = time.monotonic()
-    return work(), time.monotonic() - began_s
-
-
 def _saved(controller: Controller, pages: int, seed: int) -> list[int]:
     prompt = new_prompt(pages)
     assert controller.backup(prompt, controller.random_pages(pages, seed=seed)) == pages * 16
@@ -44,8 +38,7 @@ def _back(controller: Controller, prompt: list[int]) -> None:
 
 def test_no_daemon_when_sglang_starts(own_daemon: DaemonProcess, make_controller: MakeController) -> None:
     own_daemon.kill()
-    controller, elapsed_s = _elapsed(lambda: make_controller(own_daemon, prefixd={"timeout_s": TIMEOUT_S}))
-    assert elapsed_s < 4 * TIMEOUT_S + 2
+    controller = make_controller(own_daemon, prefixd={"timeout_s": TIMEOUT_S})
     prompt, saved = new_prompt(4), controller.random_pages(4, seed=1)
     assert controller.backup(prompt, saved) == 0
     own_daemon.start()
@@ -91,19 +84,13 @@ def test_daemon_frozen(own_daemon: DaemonProcess, make_controller: MakeControlle
     keys, indices = controller.keys(prompt), controller.pool.alloc(64)
     backend = controller.backend
     with frozen(own_daemon):
-        found, elapsed_s = _elapsed(lambda: backend.batch_exists(keys))
-        assert found == 0
-        assert elapsed_s < TIMEOUT_S + 1
-        answers, elapsed_s = _elapsed(
-            lambda: (
-                backend.batch_exists(keys),
-                backend.batch_get_v1(keys, indices),
-                backend.batch_set_v1(keys, indices),
-                backend.clear(),
-            )
-        )
-        assert answers == (0, [False] * 4, [False] * 4, False)
-        assert elapsed_s < TIMEOUT_S / 2
+        assert backend.batch_exists(keys) == 0
+        began_s = time.monotonic()
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_get_v1(keys, indices) == [False] * 4
+        assert backend.batch_set_v1(keys, indices) == [False] * 4
+        assert not backend.clear()
+        assert time.monotonic() - began_s < 4 * TIMEOUT_S, "each waits"
         assert controller.backup(new_prompt(4), controller.random_pages(4, seed=6)) == 0
     _back(controller, prompt)
     assert accounts(own_daemon) == []
@@ -124,9 +111,8 @@ def test_daemon_lost_while_pages_are_loaded(
         original(self, *arguments)
 
     monkeypatch.setattr(BuffersAt, "load", load)
-    (_, tokens), elapsed_s = _elapsed(lambda: controller.fetch(operation))
+    _, tokens = controller.fetch(operation)
     assert tokens == 0
-    assert elapsed_s < TIMEOUT_S + 3
     monkeypatch.undo()
     if ended == signal.SIGSTOP:
         os.kill(own_daemon.pid, signal.SIGCONT)
@@ -330,8 +316,8 @@ def test_closed_during_a_call(
     caller = threading.Thread(target=lambda: answers.append(backend.batch_get_v1(keys, indices)))
     caller.start()
     assert began.wait(30)
-    _, elapsed_s = _elapsed(backend.close)
-    assert elapsed_s < 20  # it does not wait for the copy
+    backend.close()
+    assert caller.is_alive()  # it does not wait for the copy
     closed.set()
     caller.join(30)
     assert answers == [[False] * 4]
@@ -467,5 +453,4 @@ def test_closed_while_the_daemon_is_frozen(own_daemon: DaemonProcess, make_contr
     controller = make_controller(own_daemon, prefixd={"timeout_s": TIMEOUT_S})
     _saved(controller, 2, seed=22)
     with frozen(own_daemon):
-        _, elapsed_s = _elapsed(controller.close)
-    assert elapsed_s < 6
+        controller.close()

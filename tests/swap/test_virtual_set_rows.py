@@ -85,9 +85,9 @@ def test_giving_up_frames_does_not_look_at_every_block_in_turn() -> None:
     def seconds(work: Callable[[], object]) -> float:
         times = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             work()
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     geometry = KvGeometry(1, 1, 512, "float32", block_tokens=1)

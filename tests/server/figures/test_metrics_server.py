@@ -205,8 +205,7 @@ async def test_out_of_descriptors_it_waits_and_does_not_spin(serve: Callable[...
 async def test_closing_ends_what_is_open(serve: Callable[..., Served]) -> None:
     served = await serve()
     reader, writer = await served.connect()
-    while not served.server.connections:
-        await asyncio.sleep(0.001)
+    await until(lambda: served.server.connections)
     await served.server.close()
     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
         await asyncio.wait_for(reader.readexactly(1), 60)

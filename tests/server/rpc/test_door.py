@@ -17,6 +17,7 @@ from prefixd.server.access.caller import CURRENT_CALL, Call
 from prefixd.server.rpc.door import Door, ServiceTable
 from prefixd.server.rpc.receiving import Line
 from prefixd.server.rpc.status import abort, streaming, unary
+from tests.waiting import until
 
 
 class Message:
@@ -237,8 +238,7 @@ async def test_a_message_of_a_call_that_is_cancelled_in_line_is_put_together_in_
             await line.waiting.wait()  # again
             assert not door.ended_with
             line.let.set()
-            while not door.ended_with:
-                await asyncio.sleep(0.01)
+            await until(lambda: door.ended_with)
             assert door.ended_with == [1 << 20]
         assert await gone()
 
@@ -247,9 +247,7 @@ async def test_a_call_that_ends_before_its_message_is_here_pays_nothing(door: _D
     async with served(door) as channel:
         call = channel.stream_unary("/test.Test/Answer")()
         async with asyncio.timeout(30):
-            while not door.begun:
-                await asyncio.sleep(0.01)
+            await until(lambda: door.begun)
             call.cancel()
-            while not door.ended_with:
-                await asyncio.sleep(0.01)
+            await until(lambda: door.ended_with)
         assert door.ended_with == [0]

@@ -21,7 +21,7 @@ from prefixd.client import Client
 from prefixd.server.access.caller import Caller
 from prefixd.server.rpc import processes
 from prefixd.server.rpc.processes import ProcessWatch
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 
 @pytest.fixture
@@ -188,9 +188,7 @@ async def test_before_linux_6_5_a_process_without_a_number_here_is_watched_by_wh
             monkeypatch.setattr(processes, "_is_pidfd_of", lambda sent, pid: (sent, pid) == (pidfd, 0))
             assert watch.admit(session.id, 0, 0, connection, pidfd) is None
             process.kill()
-        async with asyncio.timeout(60):
-            while any(each.alive for each in {known, *session.processes}):
-                await asyncio.sleep(0.01)
+        await until(lambda: not any(each.alive for each in {known, *session.processes}))
         assert watch.admit(session.id, 0, process.pid, connection, pidfd) is not None, "it has ended"
     finally:
         os.close(pidfd)

@@ -30,6 +30,7 @@ from prefixd.server.services.put_stream import Put
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 from tests.rig import OpenCache
+from tests.waiting import until
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -308,9 +309,7 @@ async def test_a_reader_that_does_not_read_loses_its_lease(
         await stub.Put(iter([pb.PutRequest(header=pb.PutHeader(**named)), pb.PutRequest(data=bytes(480 << 10))]))
         stalled = stub.Get(pb.GetRequest(**named))
         assert (await stalled.read()).header.blocks == 1
-        async with asyncio.timeout(60):
-            while cache.leases.sessions[session].grants:
-                await asyncio.sleep(0.01)
+        await until(lambda: not cache.leases.sessions[session].grants)
         with suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await told.wait()

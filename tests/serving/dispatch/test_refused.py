@@ -21,6 +21,7 @@ from prefixd.serving.request.request import Request
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.serving.models.test_models import BLOCK, BLOCKS, NEW, Subject, prompt_of
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,7 @@ def poison(bench: ModelBench, block: int = BLOCKS - 1) -> None:
 
 async def gone(bench: ModelBench) -> None:
     """Waits until what was refused has left every tier."""
-    async with asyncio.timeout(60):
-        while bench.trie.refused:
-            await asyncio.sleep(0.001)
+    await until(lambda: not bench.trie.refused)
     await bench.cache.mover.quiesce()
 
 

@@ -22,6 +22,7 @@ from prefixd.serving.images import image_decoder
 from prefixd.serving.images.image_decoder import AT_ONCE, ImageDecoder
 from prefixd.serving.images.pixel_store import PixelPlace, PixelStore
 from tests.serving.images.decode_stand_in import PID
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 WAIT_S = 30.0
@@ -50,12 +51,6 @@ async def decoder(make: Callable[..., ImageDecoder]) -> ImageDecoder:
     made = make()
     assert (await made.start()).counts == FixedCount(5)
     return made
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not true():
-            await asyncio.sleep(0.001)
 
 
 async def spinning(decoder: ImageDecoder) -> tuple[asyncio.Task[object], int]:

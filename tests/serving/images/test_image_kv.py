@@ -27,6 +27,7 @@ from prefixd.serving.request.events import Ended
 from prefixd.serving.request.request import Request
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
+from tests.waiting import until
 from tests.worker import test_images as worker_tests
 
 BLOCK, NEW = LEAST_BLOCK_TOKENS, 6
@@ -269,9 +270,7 @@ async def test_an_image_that_is_not_finite_is_embedded_again(vision: Any, encode
         request = submit(bench, prompt)
         assert await bench.tokens_of(request) == vision.greedy(prompt, NEW)
         assert request.uncached and len(encoded) == 2
-        async with asyncio.timeout(60):
-            while kv.trie.refused or bench.trie.refused:
-                await asyncio.sleep(0.001)
+        await until(lambda: not (kv.trie.refused or bench.trie.refused))
         assert not len(kv.find(digest))
         await ask(bench, vision, prompt)
         assert len(kv.find(digest)) and len(encoded) == 3

@@ -25,6 +25,7 @@ from prefixd.worker_protocol.protocol import ImageShape
 from prefixd_swap import FramePool, SwapError, VirtualMemory
 from prefixd_swap.vmem import HostMemory
 from tests.hello import hello as hello_with
+from tests.waiting import until
 
 WAIT_S = 60.0
 
@@ -39,12 +40,6 @@ def models(cache: TieredCache, model_directory: Path, tmp_path: Path) -> Models:
         }
     )
     return Models(settings, "cpu", cache, time.monotonic)
-
-
-async def reached(event: threading.Event) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not event.is_set():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.slow
@@ -64,7 +59,7 @@ async def test_the_loop_runs_while_the_tier_is_created(
     monkeypatch.setattr(gpu_memory, "FramePool", Slow)
     models.start()
     try:
-        await reached(begun)
+        await until(begun.is_set)
         assert not cache.tiers.compute.capacity_bytes
         go_on.set()
         model = await asyncio.wait_for(models.first.model(), WAIT_S)
@@ -89,7 +84,7 @@ async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
 
     monkeypatch.setattr(gpu_memory, "FramePool", Endless)
     models.start()
-    await reached(begun)
+    await until(begun.is_set)
     await asyncio.wait_for(models.stop(), WAIT_S)
     assert memories[0]._closed and not cache.tiers.compute.capacity_bytes
 

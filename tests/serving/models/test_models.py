@@ -21,6 +21,7 @@ from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.slow import slow_but
+from tests.waiting import until
 from tests.worker.tiny_models import LATENT, RECURRENT, WINDOWED, build_grouped
 
 BLOCK = 16
@@ -149,11 +150,9 @@ async def test_requests_whose_worker_dies_give_transformers_tokens(subject: Subj
     async with open_model_bench(subject.model, tmp_path, subject.frames(blocks=40, states=20)) as bench:
         bench.paused = True
         requests = [bench.submit(prompt_of(seed), NEW) for seed in range(2)]
-        while len(bench.dispatcher.running) < 2:  # neither is done before the other begins
-            await asyncio.sleep(0.001)
+        await until(lambda: len(bench.dispatcher.running) >= 2)  # neither is done before the other begins
         bench.paused = False
-        while min(request.generated for request in requests) < 4:
-            await asyncio.sleep(0.001)
+        await until(lambda: min(request.generated for request in requests) >= 4)
         bench.die()
         for seed, request in enumerate(requests):
             assert await bench.tokens_of(request) == subject.tokens(seed)

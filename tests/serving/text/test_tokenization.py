@@ -24,6 +24,7 @@ from prefixd.serving.text import tokenization
 from prefixd.serving.text.tokenization import Stopped, TextCodec, TextStream, TokenIds, TooManyTokensError
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd_swap import OutOfMemoryError
+from tests.waiting import until
 
 MOST = 2048
 
@@ -169,8 +170,7 @@ LONG = "l" * 20_000
 
 
 async def begun(gate: Gate, count: int) -> None:
-    while len(gate.begun) < count:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(gate.begun) >= count)
 
 
 @pytest.mark.slow

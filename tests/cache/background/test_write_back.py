@@ -241,7 +241,10 @@ async def test_a_small_block_does_not_go_to_disk_without_its_parent(make_rig: Ma
     rig.trie.pinned[rig.rows([8, 9])] = True
     await rig.put([1, 2], namespace=home)
     trie, rows, shared = rig.cache.trie(home), np.array(rig.rows([1, 2], home)), rig.cache.tiers.shared
+    placement = rig.cache.mover.placement
+    before = placement.to_write(trie, rows)
     trie.expired[rows[1:]] = trie.groups[1].mask
+    placement._count_queue(trie, rows, before)
     with rig.cache.holds.hold("flush", trie, rows, shared):
         await rig.cache.mover.write(trie, rows, shared)
     assert trie.slots[rows, DISK].tolist()[0] == [NO_SLOT, NO_SLOT] and trie.slots[rows[1], DISK, 0] != NO_SLOT

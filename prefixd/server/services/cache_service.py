@@ -31,9 +31,10 @@ from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.namespaces import check_part_count
 from prefixd.cache.sessions.leasing import NO_OFFSET, Asked
 from prefixd.cache.sessions.reservations import ToFill
-from prefixd.server.access.caller import current_caller
 from prefixd.server.kv_events import Watches
-from prefixd.server.rpc.status import Context, abort, deliver, granting, unary
+from prefixd.server.rpc.door import deliver, granting, unary
+from prefixd.server.rpc.receiving import current_caller
+from prefixd.server.rpc.status import Context, abort
 from prefixd.server.rule_messages import retention_requests, rule_spec
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back

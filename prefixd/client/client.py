@@ -23,8 +23,7 @@ from prefixd.client.connecting.session import MemoryMode, NewSession, Session
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
 from prefixd.client.inference import GenerateEvent, event_from_proto, generate_request
 from prefixd.client.memory.copying import Copier
-from prefixd.client.memory.holds import renew
-from prefixd.client.memory.leases import AsyncLease, AsyncReservation
+from prefixd.client.memory.leases import AsyncLease, AsyncReservation, renew
 from prefixd.client.memory.namespace import RegisteredNamespace
 from prefixd.client.messages import TokenIds, message
 from prefixd.client.spec import NamespaceSpec, Retention

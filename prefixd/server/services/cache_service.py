@@ -140,15 +140,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """The longest cached prefix."""
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
-        chain = cache.chain(namespace, request.token_ids)
+        trie, chain = cache.trie(namespace), cache.chain(namespace, request.token_ids)
         path = (await cache.match(namespace, chain)).rows
         if request.asked:
             cache.counters.ask(len(chain) * namespace.spec.block_tokens)
         elif request.counted:
             cache.count_lookup(session, namespace, chain, path)
-        trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
+        runs, prefill = await tier_runs(trie, path), request.prefill if request.HasField("prefill") else None
         estimate = self._estimates.estimate(trie, path, 0, chain.tokens, prefill)
-        return pb.MatchResponse(blocks=len(path), runs=await tier_runs(trie, path), estimate=estimate)
+        return pb.MatchResponse(blocks=len(path), runs=runs, estimate=estimate)
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
@@ -156,9 +156,9 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
-        chain = cache.chain(namespace, request.token_ids)
+        trie, chain = cache.trie(namespace), cache.chain(namespace, request.token_ids)
         prefill = request.prefill if request.HasField("prefill") else None
-        with self._estimates.watch(cache.trie(namespace), request.first_block, chain.tokens, prefill) as watch:
+        with self._estimates.watch(trie, request.first_block, chain.tokens, prefill) as watch:
             lease = await cache.acquire(
                 session, namespace, chain, _asked(request, parts, request.ttl_s), matched=watch.begin
             )

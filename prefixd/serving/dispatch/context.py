@@ -1,4 +1,4 @@
-"""What the parts of one model's dispatcher share."""
+"""What the parts of one model's dispatcher share: its requests, and what it knows of other models' dispatchers."""
 
 from __future__ import annotations
 

@@ -24,12 +24,11 @@ from prefixd.base.tenants import Tenant
 from prefixd.cache import TieredCache
 from prefixd.cache.placement.retention import Retention, Wish
 from prefixd.serving.dispatch.dispatcher import Dispatcher
-from prefixd.serving.generation.answer import answer, finished_event, found_by_search
 from prefixd.serving.generation.events import Accepted, GenerationEvent
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
 from prefixd.serving.generation.params import GenerateParams, check_params, image_bytes
 from prefixd.serving.generation.request_maker import RequestMaker
-from prefixd.serving.generation.sequence import SequenceOutput
+from prefixd.serving.generation.sequence import SequenceOutput, answer, finished_event, found_by_search
 from prefixd.serving.generation.stop_strings import StopStrings
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.request.request import Request

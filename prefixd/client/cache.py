@@ -157,7 +157,7 @@ class AsyncCache:
         if not asked:
             return 0
         session = await self._namespace.ready()
-        slice_blocks = max(1, session.arena_bytes // SLICE_SHARE // max(1, self.spec.block_bytes))
+        slice_blocks = max(1, session.arena_bytes // SLICE_SHARE // max(1, self._namespace.spec.block_bytes))
         kind = _StreamedSlices if session.arena is None else _LeasedSlices
         return await kind(self, prompt, buffers, first_block, parts, slice_blocks).load(first_block, asked)
 
@@ -304,7 +304,7 @@ class AsyncCache:
             expires_s=answer.asked_at_s + response.ttl_s,
             session=answer.session,
             client=client,
-            connection=client.connection,
+            connection=answer.session.connection,
             persist=lambda: self._namespace.persist(prompt),
             retain=lambda retention: self._namespace.try_to_retain(prompt, retention),
             asked_blocks=self._namespace.full_blocks(prompt),

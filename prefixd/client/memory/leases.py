@@ -183,7 +183,7 @@ class Hold(ABC):
         parts, bytes_at = len(self.part_bytes), self._arena().bytes_at
         return [
             (bytes_at(run.arena_offset, run.user.nbytes), run.user)
-            for run in buffers.runs(self.offsets[at * parts : (at + blocks) * parts], first, blocks)
+            for run in list(buffers.runs(self.offsets[at * parts : (at + blocks) * parts], first, blocks))
         ]
 
     @contextmanager

@@ -108,7 +108,7 @@ class Door:
                         responses = behaviour(
                             _all_messages(call, context, parse)
                             if several
-                            else await _only_message(call, context, parse),
+                            else parse(await first_message(call, context.read)),
                             context,
                         )
                         async with aclosing(responses):
@@ -132,7 +132,7 @@ class Door:
             async def served(_: object, context: Context) -> Any:
                 try:
                     call = await self.admit(method, context)
-                    return await behaviour(await _only_message(call, context, parse), context)
+                    return await behaviour(parse(await first_message(call, context.read)), context)
                 except PrefixdError as error:
                     await abort(context, error)
 
@@ -332,13 +332,16 @@ def _finished(task: asyncio.Task[Any]) -> None:
 # -- messages ------------------------------------------------------------------------------------------------------
 
 
-def _parser(method: str, handler: Handler) -> Callable[[bytes], Any]:
-    """Returns the parser of a method's messages, which raises InvalidArgumentError for one that it cannot read."""
+def _parser(method: str, handler: Handler) -> Callable[[bytes | None], Any]:
+    """Returns the parser of a method's messages, which raises InvalidArgumentError for none, and for one that it cannot
+    read."""
     parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
     descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)  # generated: `FromString` of a class
     most_bytes = _MOST_BYTES.get(method[1:], _MOST_BYTES.get(method[1:].partition("/")[0]))
 
-    def read(message: bytes) -> Any:
+    def read(message: bytes | None) -> Any:
+        if message is None:
+            raise InvalidArgumentError("the call has no message; send one")
         try:
             if most_bytes is not None and len(message) > most_bytes:
                 raise InvalidArgumentError(f"it has {len(message)} bytes, of {most_bytes} at most")
@@ -353,14 +356,7 @@ def _parser(method: str, handler: Handler) -> Callable[[bytes], Any]:
     return read
 
 
-async def _only_message(call: Call, context: Context, parse: Callable[[bytes], Any]) -> Any:
-    message = await first_message(call, context.read)
-    if message is None:
-        raise InvalidArgumentError("the call has no message; send one")
-    return parse(message)
-
-
-async def _all_messages(call: Call, context: Context, parse: Callable[[bytes], Any]) -> AsyncGenerator[Any]:
+async def _all_messages(call: Call, context: Context, parse: Callable[[bytes | None], Any]) -> AsyncGenerator[Any]:
     message: Any = await first_message(call, context.read)
     while message is not None:
         message = parse(message)  # the bytes are not kept beside it

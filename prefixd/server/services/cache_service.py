@@ -33,7 +33,7 @@ from prefixd.cache.sessions.leasing import NO_OFFSET, Asked
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.kv_events import Watches
 from prefixd.server.rpc.door import deliver, granting, unary
-from prefixd.server.rpc.receiving import current_caller
+from prefixd.server.rpc.receiving import CURRENT_CALL, current_caller
 from prefixd.server.rpc.status import Context, abort
 from prefixd.server.rule_messages import retention_requests, rule_spec
 from prefixd.server.services.load_estimates import LoadEstimates
@@ -353,7 +353,9 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""
-        return self._cache.leases.session_of(current_caller().tenant, session_id)
+        caller = CURRENT_CALL.get().caller
+        assert caller is not None, "anonymous callers reach the health service alone"
+        return self._cache.leases.session_of(caller.tenant, session_id)
 
     def _opened(self, session_id: str, namespace_id: bytes) -> tuple[Session, Namespace]:
         """The caller's session, and a namespace that is open to it, which it uses now."""

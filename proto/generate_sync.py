@@ -26,8 +26,8 @@ TARGET = CLIENT / "sync.py"
 
 # A blocking class, and where its asyncio class and the base of that are.
 CLASSES = {
-    "Lease": ("memory/leases.py", "memory/holds.py"),
-    "Reservation": ("memory/leases.py", "memory/holds.py"),
+    "Lease": ("memory/leases.py", "memory/leases.py"),
+    "Reservation": ("memory/leases.py", "memory/leases.py"),
     "Cache": ("cache.py", None),
     "Client": ("client.py", None),
 }

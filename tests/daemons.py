@@ -26,7 +26,8 @@ import pytest
 from prefixd.base.tenants import Role
 from prefixd.cache import TieredCache
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.server.access.caller import CURRENT_CALL, Call, Caller
+from prefixd.server.access.identities import Caller
+from prefixd.server.rpc.receiving import CURRENT_CALL, Call
 from prefixd.server.services.cache_service import PrefixCacheService
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.rig import OpenCache

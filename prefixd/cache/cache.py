@@ -28,11 +28,11 @@ from prefixd.cache.background.scrubber import Scrubber
 from prefixd.cache.background.write_back import WriteBack
 from prefixd.cache.disk.restore import known_namespaces, remove_refused, remove_unused, restore
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.index.trie import Match, Observer, Rows, Trie
+from prefixd.cache.index.trie import Match, Rows, Trie
 from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
-from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.placement.paths import find_path
 from prefixd.cache.placement.recording import Recording
@@ -112,6 +112,10 @@ class TieredCache:
             *(self.namespaces, self._tries, self.tenants, self.leases, self.mover, self.namespace_room),
             share_at_once=options.share_after == 1,
         )
+        self.register = self.registration.register
+        self.open_namespace = self.registration.open_namespace
+        self.unlisted = self.registration.unlisted
+        self.observe, self.unobserve = self._tries.observe, self._tries.unobserve
         self.retained = Retained(tiers, self.tries, self.registration.tenant_at, clock, lambda: self.tenants.calling)
         self._tries.on_retained = self.retained.count
 
@@ -137,6 +141,8 @@ class TieredCache:
             *(self.write_back.admit, stored),
         )
         self.quarantine = self._reservations.quarantine
+        self.offsets = self._leasing.offsets
+        self.commit = self._reservations.commit
         self.pins = Pins(self.mover, self._durability)
         self._recording = Recording(self.placement, stored)
 
@@ -192,43 +198,15 @@ class TieredCache:
 
     # -- names --------------------------------------------------------------------------------------------------
 
-    def register(self, spec: NamespaceSpec) -> Namespace:
-        """The namespace for `spec`; durable with its first block on disk. It stays for whoever has a reference to it.
-
-        It is the one of all tenants where blocks are common at once.
-
-        Raises:
-            InvalidArgumentError: the spec itself is wrong.
-            AlreadyExistsError: its id is another one's, by chance.
-            ExhaustedError: it would be one too many, for its tenant or in all.
-        """
-        return self.registration.register(spec)
-
-    async def open_namespace(self, session: Session, spec: NamespaceSpec) -> Namespace:
-        """Registers a namespace and opens it to a session, with room made for it. Raises as `register`."""
-        return await self.registration.open_namespace(session, spec)
-
     def open_in(self, session: Session, identity: bytes) -> Namespace:
         """A namespace that is open to a session, which uses it now. Raises as `Session.namespace`."""
         namespace = session.namespace(identity)
         self.namespaces.touch(namespace)
         return namespace
 
-    def unlisted(self, spec: NamespaceSpec) -> Namespace:
-        """A namespace like `spec`, for a request that finds nothing and leaves nothing in the cache."""
-        return self.registration.unlisted(spec)
-
     def trie(self, namespace: Namespace) -> Trie:
         """The trie that has the namespace's blocks."""
         return self._tries.by_namespace[namespace.ordinal]
-
-    def observe(self, observer: Observer) -> None:
-        """Has `observer` told of changes in all tries from now on."""
-        self._tries.observe(observer)
-
-    def unobserve(self, observer: Observer) -> None:
-        """Has `observer` told of nothing any more."""
-        self._tries.unobserve(observer)
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -304,11 +282,6 @@ class TieredCache:
         trie = self._tries.by_namespace[namespace.ordinal]
         return await self._leasing.acquire(session, namespace, trie, chain, asked or Asked(), matched)
 
-    def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice = slice(None)) -> npt.NDArray[np.uint64]:
-        """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for a part that its KV group's rule does not
-        need."""
-        return self._leasing.offsets(lease, parts, blocks)
-
     async def reserve(
         self, session: Session, namespace: Namespace, chain: BlockChain, asked: ToFill | None = None
     ) -> Reservation | int:
@@ -321,21 +294,6 @@ class TieredCache:
         self._need_cpu()
         trie = self._tries.by_namespace[namespace.ordinal]
         return await self._reservations.reserve(session, namespace, trie, chain, asked or ToFill())
-
-    async def commit(
-        self, reservation: Reservation, blocks: int, *, durable: bool = False, retention: Sequence[Retention] = ()
-    ) -> tuple[int, int]:
-        """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
-
-        A wish beyond the tenant's quota is left out (`Reservation.retention_refused`).
-
-        With `durable` it returns when they and the prefix before them are on disk. `retention` is for the prompt as far
-        as it is cached then.
-
-        Raises:
-            ExhaustedError: with `durable`, there is no room on disk.
-        """
-        return await self._reservations.commit(reservation, blocks, durable, retention)
 
     async def retain(self, namespace: Namespace, chain: BlockChain, retention: Sequence[Retention]) -> int:
         """Gives the cached blocks of a prompt priorities; returns how many have one other than 0 then.

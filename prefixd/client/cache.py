@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError
 from prefixd.client.memory import streaming
 from prefixd.client.memory.buffers import BlockBuffers, Buffer
-from prefixd.client.memory.holds import Granted
-from prefixd.client.memory.leases import AsyncLease, AsyncReservation
+from prefixd.client.memory.leases import AsyncLease, AsyncReservation, Granted
 from prefixd.client.memory.namespace import Answer, RegisteredNamespace
-from prefixd.client.memory.slices import SLICE_SHARE, Slice, Slices, Wanted
+from prefixd.client.memory.streaming import Slice, Wanted
 from prefixd.client.messages import TokenIds, token_bytes
 from prefixd.client.spec import LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
 from prefixd.v1 import cache_pb2
+
+SLICE_SHARE = 4
+"""A slice takes a quarter of the daemon's memory at the most, so that several loads go on at a time."""
+_FIRST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.1
+_LONGEST_WAIT_S = 2.0
+"""For room that others hold; then what has come has to do."""
 
 
 class AsyncCache:
@@ -149,7 +157,7 @@ class AsyncCache:
         if not asked:
             return 0
         session = await self._namespace.ready()
-        slice_blocks = max(1, session.arena_bytes // SLICE_SHARE // max(1, self.spec.block_bytes))
+        slice_blocks = max(1, session.arena_bytes // SLICE_SHARE // max(1, self._namespace.spec.block_bytes))
         kind = _StreamedSlices if session.arena is None else _LeasedSlices
         return await kind(self, prompt, buffers, first_block, parts, slice_blocks).load(first_block, asked)
 
@@ -296,11 +304,84 @@ class AsyncCache:
             expires_s=answer.asked_at_s + response.ttl_s,
             session=answer.session,
             client=client,
-            connection=client.connection,
+            connection=answer.session.connection,
             persist=lambda: self._namespace.persist(prompt),
             retain=lambda retention: self._namespace.try_to_retain(prompt, retention),
             asked_blocks=self._namespace.full_blocks(prompt),
         )
+
+
+class Slices(ABC):
+    """One prompt's blocks, read slice by slice: no prompt is too long for the daemon's memory.
+
+        Match -> Acquire -> copy -> Release -> Acquire -> copy -> Release ...
+
+    Nothing is held while room for the next slice is waited for, so any number of long loads get on beside each other.
+
+    Args:
+        slice_blocks: of one slice, at the most.
+        has_rules: some blocks' bytes are needed by prefixes of some lengths only.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, slice_blocks: int, has_rules: bool, clock: Callable[[], float]) -> None:
+        self._slice_blocks = slice_blocks
+        self._has_rules = has_rules
+        self._clock = clock
+
+    @abstractmethod
+    async def match(self, end: int) -> MatchResult:
+        """Asks what is cached of the first `end` blocks; counts them as asked for."""
+
+    @abstractmethod
+    async def read(self, wanted: Wanted) -> Slice:
+        """Reads some blocks to where they belong."""
+
+    async def load(self, first_block: int, asked: int) -> int:
+        """Reads up to `asked` blocks from `first_block` on; returns how many were read.
+
+        Raises what `match` and `read` raise; ExhaustedError if nothing may be read.
+        """
+        if asked <= self._slice_blocks:
+            whole = await self.read(Wanted(first_block, asked))
+            if first_block + whole.blocks >= whole.cached_blocks:
+                return whole.blocks
+            found, end = MatchResult(whole.cached_blocks, ()), whole.cached_blocks
+            done = first_block if self._has_rules else first_block + whole.blocks
+        else:
+            found = await self.match(first_block + asked)
+            done, end = first_block, found.blocks
+        read = await self._load_slices(found, done, end, first_block)
+        if read is None:  # bytes of a longer prefix are of no use for a shorter one
+            read = first_block + (await self.read(Wanted(first_block, asked, found=found))).blocks
+        return max(read - first_block, 0)
+
+    async def _load_slices(self, found: MatchResult, done: int, end: int, first_block: int) -> int | None:
+        """Reads the blocks from `done` to `end`; returns up to which block they came; None if those are of no use."""
+        pause_s, waiting_since_s = _FIRST_PAUSE_S, self._clock()
+        while done < end:
+            late = self._clock() - waiting_since_s > _LONGEST_WAIT_S
+            try:
+                some = await self.read(Wanted(done, min(self._slice_blocks, end - done), end, found))
+            except ExhaustedError:
+                if late and done == first_block:
+                    raise
+                some = Slice(0, end)
+            done += some.blocks
+            if some.blocks and not some.cached_blocks:
+                return None
+            if some.cached_blocks < end:  # some were evicted
+                end = some.cached_blocks
+                if self._has_rules:
+                    done = first_block
+            elif some.blocks:
+                pause_s, waiting_since_s = _FIRST_PAUSE_S, self._clock()
+            elif late:
+                return None if self._has_rules else done
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return done
 
 
 class _CacheSlices(Slices):

@@ -20,7 +20,7 @@ from prefixd.cache import Troubles
 from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
+from prefixd.server.access.identities import LocalCredentials, LocalProcess
 from prefixd.server.access.socket_access import private_umask
 from prefixd.server.background_tasks import BackgroundTasks
 from prefixd.server.draining import Drain
@@ -29,7 +29,7 @@ from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.health_status import SERVICES, HealthStatus
 from prefixd.server.kv_events import KVEvents
-from prefixd.server.rpc import status
+from prefixd.server.rpc.door import finish_work
 from prefixd.server.rpc.health_service import Health
 from prefixd.server.rpc.listeners import Listeners, local_door
 from prefixd.server.rpc.memory_listener import MemoryListener
@@ -183,7 +183,7 @@ class Daemon:
             self._watch_set_aside(store)
         self._tasks.watch(cache.start())
         stack.push_async_callback(cache.close)
-        stack.push_async_callback(status.finish_work)
+        stack.push_async_callback(finish_work)
         self._events = None
         if settings.events.endpoint is not None:
             self._events = KVEvents(cache, settings.events)

@@ -10,7 +10,7 @@ from prefixd.base import fairness as call_turns
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.fairness import LONGEST_TURNS, CallTurns
 from prefixd.base.tenants import Quota, Role, Tenants
-from prefixd.server.access.caller import Caller
+from prefixd.server.access.identities import Caller
 from prefixd.server.rpc import call_limits
 from prefixd.server.rpc.call_limits import CallLimits
 

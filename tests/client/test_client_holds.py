@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefixd.client import AsyncClient, CallTimeout, LeaseLost, NamespaceSpec, PreconditionError, StoreResult
-from prefixd.client.memory import holds
+from prefixd.client.memory import leases
 from tests.waiting import until
 
 TOKENS = [1, 2, 3, 4, 5]
@@ -171,7 +171,7 @@ async def test_a_store_of_many_blocks_takes_as_long_as_it_takes(
     stand_in: Any, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch, piece_s: float
 ) -> None:
     """The reservation of 60 s is renewed between pieces of the copy: 25 of them, 29 s each."""
-    monkeypatch.setattr(holds, "_PIECE_BLOCKS", 8)
+    monkeypatch.setattr(leases, "_PIECE_BLOCKS", 8)
     now = [100.0]
     blocks, source = 200, np.arange(200 * 128, dtype=np.uint32).astype(np.uint8)
     async with AsyncClient(stand_in.address, clock=lambda: now[0]) as client:

@@ -20,7 +20,7 @@ from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.moving.victims import Search, find_victims
 from prefixd.cache.placement.movement import Movement
-from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten
+from prefixd.cache.placement.unwritten import UnwrittenBlocks
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import MemoryTier, Tier, can_move
 from prefixd_swap.transfers import Urgency
@@ -162,15 +162,12 @@ class WriteBack:
     async def _flush_tier(self, trie: Trie, source: MemoryTier, used_since_s: float, evict: bool) -> int:
         """Writes the blocks of a trie that are in `source` and not on disk, and were used since, parents first; returns
         how many."""
-        found = [np.empty(0, np.int64)]
+        found, durable = [np.empty(0, np.int64)], self._tiers.require_durable()
         with ExitStack() as held:
             pacer = Pacer(SCANNED_AT_ONCE)
             for part in slices(trie.rows):
-                rows = part.start + np.flatnonzero(
-                    unwritten(
-                        trie, source.level, self._tiers.require_durable().level, part, self._mover.placement.admit_uses
-                    )
-                )
+                waiting = trie.unwritten(part, source.level, durable.level, self._mover.placement.admit_uses)
+                rows = part.start + np.flatnonzero(waiting)
                 rows = rows[trie.last_used[rows] >= used_since_s]
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)

@@ -18,7 +18,6 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement.movement import Movement, UrgentLock, to_the_end
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.placement import Placement
-from prefixd.cache.placement.unwritten import unwritten
 from prefixd.cache.rules import GroupMask
 from prefixd_swap import DiskFullError, StorageError, SwapError, TransferDroppedError
 from prefixd_swap.tiers import MemoryTier, StoreTier
@@ -165,7 +164,7 @@ class DiskWrites:
         return lacking
 
     def _to_write(self, how: Write, rows: Rows) -> GroupMask:
-        return unwritten(how.trie, how.source.level, self._store.level, rows)
+        return how.trie.unwritten(rows, how.source.level, self._store.level)
 
     async def _fit_batch(self, how: Write, rows: Rows, batch: Rows, tenant: Tenant) -> Rows:
         """Writes a batch, at others' cost if need be and may be; returns the rows for which there was no room."""

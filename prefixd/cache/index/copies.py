@@ -152,6 +152,14 @@ class CopyColumns(PriorityColumns):
                 here |= self.there[rows, tier]
         return here
 
+    def unwritten(self, rows: Rows | slice, source: int, target: int, admit_uses: int = 0) -> GroupMask:
+        """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs;
+        none of blocks that were asked for again less often than `admit_uses`."""
+        groups: GroupMask = self.there[rows, source] & ~self.there[rows, target] & ~self.expired[rows]
+        if admit_uses:
+            groups[self.uses[rows] < admit_uses] = 0
+        return groups
+
     def has(self, row: int, tier: int) -> bool:
         """Whether `tier` has every part of the block."""
         return bool(self.there[row, tier] == self.all_groups)

@@ -13,7 +13,6 @@ from prefixd.base.tenants import Tenant
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement.holds import Holds
 from prefixd.cache.placement.tenant_use import TenantUse
-from prefixd.cache.placement.unwritten import unwritten
 from prefixd.cache.rules import GroupMask
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd_swap import UseHistory
@@ -243,7 +242,7 @@ class Placement:
         """[len(rows)]: the groups of each block that are in the shared tier, not in the durable one, and wanted."""
         if self.tiers.durable is None:
             return np.zeros(len(rows), np.uint8)
-        return unwritten(trie, self.tiers.shared.level, self.tiers.durable.level, rows, self.admit_uses)
+        return trie.unwritten(rows, self.tiers.shared.level, self.tiers.durable.level, self.admit_uses)
 
     def admits(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
         """[len(rows)]: which blocks were asked for often enough to be written to disk unasked."""

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from prefixd.base.pacer import Pacer
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, LowestRows, slices
 from prefixd.cache.index.trie import Rows, Trie
-from prefixd.cache.rules import GroupMask
 
 _FOUND_AT_ONCE = 8192  # blocks that one scan of the table finds
 
@@ -64,7 +63,7 @@ class UnwrittenBlocks:
     def _take(self, count: int) -> Rows:
         while len(self._found):
             rows, self._found = self._found[:count], self._found[count:]
-            waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows, self._admit_uses) != 0]
+            waiting: Rows = rows[self._trie.unwritten(rows, self._source, self._target, self._admit_uses) != 0]
             if len(waiting := waiting[self._may_go(waiting)]):
                 return waiting
         return self._found
@@ -73,7 +72,7 @@ class UnwrittenBlocks:
         trie, begun_s, pacer = self._trie, self._clock(), Pacer(SCANNED_AT_ONCE)
         lowest = LowestRows(_FOUND_AT_ONCE)
         for part in slices(trie.rows):
-            waiting = unwritten(trie, self._source, self._target, part, self._admit_uses)
+            waiting = trie.unwritten(part, self._source, self._target, self._admit_uses)
             rows = part.start + np.flatnonzero(waiting)
             rows = rows[self._may_go(rows)]
             entered = trie.entered[rows, self._source]
@@ -82,12 +81,3 @@ class UnwrittenBlocks:
             lowest.offer(rows, entered, trie.depth[rows])
             await pacer.worked(part.stop - part.start)
         self._found = lowest.ascending()
-
-
-def unwritten(trie: Trie, source: int, target: int, rows: Rows | slice, admit_uses: int = 0) -> GroupMask:
-    """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs; none of
-    blocks that were asked for again less often than `admit_uses`."""
-    groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, target] & ~trie.expired[rows]
-    if admit_uses:
-        groups[trie.uses[rows] < admit_uses] = 0
-    return groups

@@ -20,7 +20,7 @@ from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.paths import find_ancestry
 from prefixd.cache.placement.placement import Placement
-from prefixd.cache.placement.unwritten import UnwrittenBlocks, unwritten
+from prefixd.cache.placement.unwritten import UnwrittenBlocks
 from prefixd.cache.remote.copies import RemoteCopies
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import MemoryTier, RemoteTier, Tier, can_move
@@ -110,7 +110,7 @@ class Sharing:
                     generations = trie.generation[rows]
                     self.written += await self._write(trie, rows, source)
                     rows = rows[trie.generation[rows] == generations]
-                    if unwritten(trie, source.level, self._tier.level, rows).any():
+                    if trie.unwritten(rows, source.level, self._tier.level).any():
                         queue.begin_again()
                         complete = False
                         break
@@ -159,7 +159,7 @@ class _PinnedBlocks:
         if not len(self._found):
             await self._scan()
         rows, self._found = self._found[:count], self._found[count:]
-        waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows) != 0]
+        waiting: Rows = rows[self._trie.unwritten(rows, self._source, self._target) != 0]
         return waiting
 
     def begin_again(self) -> None:
@@ -173,5 +173,5 @@ class _PinnedBlocks:
             await pacer.worked(part.stop - part.start)
         pinned = np.concatenate(found)
         family = await find_ancestry(trie, pinned[trie.pinned[pinned]])
-        family = family[unwritten(trie, self._source, self._target, family) != 0]
+        family = family[trie.unwritten(family, self._source, self._target) != 0]
         self._found = family[np.argsort(trie.depth[family], kind="stable")]

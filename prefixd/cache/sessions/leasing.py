@@ -118,12 +118,11 @@ class Leasing:
         """Leases a cached prefix; arguments, answer and errors are those of `TieredCache.acquire`."""
         with self._mover.working():
             self._leases.admit(session)
-            ttl_s = self._leases.ttl(asked.ttl_s)
+            ttl_s, identity = self._leases.ttl(asked.ttl_s), self._leases.next_id()
             reader = await self._find(namespace, trie, chain, asked)
             if matched is not None:
                 matched(reader)
             tiers = self._tiers_found(session, namespace, chain, reader, asked)
-            identity = self._leases.next_id()
             hold = await self._hold(session.tenant, f"lease {identity}", reader)
             if not len(hold.rows):
                 hold.end()
@@ -214,7 +213,7 @@ class Leasing:
                 use.refuse_to_hold(tenant, shared, "release leases and reservations")
         return reader
 
-    def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice) -> npt.NDArray[np.uint64]:
+    def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice = slice(None)) -> npt.NDArray[np.uint64]:
         """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for one that its group's rule does not need."""
         hold, chosen = lease.hold, list(parts)
         trie = hold.trie

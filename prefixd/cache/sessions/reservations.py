@@ -194,9 +194,18 @@ class Reservations:
             raise PreconditionError("durable commit without a disk tier; set disk.bytes or commit without durable")
 
     async def commit(
-        self, reservation: Reservation, blocks: int, durable: bool, retention: Sequence[Retention]
+        self, reservation: Reservation, blocks: int, *, durable: bool = False, retention: Sequence[Retention] = ()
     ) -> tuple[int, int]:
-        """Makes the first blocks of a reservation matchable; arguments and errors are those of `TieredCache.commit`."""
+        """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
+
+        A wish beyond the tenant's quota is left out (`Reservation.retention_refused`).
+
+        With `durable` it returns when they and the prefix before them are on disk. `retention` is for the prompt as far
+        as it is cached then.
+
+        Raises:
+            ExhaustedError: with `durable`, there is no room on disk.
+        """
         with self._mover.working():
             self.check(reservation, blocks, durable)
             if not retention:

@@ -4,17 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from prefixd.client.connecting.session import Session
 from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.memory.buffers import BlockBuffers, StreamSink
 from prefixd.client.memory.namespace import RegisteredNamespace
-from prefixd.client.memory.slices import Slice, Wanted
-from prefixd.client.spec import Retention, StoreResult, retention_to_proto
+from prefixd.client.spec import MatchResult, Retention, StoreResult, retention_to_proto
 from prefixd.v1 import cache_pb2
 
 _PIECE_BYTES = 1 << 20
 _JOINED_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one call has read.
+
+    Attributes:
+        blocks: from the first one asked for.
+        cached_blocks: of the prompt, as far as was asked for; 0: the daemon is older and does not say.
+    """
+
+    blocks: int
+    cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one call is to read.
+
+    Attributes:
+        first_block: from here on.
+        max_blocks: so many at the most.
+        prefix_blocks: they are a slice of a prefix of this length; 0: the prompt goes on behind them.
+        found: the answer by which the prompt was counted as asked for; None: this call counts it.
+    """
+
+    first_block: int
+    max_blocks: int
+    prefix_blocks: int = 0
+    found: MatchResult | None = None
 
 
 async def get(

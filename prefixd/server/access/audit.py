@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from prefixd.base.errors import ConfigError
-from prefixd.server.access.caller import Caller
+from prefixd.server.access.identities import Caller
 from prefixd.server.access.socket_access import check_folder
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.server.access.caller import Call
-from prefixd.server.rpc.receiving import Line
+from prefixd.server.rpc.receiving import Call, Line
 
 AT_ONCE = 16
 """Calls whose message has not arrived."""

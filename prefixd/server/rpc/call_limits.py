@@ -16,9 +16,9 @@ from typing import Any
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.fairness import CallTurns, PacedLine
 from prefixd.base.tenants import Role, Tenant, Tenants
-from prefixd.server.access.caller import Call, Caller, Line
+from prefixd.server.access.identities import Caller
 from prefixd.server.rpc.anonymous import AnonymousCalls
-from prefixd.server.rpc.receiving import Receiving
+from prefixd.server.rpc.receiving import Call, Receiving, Turns
 from prefixd_scheduler import SharedLimit
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
@@ -162,20 +162,20 @@ class CallersCall(Call):
         self._known = caller
         self._task = task
 
-    def first(self) -> AbstractAsyncContextManager[Line | None]:
+    def first(self) -> AbstractAsyncContextManager[Turns | None]:
         """Waits until the message may be received and the call may begin. Raises ExhaustedError."""
         if self._known.role is Role.ADMIN and self._limits.tenants.calling == 1:
             return nullcontext()
         return self._first()
 
     @asynccontextmanager
-    async def _first(self) -> AsyncGenerator[Line | None]:
+    async def _first(self) -> AsyncGenerator[Turns | None]:
         async with self._limits.receiving.first(self._known, self) as line:
             await self._limits.turn(self._known.tenant, self._task)
             yield line
 
     @asynccontextmanager
-    async def later(self) -> AsyncGenerator[Line | None]:
+    async def later(self) -> AsyncGenerator[Turns | None]:
         """Waits for a turn for each message, as for a call: a long stream would otherwise keep the event loop."""
         self._limits.pause(self._task)
         async with self._limits.receiving.later(self._known, self) as line:

@@ -3,7 +3,7 @@
     1. the caller: by a local credential, a token, a certificate, or none of them (`Identities`)
     2. whether the caller's role is enough, and whether its tenant may have one more call (`CallLimits`)
     3. its message, when its turn has come (`CallersCall`), in a size that can be parsed (`check_fields`)
-    4. the method; a PrefixdError becomes the call's status (`abort`)
+    4. the method (`unary`, `granting`, `streaming`); an error becomes the call's status (`abort`)
 
 Nothing of a call is read before step 3. A message that cannot be parsed is its sender's mistake and gets
 INVALID_ARGUMENT; gRPC itself would answer UNKNOWN and log a traceback for each.
@@ -12,12 +12,12 @@ INVALID_ARGUMENT; gRPC itself would answer UNKNOWN and log a traceback for each.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, nullcontext
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,12 +25,11 @@ from google.protobuf.message import DecodeError
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PrefixdError
 from prefixd.base.tenants import Role
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.caller import CURRENT_CALL, Call, Caller
-from prefixd.server.access.identities import Identities, UnknownCallerError
+from prefixd.server.access.identities import Caller, Identities, UnknownCallerError
 from prefixd.server.rpc.anonymous import AnonymousCall
 from prefixd.server.rpc.call_limits import OPEN_SERVICES, CallLimits
 from prefixd.server.rpc.message_size import LARGE_BYTES, check_fields
-from prefixd.server.rpc.receiving import first_message, later_message
+from prefixd.server.rpc.receiving import CURRENT_CALL, Call, first_message, later_message
 from prefixd.server.rpc.status import Context, abort
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,11 @@ _MOST_BYTES = {
 _METHOD = 100  # characters of a method's name in the audit log
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 Handler = Any  # grpc.RpcMethodHandler, which is generic to the type checker alone
+
+_working: set[asyncio.Task[Any]] = set()
 
 
 class ServiceTable:
@@ -105,7 +108,7 @@ class Door:
                         responses = behaviour(
                             _all_messages(call, context, parse)
                             if several
-                            else await _only_message(call, context, parse),
+                            else parse(await first_message(call, context.read)),
                             context,
                         )
                         async with aclosing(responses):
@@ -129,7 +132,7 @@ class Door:
             async def served(_: object, context: Context) -> Any:
                 try:
                     call = await self.admit(method, context)
-                    return await behaviour(await _only_message(call, context, parse), context)
+                    return await behaviour(parse(await first_message(call, context.read)), context)
                 except PrefixdError as error:
                     await abort(context, error)
 
@@ -186,7 +189,7 @@ class Door:
         """Raises ExhaustedError."""
         anonymous, host, task = self._limits.anonymous, _host(context), asyncio.current_task()
         assert task is not None
-        call = AnonymousCall(anonymous, host, partial(self._limits.refusals.turn, None))
+        call = AnonymousCall(anonymous, host, functools.partial(self._limits.refusals.turn, None))
         CURRENT_CALL.set(call)
         anonymous.begin(host, task)
         return call
@@ -230,13 +233,115 @@ class _UnknownMethods(grpc.GenericRpcHandler):
         return made
 
 
-def _parser(method: str, handler: Handler) -> Callable[[bytes], Any]:
-    """Returns the parser of a method's messages, which raises InvalidArgumentError for one that it cannot read."""
+# -- methods -------------------------------------------------------------------------------------------------------
+
+
+def unary(
+    method: Callable[[Any, Request], Coroutine[Any, Any, Response]],
+) -> Callable[[Any, Request, Context], Awaitable[Response]]:
+    """Turns `async def f(self, request) -> response` into a handler.
+
+    The work runs as a task of its own: a caller that hangs up must not leave a copy writing into slots that have been
+    released.
+    """
+    return granting(lambda self, request, response: None)(method)
+
+
+def granting(
+    take_back: Callable[[Any, Any, Any], None],
+) -> Callable[
+    [Callable[[Any, Request], Coroutine[Any, Any, Response]]], Callable[[Any, Request, Context], Awaitable[Response]]
+]:
+    """Like `unary`, for a method that grants the caller something, such as a lease.
+
+    When the caller has hung up (cancelled, out of time) before the response could be sent, `take_back(self, request,
+    response)` is called with the response: the caller will never learn of the grant.
+    """
+
+    def decorate(
+        method: Callable[[Any, Request], Coroutine[Any, Any, Response]],
+    ) -> Callable[[Any, Request, Context], Awaitable[Response]]:
+        @functools.wraps(method)
+        async def handler(self: Any, request: Request, context: Context) -> Response:
+            try:
+                return await deliver(method(self, request), lambda response: take_back(self, request, response))
+            except Exception as error:
+                del request  # its memory is freed before the refusal, which may wait
+                await abort(context, error)
+
+        return handler
+
+    return decorate
+
+
+def streaming(
+    method: Callable[[Any, Any], AsyncGenerator[Response, None]],
+) -> Callable[[Any, Any, Context], AsyncGenerator[Response, None]]:
+    """Turns `async def f(self, request) -> AsyncGenerator[response]` into a handler. The work ends with the call."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> AsyncGenerator[Response, None]:
+        try:
+            async with aclosing(method(self, request)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            del request  # a refusal may wait
+            await abort(context, error)
+
+    return handler
+
+
+async def deliver(work: Coroutine[Any, Any, Response], take_back: Callable[[Response], None]) -> Response:
+    """Returns the result of `work` to a handler; `take_back` gets the result if the caller has hung up by then."""
+    task = outlive(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda done: _undo(done, take_back))
+        raise
+    finally:
+        del task  # its error refers to this frame, which would keep the request until the garbage collector runs
+
+
+def outlive(work: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:
+    """Starts work that goes on when its caller has hung up; `finish_work` waits for it."""
+    task = asyncio.ensure_future(work)
+    _working.add(task)
+    task.add_done_callback(_finished)
+    return task
+
+
+async def finish_work() -> None:
+    """Waits for the work of calls that their callers have left."""
+    while _working:
+        await asyncio.gather(*_working, return_exceptions=True)
+
+
+def _undo(task: asyncio.Task[Response], take_back: Callable[[Response], None]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        take_back(task.result())
+
+
+def _finished(task: asyncio.Task[Any]) -> None:
+    _working.discard(task)
+    if not task.cancelled():
+        task.exception()  # the caller has got it or has hung up
+
+
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+def _parser(method: str, handler: Handler) -> Callable[[bytes | None], Any]:
+    """Returns the parser of a method's messages, which raises InvalidArgumentError for none, and for one that it cannot
+    read."""
     parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
     descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)  # generated: `FromString` of a class
     most_bytes = _MOST_BYTES.get(method[1:], _MOST_BYTES.get(method[1:].partition("/")[0]))
 
-    def read(message: bytes) -> Any:
+    def read(message: bytes | None) -> Any:
+        if message is None:
+            raise InvalidArgumentError("the call has no message; send one")
         try:
             if most_bytes is not None and len(message) > most_bytes:
                 raise InvalidArgumentError(f"it has {len(message)} bytes, of {most_bytes} at most")
@@ -251,14 +356,7 @@ def _parser(method: str, handler: Handler) -> Callable[[bytes], Any]:
     return read
 
 
-async def _only_message(call: Call, context: Context, parse: Callable[[bytes], Any]) -> Any:
-    message = await first_message(call, context.read)
-    if message is None:
-        raise InvalidArgumentError("the call has no message; send one")
-    return parse(message)
-
-
-async def _all_messages(call: Call, context: Context, parse: Callable[[bytes], Any]) -> AsyncGenerator[Any]:
+async def _all_messages(call: Call, context: Context, parse: Callable[[bytes | None], Any]) -> AsyncGenerator[Any]:
     message: Any = await first_message(call, context.read)
     while message is not None:
         message = parse(message)  # the bytes are not kept beside it

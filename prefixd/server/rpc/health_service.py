@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixd.base.tenants import Tenant
-from prefixd.server.access.caller import CURRENT_CALL
+from prefixd.server.rpc.receiving import CURRENT_CALL
 from prefixd.server.rpc.status import Context
 
 _WATCHERS = 64  # watchers of one tenant at once, and of all anonymous callers together

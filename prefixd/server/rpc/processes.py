@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prefixd.base.tenants import Role
 from prefixd.cache import Process, TieredCache
-from prefixd.server.access.caller import Caller
+from prefixd.server.access.identities import Caller
 
 _SO_PEERPIDFD = 77  # Linux 6.5: a descriptor of the process that connected, in whatever PID namespace it is
 _PID = struct.Struct("i")

@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
 from prefixd.base.fairness import PacedLine
 from prefixd.base.pacer import call_arrived
 from prefixd.base.tenants import Role, Tenant, Tenants
-from prefixd.server.access.caller import Call, Caller
-from prefixd.server.access.caller import Line as Turns
+from prefixd.server.access.identities import Caller
 from prefixd_scheduler import SharedLimit
 
 T = TypeVar("T")
@@ -40,6 +40,68 @@ BYTES_PER_S = 32 << 20
 _SMALL_BYTES = 1 << 16
 _LATER_BYTES = (1 << 20) + (1 << 12)
 """The most bytes that a later message of a stream may have, with the fields around its data."""
+
+
+class Turns(Protocol):
+    """A line in which messages that have arrived wait until gRPC may put them together."""
+
+    async def turn(self) -> None:
+        """Waits until the next message may be put together."""
+        ...
+
+
+class Call:
+    """One call, from its arrival on.
+
+    Attributes:
+        caller: the caller; None for an anonymous caller, which may only ask for the daemon's health.
+        receive_s: seconds that its first message may take to arrive.
+        message_bytes: bytes of the last message that has arrived; 0 before the first message and between two.
+    """
+
+    receive_s = 60.0
+
+    def __init__(self, caller: Caller | None) -> None:
+        self.caller = caller
+        self.message_bytes = 0
+        self._came_s = asyncio.get_running_loop().time()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the call arrived: it received its message meanwhile, perhaps behind other messages."""
+        return asyncio.get_running_loop().time() - self._came_s
+
+    def first(self) -> AbstractAsyncContextManager[Turns | None]:
+        """Wraps the receiving of the first message; yields the line in which the message waits after its arrival."""
+        raise NotImplementedError
+
+    def later(self) -> AbstractAsyncContextManager[Turns | None]:
+        """Wraps the receiving of a later message; yields its line likewise."""
+        raise NotImplementedError
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        """Wraps the whole of a call that sends many messages."""
+        raise NotImplementedError
+
+    async def refusal_turn(self) -> None:
+        """Waits until the caller may be told that it has reached a limit."""
+
+
+CURRENT_CALL: ContextVar[Call] = ContextVar("call")
+"""The call that is being handled; the door sets it."""
+
+
+def current_call() -> Call:
+    """Returns the call that is being handled. Raises LookupError outside of a call."""
+    return CURRENT_CALL.get()
+
+
+def current_caller() -> Caller:
+    """Returns the caller of the call that is being handled. Raises LookupError outside of a call."""
+    caller = CURRENT_CALL.get().caller
+    if caller is None:
+        raise LookupError("the caller is anonymous")
+    return caller
 
 
 Read = Callable[[], Coroutine[Any, Any, Any]]

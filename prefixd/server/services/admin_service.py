@@ -16,10 +16,10 @@ from prefixd.cache.audit.integrity import audit
 from prefixd.cache.background.forgetting import FoundBlocks, find_namespace, find_subtree, forget
 from prefixd.cache.background.scrubber import ScrubProgress
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.caller import current_caller
 from prefixd.server.figures.snapshot import Snapshot
 from prefixd.server.figures.tenant_figures import TenantFigures
-from prefixd.server.rpc.status import streaming, unary
+from prefixd.server.rpc.door import streaming, unary
+from prefixd.server.rpc.receiving import current_caller
 from prefixd.server.services.prefix_info import inspect_prefix
 from prefixd.server.services.prefix_keys import find_prefix
 from prefixd.server.services.prefix_pages import list_prefixes

@@ -31,9 +31,10 @@ from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.namespaces import check_part_count
 from prefixd.cache.sessions.leasing import NO_OFFSET, Asked
 from prefixd.cache.sessions.reservations import ToFill
-from prefixd.server.access.caller import current_caller
 from prefixd.server.kv_events import Watches
-from prefixd.server.rpc.status import Context, abort, deliver, granting, unary
+from prefixd.server.rpc.door import deliver, granting, unary
+from prefixd.server.rpc.receiving import CURRENT_CALL, current_caller
+from prefixd.server.rpc.status import Context, abort
 from prefixd.server.rule_messages import retention_requests, rule_spec
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back
@@ -139,15 +140,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """The longest cached prefix."""
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
-        chain = cache.chain(namespace, request.token_ids)
+        trie, chain = cache.trie(namespace), cache.chain(namespace, request.token_ids)
         path = (await cache.match(namespace, chain)).rows
         if request.asked:
             cache.counters.ask(len(chain) * namespace.spec.block_tokens)
         elif request.counted:
             cache.count_lookup(session, namespace, chain, path)
-        trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
+        runs, prefill = await tier_runs(trie, path), request.prefill if request.HasField("prefill") else None
         estimate = self._estimates.estimate(trie, path, 0, chain.tokens, prefill)
-        return pb.MatchResponse(blocks=len(path), runs=await tier_runs(trie, path), estimate=estimate)
+        return pb.MatchResponse(blocks=len(path), runs=runs, estimate=estimate)
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
@@ -155,9 +156,9 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
-        chain = cache.chain(namespace, request.token_ids)
+        trie, chain = cache.trie(namespace), cache.chain(namespace, request.token_ids)
         prefill = request.prefill if request.HasField("prefill") else None
-        with self._estimates.watch(cache.trie(namespace), request.first_block, chain.tokens, prefill) as watch:
+        with self._estimates.watch(trie, request.first_block, chain.tokens, prefill) as watch:
             lease = await cache.acquire(
                 session, namespace, chain, _asked(request, parts, request.ttl_s), matched=watch.begin
             )
@@ -352,7 +353,9 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""
-        return self._cache.leases.session_of(current_caller().tenant, session_id)
+        caller = CURRENT_CALL.get().caller
+        assert caller is not None, "anonymous callers reach the health service alone"
+        return self._cache.leases.session_of(caller.tenant, session_id)
 
     def _opened(self, session_id: str, namespace_id: bytes) -> tuple[Session, Namespace]:
         """The caller's session, and a namespace that is open to it, which it uses now."""

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import MatchResult
+from prefixd.client.cache import Slices
 from prefixd.client.errors import ExhaustedError
-from prefixd.client.memory.slices import Slice, Slices, Wanted
+from prefixd.client.memory.streaming import Slice, Wanted
 
 
 class Time:
@@ -81,7 +82,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(seconds: float) -> None:
         pass
 
-    monkeypatch.setattr("prefixd.client.memory.slices.asyncio.sleep", none)
+    monkeypatch.setattr("prefixd.client.cache.asyncio.sleep", none)
 
 
 @given(

@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.server.access.caller import Call
 from prefixd.server.rpc import receiving
 from prefixd.server.rpc.anonymous import AT_ONCE, AT_ONCE_OF_HOST, CALLS, CALLS_OF_HOST, AnonymousCalls
 from prefixd.server.rpc.call_limits import HEALTH_CALLS
+from prefixd.server.rpc.receiving import Call
 
 TOKEN = "client-" + "c" * 32
 UNREAD = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]

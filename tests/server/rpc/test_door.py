@@ -13,10 +13,9 @@ import grpc
 import pytest
 
 from prefixd.base.errors import ExhaustedError, NotFoundError
-from prefixd.server.access.caller import CURRENT_CALL, Call
-from prefixd.server.rpc.door import Door, ServiceTable
-from prefixd.server.rpc.receiving import Line
-from prefixd.server.rpc.status import abort, streaming, unary
+from prefixd.server.rpc.door import Door, ServiceTable, streaming, unary
+from prefixd.server.rpc.receiving import CURRENT_CALL, Call, Line
+from prefixd.server.rpc.status import abort
 from tests.waiting import until
 
 

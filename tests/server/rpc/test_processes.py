@@ -18,7 +18,7 @@ import pytest
 from prefixd.base.tenants import Role
 from prefixd.cache import NamespaceSpec, PartSpec, Process, Reservation, TieredCache
 from prefixd.client import Client
-from prefixd.server.access.caller import Caller
+from prefixd.server.access.identities import Caller
 from prefixd.server.rpc import processes
 from prefixd.server.rpc.processes import ProcessWatch
 from tests.waiting import until, wait_until

@@ -15,9 +15,9 @@ import pytest
 from prefixd.base.errors import ExhaustedError, TooSlowError
 from prefixd.base.tenants import Quota, Role, Tenants
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
-from prefixd.server.access.caller import Call, Caller
+from prefixd.server.access.identities import Caller
 from prefixd.server.rpc import receiving
-from prefixd.server.rpc.receiving import Line, Receiving, first_message, later_message
+from prefixd.server.rpc.receiving import Call, Line, Receiving, first_message, later_message
 
 _LARGE = 16 << 20
 

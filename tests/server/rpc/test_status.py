@@ -14,8 +14,8 @@ import pytest
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache import Process, TieredCache, check_integrity
-from prefixd.server.access.caller import CURRENT_CALL, Call
-from prefixd.server.rpc import status
+from prefixd.server.rpc import door
+from prefixd.server.rpc.receiving import CURRENT_CALL, Call
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
@@ -27,7 +27,7 @@ class Service:
         self.may = asyncio.Event()
         self.taken_back: list[tuple[str, str]] = []
 
-    @status.granting(lambda self, request, response: self.taken_back.append((request, response)))
+    @door.granting(lambda self, request, response: self.taken_back.append((request, response)))
     async def grant(self, request: str) -> str:
         await self.may.wait()
         if request == "too much":
@@ -47,7 +47,7 @@ async def test_what_a_caller_that_has_gone_is_granted_is_taken_back() -> None:
             await task
     service.may.set()
     assert await there == "granted there"
-    await status.finish_work()
+    await door.finish_work()
     await asyncio.sleep(0)
     assert service.taken_back == [("gone", "granted gone")]
 
@@ -103,7 +103,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         await stub.Match(pb.MatchRequest(**named))
         await asyncio.sleep(0)
         may.set()
-        await status.finish_work()
+        await door.finish_work()
         await asyncio.sleep(0)
         (opened,) = cache.leases.sessions.values()
         assert not opened.grants
@@ -116,12 +116,12 @@ class _Request:
 
 
 class _Refusing:
-    @status.unary
+    @door.unary
     async def unary(self, request: Any) -> Any:
         await asyncio.sleep(0)
         raise ExhaustedError("no")
 
-    @status.streaming
+    @door.streaming
     async def streaming(self, request: Any) -> AsyncGenerator[Any, None]:
         await asyncio.sleep(0)
         raise ExhaustedError("no")

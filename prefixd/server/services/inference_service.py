@@ -9,8 +9,8 @@ from contextlib import aclosing
 from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.base.tenants import Role
 from prefixd.server.access.caller import current_call, current_caller
+from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.status import streaming, unary
-from prefixd.server.rule_messages import retention_requests
 from prefixd.serving.generation import (
     Accepted,
     Finished,

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from prefixd.worker_protocol.protocol import FullAttention, GroupShape, Hello
+from prefixd.worker_protocol.protocol import GroupShape, Hello
 
 HELLO = Hello(
-    groups=(GroupShape("attention", FullAttention(), 1, 1),),
+    groups=(GroupShape("attention", None, 1, 1),),
     frame_bytes=4096,
     dtype="float32",
     block_tokens=16,

@@ -7,14 +7,6 @@ from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NONE, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
-from prefixd.cache.rules.specs import (
-    ChunkedWindowSpec,
-    CrossAttentionSpec,
-    RecurrentStateSpec,
-    RuleSpec,
-    SlidingWindowSpec,
-    VisionEmbeddingSpec,
-)
 from prefixd.cache.sessions.sessions import Lease, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.troubles import Troubles
@@ -22,22 +14,16 @@ from prefixd.cache.troubles import Troubles
 __all__ = [
     "NONE",
     "BlockChain",
-    "ChunkedWindowSpec",
-    "CrossAttentionSpec",
     "Lease",
     "Namespace",
     "NamespaceSpec",
     "PartSpec",
     "Process",
-    "RecurrentStateSpec",
     "Reservation",
-    "RuleSpec",
     "Session",
-    "SlidingWindowSpec",
     "TieredCache",
     "Tiers",
     "Trie",
     "Troubles",
-    "VisionEmbeddingSpec",
     "check_integrity",
 ]

@@ -17,9 +17,10 @@ from weakref import ref
 import msgspec
 
 from prefixd.base.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from prefixd.base.rules import Rule, VisionEmbedding, to_fields
 from prefixd.base.tenants import COMMON, DEFAULT
 from prefixd.cache.rules import MAX_GROUPS, GroupRule
-from prefixd.cache.rules.specs import RuleSpec, VisionEmbeddingSpec, rule_of
+from prefixd.cache.rules.in_blocks import in_blocks
 
 ID_BYTES = 8
 
@@ -44,7 +45,7 @@ class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     group: str
     rank: int
     nbytes: int
-    rule: RuleSpec | None = None
+    rule: Rule | None = None
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     def group_rules(self) -> list[GroupRule]:
         """The rule of each part, counted in blocks."""
-        return [rule_of(part.rule, self.block_tokens) for part in self.parts]
+        return [in_blocks(part.rule, self.block_tokens) for part in self.parts]
 
     @property
     def may_be_common(self) -> bool:
@@ -92,7 +93,8 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         """All of it, each text and list with its length before it, so that no two specs read the same."""
         parts = [(part.group, part.rank, part.nbytes, part.rule) for part in self.parts]
         owner = (self.tenant, self.worker)
-        return msgspec.msgpack.encode((*owner, self.name, self.salt, self.block_tokens, self.dtype, self.layout, parts))
+        fields = (*owner, self.name, self.salt, self.block_tokens, self.dtype, self.layout, parts)
+        return msgspec.msgpack.encode(fields, enc_hook=to_fields)
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +125,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
                 )
             if part.rule is not None:
                 part.rule.check(f"part {part.group!r}/{part.rank}", self.block_tokens)
-        embeddings = [part for part in self.parts if isinstance(part.rule, VisionEmbeddingSpec)]
+        embeddings = [part for part in self.parts if isinstance(part.rule, VisionEmbedding)]
         if 0 < len(embeddings) < len(self.parts):
             raise InvalidArgumentError(
                 f"part {embeddings[0].group!r}/{embeddings[0].rank} is a vision embedding and others are not; "

@@ -10,6 +10,7 @@ that the daemon shares with clients on its host, and through gRPC for all others
 """
 
 from prefixd.client.connecting.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
+from prefixd.base.rules import ChunkedWindow, CrossAttention, RecurrentState, Rule, SlidingWindow, VisionEmbedding
 from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
@@ -48,20 +49,14 @@ from prefixd.client.inference import (
 )
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import (
-    ChunkedWindow,
-    CrossAttention,
     LoadEstimate,
     MatchResult,
     NamespaceSpec,
     PartSpec,
     Prefill,
-    RecurrentState,
     Retention,
-    Rule,
-    SlidingWindow,
     StoreResult,
     TierRun,
-    VisionEmbedding,
 )
 from prefixd.client.sync import Cache, Client, Lease, Reservation
 

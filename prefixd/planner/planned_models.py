@@ -12,8 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from prefixd.base.errors import ConfigError
+from prefixd.base.rules import SlidingWindow
 from prefixd.serving.kv_shape import KvShape
-from prefixd.worker_protocol.protocol import FullAttention, GroupShape, SlidingWindow
+from prefixd.worker_protocol.protocol import GroupShape
 
 _DESCRIBE_S = 120.0
 
@@ -87,7 +88,7 @@ class PlannedModel:
         shapes = tuple(
             GroupShape(
                 "full" if group.window is None else f"window-{group.window}",
-                FullAttention() if group.window is None else SlidingWindow(group.window),
+                None if group.window is None else SlidingWindow(group.window),
                 group.layers,
                 block_tokens * self._group_bytes(group) // frame_bytes,
             )

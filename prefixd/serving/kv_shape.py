@@ -6,16 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
-from prefixd.worker_protocol.protocol import (
-    FullAttention,
-    GroupShape,
-    Hello,
-    Need,
-    RecurrentState,
-    SlidingWindow,
-    passed_blocks,
-)
+from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.cache import PartSpec
+from prefixd.worker_protocol.protocol import GroupShape, Hello, Need, passed_blocks
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,7 @@ class KvShape:
     @cached_property
     def plain(self) -> bool:
         """Whether every token is needed to the end, in every group."""
-        return all(isinstance(group.rule, FullAttention) for group in self.groups)
+        return all(group.rule is None for group in self.groups)
 
     @property
     def least_frames(self) -> int:
@@ -162,10 +155,8 @@ class KvShape:
             first += slots
 
     def _window_blocks(self, group: GroupShape) -> int:
-        """Blocks of a group's window, as its rule in the trie counts them; 0 for full attention."""
-        if not isinstance(group.rule, SlidingWindow):
-            return 0
-        return max(1, -(-(group.rule.tokens - 1) // self.block_tokens))
+        """Blocks of a group's window; 0 for full attention."""
+        return group.rule.blocks(self.block_tokens) if isinstance(group.rule, SlidingWindow) else 0
 
     def parts(self, frame_bytes: int) -> tuple[PartSpec, ...]:
         """The parts of a block, a slot each.
@@ -177,24 +168,12 @@ class KvShape:
         return tuple(
             PartSpec(
                 group.name if len(self.widths(group)) == 1 else f"{group.name}.{piece}",
-                *(0, width * frame_bytes, self.rule(group.rule)),
+                *(0, width * frame_bytes, group.rule),
             )
             for group in self.groups
             for piece, width in enumerate(self.widths(group))
         )
 
-    def rule(
-        self, rule: FullAttention | SlidingWindow | RecurrentState
-    ) -> SlidingWindowSpec | RecurrentStateSpec | None:
-        """As the cache knows it; None for full attention."""
-        match rule:
-            case SlidingWindow(tokens):
-                return SlidingWindowSpec(tokens)
-            case RecurrentState(every_block):
-                return RecurrentStateSpec(self.block_tokens if every_block else 0)
-            case FullAttention():
-                return None
 
-
-ONE_FRAME = KvShape((GroupShape("attention", FullAttention(), 1, 1),), 1)
+ONE_FRAME = KvShape((GroupShape("attention", None, 1, 1),), 1)
 """A block is one frame."""

@@ -29,6 +29,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from prefixd.base.rules import RecurrentState, Rule, SlidingWindow, from_fields, to_fields
 from prefixd.base.sampling import Sampling
 from prefixd.images.decoding import Pixels
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError
@@ -37,35 +38,17 @@ MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
 
-class FullAttention(msgspec.Struct, frozen=True, tag=True):
-    """The next token needs every token before it."""
-
-
-class SlidingWindow(msgspec.Struct, frozen=True, tag=True):
-    """The next token needs the last `tokens` tokens, itself among them."""
-
-    tokens: int
-
-
-class RecurrentState(msgspec.Struct, frozen=True, tag=True):
-    """The next token needs one state, which all tokens before it have made.
-
-    every_block: a state is kept after every block of a prompt, and stays as long as its block's keys and values.
-    """
-
-    every_block: bool = False
-
-
 class GroupShape(msgspec.Struct, frozen=True):
     """The layers of a model that share one shape and one rule.
 
     name: for people, unique.
+    rule: a sliding window, a state; None for full attention.
     layers: how many.
     frames: how many frames a block of the group takes; of a group that has a state, how many the state takes.
     """
 
     name: str
-    rule: FullAttention | SlidingWindow | RecurrentState
+    rule: Rule | None
     layers: int
     frames: int
 
@@ -103,7 +86,7 @@ class Need(msgspec.Struct, frozen=True):
     """
 
     group: int
-    rule: FullAttention | SlidingWindow | RecurrentState
+    rule: Rule | None
     nbytes: int
 
 
@@ -481,7 +464,7 @@ FromWorker = Hello | Ready | Step | Done | Shrunk | Pong | Failed
 ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Cancel | Ping | Shutdown
 
 T = TypeVar("T")
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_fields)
 
 
 def encode(message: FromWorker | ToWorker) -> bytearray:
@@ -506,7 +489,7 @@ class Decoder(Generic[T]):
     """Cuts a byte stream into messages."""
 
     def __init__(self, union: Any) -> None:
-        self._decode = msgspec.msgpack.Decoder(union).decode
+        self._decode = msgspec.msgpack.Decoder(union, dec_hook=from_fields).decode
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from prefixd.base import rules as in_tokens
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import (
     Namespace,
     NamespaceSpec,
     PartSpec,
-    RecurrentStateSpec,
     Reservation,
-    SlidingWindowSpec,
     check_integrity,
 )
 from prefixd.cache.index.trie import CPU, DISK
@@ -32,7 +31,7 @@ rules = st.one_of(st.just(FullAttention()), st.integers(1, 5).map(SlidingWindow)
 
 def hybrid(rig: Rig, window_blocks: int = 2, name: str = "hybrid") -> NamespaceSpec:
     """A part of full attention, and one that needs the last `window_blocks` blocks."""
-    window = SlidingWindowSpec(window_blocks * BLOCK_TOKENS + 1)
+    window = in_tokens.SlidingWindow(window_blocks * BLOCK_TOKENS + 1)
     parts = (PartSpec("full", 0, PART_BYTES), PartSpec("window", 0, PART_BYTES, window))
     return NamespaceSpec(name, BLOCK_TOKENS, parts)
 
@@ -106,8 +105,8 @@ async def test_a_registered_rule_is_part_of_the_geometry(make_rig: MakeRig) -> N
     home, other = rig.cache.register(hybrid(rig)), rig.cache.register(hybrid(rig, window_blocks=3))
     assert home is not other and rig.cache.trie(home) is not rig.cache.trie(other)
     with pytest.raises(InvalidArgumentError, match="sliding window of 0 tokens"):
-        rig.cache.register(NamespaceSpec("none", 2, (PartSpec("w", 0, 4096, SlidingWindowSpec(0)),)))
-    many = tuple(PartSpec(f"g{n}", 0, 4096, SlidingWindowSpec(2 + 2 * n)) for n in range(9))
+        rig.cache.register(NamespaceSpec("none", 2, (PartSpec("w", 0, 4096, in_tokens.SlidingWindow(0)),)))
+    many = tuple(PartSpec(f"g{n}", 0, 4096, in_tokens.SlidingWindow(2 + 2 * n)) for n in range(9))
     with pytest.raises(InvalidArgumentError, match="9 different rules"):
         rig.cache.register(NamespaceSpec("many", 2, many))
 
@@ -172,7 +171,7 @@ async def test_the_disk_has_what_prefixes_need_and_a_restart_finds_it(make_rig: 
 
 async def test_a_model_of_windows_alone_leaves_records_without_bytes_on_disk(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=64, disk=64)
-    window = SlidingWindowSpec(2 * BLOCK_TOKENS + 1)
+    window = in_tokens.SlidingWindow(2 * BLOCK_TOKENS + 1)
     spec = NamespaceSpec("windows", BLOCK_TOKENS, (PartSpec("window", 0, PART_BYTES, window),))
     home = rig.cache.register(spec)
     rig.session.namespaces[home.id] = home
@@ -261,8 +260,8 @@ async def test_a_restart_finds_blocks_of_which_the_disk_has_different_parts(make
 async def test_a_restart_tells_apart_namespaces_that_differ_in_their_rules_alone(make_rig: MakeRig) -> None:
     """Their blocks have the same sizes, so on disk they look alike."""
     rig = make_rig(cpu=64, disk=128)
-    window = SlidingWindowSpec(2 * BLOCK_TOKENS + 1)
-    rules = {"full": None, "window": window, "state": RecurrentStateSpec()}
+    window = in_tokens.SlidingWindow(2 * BLOCK_TOKENS + 1)
+    rules = {"full": None, "window": window, "state": in_tokens.RecurrentState()}
     specs = [NamespaceSpec(name, BLOCK_TOKENS, (PartSpec("kv", 0, PART_BYTES, rule),)) for name, rule in rules.items()]
 
     def homes() -> list[Namespace]:

@@ -25,16 +25,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from prefixd.base.errors import ExhaustedError, PreconditionError
+from prefixd.base.rules import ChunkedWindow, RecurrentState, SlidingWindow
 from prefixd.cache import (
     BlockChain,
-    ChunkedWindowSpec,
     Lease,
     Namespace,
     NamespaceSpec,
     PartSpec,
-    RecurrentStateSpec,
     Reservation,
-    SlidingWindowSpec,
     Trie,
 )
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
@@ -123,11 +121,11 @@ class GroupsMachine(RigMachine):
         return rig
 
     def adopt(self, rig: Rig) -> None:
-        window = SlidingWindowSpec(WINDOW * BLOCK_TOKENS + 1)
+        window = SlidingWindow(WINDOW * BLOCK_TOKENS + 1)
         ranks = [
             (PartSpec("full", rank, PART_BYTES), PartSpec("window", rank, self.window_bytes, window)) for rank in (0, 1)
         ]
-        chunk, state = ChunkedWindowSpec(CHUNK * BLOCK_TOKENS), RecurrentStateSpec(CHECKPOINT * BLOCK_TOKENS)
+        chunk, state = ChunkedWindow(CHUNK * BLOCK_TOKENS), RecurrentState(CHECKPOINT * BLOCK_TOKENS)
         mixed = (
             PartSpec("full", 0, PART_BYTES),
             PartSpec("chunk", 0, PART_BYTES, chunk),
@@ -136,7 +134,7 @@ class GroupsMachine(RigMachine):
         parts = {
             "hybrid": (*ranks[0], *ranks[1]),
             "mixed": mixed,
-            "mamba": (PartSpec("state", 0, PART_BYTES, RecurrentStateSpec()),),
+            "mamba": (PartSpec("state", 0, PART_BYTES, RecurrentState()),),
         }
         self.homes: dict[str, Namespace] = {"model": rig.namespace}
         for name, of_home in parts.items():

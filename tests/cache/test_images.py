@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixd.cache import Namespace, NamespaceSpec, PartSpec, VisionEmbeddingSpec, check_integrity
+from prefixd.base.rules import VisionEmbedding
+from prefixd.cache import Namespace, NamespaceSpec, PartSpec, check_integrity
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 
 BLOCKS = 4  # of an image
@@ -16,7 +17,7 @@ def image(number: int) -> list[int]:
 
 
 def open_images(rig: Rig) -> Namespace:
-    parts = (PartSpec("vision", 0, PART_BYTES, VisionEmbeddingSpec()),)
+    parts = (PartSpec("vision", 0, PART_BYTES, VisionEmbedding()),)
     home = rig.cache.register(NamespaceSpec("images", BLOCK_TOKENS, parts))
     rig.session.namespaces[home.id] = home
     return home

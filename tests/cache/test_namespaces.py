@@ -9,20 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from prefixd.base import rules
 from prefixd.base.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError, NotFoundError
 from prefixd.base.tenants import Quota, Tenants
 from prefixd.cache import (
     BlockChain,
-    ChunkedWindowSpec,
-    CrossAttentionSpec,
     NamespaceSpec,
     PartSpec,
-    RecurrentStateSpec,
-    RuleSpec,
-    SlidingWindowSpec,
     TieredCache,
     Trie,
-    VisionEmbeddingSpec,
 )
 from prefixd.cache.namespaces import NamespaceRegistry, namespace_digest
 from prefixd.cache.options import CacheOptions
@@ -35,7 +30,6 @@ from prefixd.cache.rules import (
     SlidingWindow,
     VisionEmbedding,
 )
-from prefixd.cache.rules.specs import words_of
 from prefixd_swap import NewBlock, Span
 from tests.rig import OpenCache, Rig
 
@@ -62,7 +56,7 @@ OTHERS = [
     {"dtype": "float16"},
     {"layout": "layer"},
     {"parts": (PartSpec("kv", 0, 512),)},
-    {"parts": (PartSpec("kv", 0, 4096, SlidingWindowSpec(32)), PartSpec("kv", 1, 4096))},
+    {"parts": (PartSpec("kv", 0, 4096, rules.SlidingWindow(32)), PartSpec("kv", 1, 4096))},
     {"tenant": "another"},
     {"worker": True},
 ]
@@ -318,25 +312,29 @@ def test_no_tenant_has_all_namespaces() -> None:
     assert len(held) == 12
 
 
+def decode_spec(stored: bytes) -> NamespaceSpec:
+    return msgspec.msgpack.decode(stored, type=NamespaceSpec, dec_hook=rules.from_fields)
+
+
 @pytest.mark.parametrize(
     ("spec", "words", "rule"),
     [
         (None, "full attention", FullAttention()),
-        (SlidingWindowSpec(33), "sliding window of 33 tokens", SlidingWindow(2)),
-        (ChunkedWindowSpec(64), "chunks of 64 tokens", ChunkedWindow(64, 16)),
-        (RecurrentStateSpec(), "recurrent state", RecurrentState()),
-        (RecurrentStateSpec(32), "recurrent state, a checkpoint every 32 tokens", RecurrentState(2)),
-        (CrossAttentionSpec(), "cross-attention to images in the first block", CrossAttention(1)),
-        (CrossAttentionSpec(3), "cross-attention to images in the first 3 blocks", CrossAttention(3)),
-        (VisionEmbeddingSpec(), "vision embedding", VisionEmbedding()),
+        (rules.SlidingWindow(33), "sliding window of 33 tokens", SlidingWindow(2)),
+        (rules.ChunkedWindow(64), "chunks of 64 tokens", ChunkedWindow(64, 16)),
+        (rules.RecurrentState(), "recurrent state", RecurrentState()),
+        (rules.RecurrentState(32), "recurrent state, a checkpoint every 32 tokens", RecurrentState(2)),
+        (rules.CrossAttention(), "cross-attention to images in the first block", CrossAttention(1)),
+        (rules.CrossAttention(3), "cross-attention to images in the first 3 blocks", CrossAttention(3)),
+        (rules.VisionEmbedding(), "vision embedding", VisionEmbedding()),
     ],
     ids=str,
 )
-def test_every_rule_comes_back_from_disk(spec: RuleSpec | None, words: str, rule: GroupRule) -> None:
+def test_every_rule_comes_back_from_disk(spec: rules.Rule | None, words: str, rule: GroupRule) -> None:
     namespace = changed(parts=(PartSpec("kv", 0, 4096, spec),))
     namespace.check()
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(namespace), type=NamespaceSpec)
-    assert again == namespace and again.group_rules() == [rule] and words_of(spec) == words
+    again = decode_spec(msgspec.msgpack.encode(namespace, enc_hook=rules.to_fields))
+    assert again == namespace and again.group_rules() == [rule] and str(spec or rules.FULL_ATTENTION) == words
 
 
 def test_namespaces_that_an_earlier_version_wrote_are_read() -> None:
@@ -349,31 +347,31 @@ def test_namespaces_that_an_earlier_version_wrote_are_read() -> None:
         "dtype": "",
         "layout": "token",
     }
-    parts = (PartSpec("kv", 0, 64), PartSpec("w", 1, 64, SlidingWindowSpec(9)))
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=NamespaceSpec)
+    parts = (PartSpec("kv", 0, 64), PartSpec("w", 1, 64, rules.SlidingWindow(9)))
+    read = decode_spec(msgspec.msgpack.encode(stored))
     assert read == NamespaceSpec("old", 4, parts, b"s", "", "token")
-    assert read.parts[1].rule is not None and msgspec.to_builtins(read)["parts"][1] == window
+    assert msgspec.to_builtins(read, enc_hook=rules.to_fields)["parts"][1] == window
 
 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (SlidingWindowSpec(0), "a sliding window of 0 tokens; it must be between 1 and 2147483648"),
-        (ChunkedWindowSpec(0), "chunks of 0 tokens; it must be between 1 and 2147483648"),
-        (ChunkedWindowSpec(1 << 32), "chunks of 4294967296 tokens"),
-        (RecurrentStateSpec(24), "a checkpoint every 24 tokens; it must be a multiple of block_tokens (16)"),
-        (RecurrentStateSpec(-16), "a checkpoint every -16 tokens"),
-        (CrossAttentionSpec(0), "images in the first 0 blocks; it must be between 1 and 65536"),
+        (rules.SlidingWindow(0), "a sliding window of 0 tokens; it must be between 1 and 2147483648"),
+        (rules.ChunkedWindow(0), "chunks of 0 tokens; it must be between 1 and 2147483648"),
+        (rules.ChunkedWindow(1 << 32), "chunks of 4294967296 tokens"),
+        (rules.RecurrentState(24), "a checkpoint every 24 tokens; it must be a multiple of block_tokens (16)"),
+        (rules.RecurrentState(-16), "a checkpoint every -16 tokens"),
+        (rules.CrossAttention(0), "images in the first 0 blocks; it must be between 1 and 65536"),
     ],
     ids=str,
 )
-def test_a_rule_that_cannot_be_is_refused(rule: RuleSpec, message: str) -> None:
+def test_a_rule_that_cannot_be_is_refused(rule: rules.Rule, message: str) -> None:
     with pytest.raises(InvalidArgumentError) as error:
         changed(parts=(PartSpec("kv", 1, 4096, rule),)).check()
     assert f"part 'kv'/1 has {message}" in str(error.value)
 
 
 def test_images_do_not_share_a_namespace_with_text() -> None:
-    parts = (PartSpec("kv", 0, 4096), PartSpec("vision", 0, 4096, VisionEmbeddingSpec()))
+    parts = (PartSpec("kv", 0, 4096), PartSpec("vision", 0, 4096, rules.VisionEmbedding()))
     with pytest.raises(InvalidArgumentError, match="part 'vision'/0 is a vision embedding and others are not"):
         changed(parts=parts).check()

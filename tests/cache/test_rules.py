@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixd.base import rules as in_tokens
 from prefixd.cache.rules import (
     ChunkedWindow,
     CrossAttention,
@@ -23,6 +24,7 @@ from prefixd.cache.rules import (
     longest_stored,
     needed_groups,
 )
+from prefixd.cache.rules.in_blocks import in_blocks
 
 Reads = Callable[[int, int], set[int] | None]
 """The blocks that a layer reads to continue a prompt after so many blocks of so many tokens; None where it cannot."""
@@ -80,8 +82,8 @@ def definitions(draw: st.DrawFn) -> tuple[GroupRule, Reads, int]:
         st.sampled_from(
             [
                 (FullAttention(), sees_all),
-                (SlidingWindow.of_tokens(tokens, block_tokens), sees_window(tokens)),
-                (ChunkedWindow(tokens, block_tokens), sees_chunk(tokens)),
+                (in_blocks(in_tokens.SlidingWindow(tokens), block_tokens), sees_window(tokens)),
+                (in_blocks(in_tokens.ChunkedWindow(tokens), block_tokens), sees_chunk(tokens)),
                 (RecurrentState(every), sees_state),
                 (CrossAttention(image_blocks), sees_images(image_blocks)),
             ]
@@ -180,12 +182,12 @@ def test_an_image_is_whole_or_of_no_use(there: np.ndarray[tuple[int], np.dtype[n
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (2, 1), (17, 1), (18, 2), (1024, 64), (1025, 64), (1026, 65)])
 def test_a_window_counts_the_token_that_attends(tokens: int, blocks: int) -> None:
-    assert SlidingWindow.of_tokens(tokens, 16).blocks_in_window == blocks
+    assert in_blocks(in_tokens.SlidingWindow(tokens), 16) == SlidingWindow(blocks)
 
 
 def test_a_chunk_that_is_no_multiple_of_the_block() -> None:
     """Llama 4's layers with chunks of 5 tokens in blocks of 2: blocks 2 and 7 lie in two chunks each."""
-    rule = ChunkedWindow(5, 2)
+    rule = in_blocks(in_tokens.ChunkedWindow(5), 2)
     assert [list(rule.needed(blocks)) for blocks in range(7)] == [[], [0], [0, 1], [2], [2, 3], [], [5]]
 
 

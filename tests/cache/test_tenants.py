@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ExhaustedError
+from prefixd.base.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.moving.victims import Limits, find_victims
 from prefixd.cache.placement.tenant_use import Losses
-from prefixd.cache.rules.specs import SlidingWindowSpec
 from prefixd.cache.sessions.sessions import Process
 from tests.cache.tenant_rig import Home
 from tests.rig import MakeRig, Rig
@@ -480,7 +480,7 @@ async def test_a_trie_that_gets_another_geometry_is_counted_by_that(make_rig: Ma
     await rig.cache.mover.forget(trie, rig.rows([1, 2], old.namespace)[::-1])
     rig.cache.leases.close(old.session)
     del old
-    parts = (PartSpec("kv", 0, 4096), PartSpec("window", 0, 8192, SlidingWindowSpec(3)))
+    parts = (PartSpec("kv", 0, 4096), PartSpec("window", 0, 8192, SlidingWindow(3)))
     namespace = rig.cache.register(NamespaceSpec("another", 2, parts, tenant="a"))
     assert rig.cache.trie(namespace) is trie
     rig.session = rig.cache.leases.open("a", 1, 0.0, rig.cache.tenants.known("a"))

@@ -118,6 +118,19 @@ async def test_chunks(client: AsyncClient, request: pytest.FixtureRequest) -> No
     assert [(await cache.match(prompt(blocks))).blocks for blocks in range(1, 8)] == [0, 0, 3, 4, 5, 6, 7]
 
 
+async def test_a_full_chunk_that_is_missing_is_stored(client: AsyncClient, request: pytest.FixtureRequest) -> None:
+    """Where it ends a prompt goes on without it, but the same prompt again goes on inside it."""
+    cache = await register(client, "full chunk", None, ChunkedWindow(3 * BLOCK_TOKENS), request=request)
+    keys, chunks = kv(6, 1), kv(6, 2)
+    await cache.store(prompt(6), keys, parts=[0])
+    assert [(await cache.match(prompt(blocks))).blocks for blocks in (5, 6)] == [3, 6]
+    assert await cache.store(prompt(6), [keys, chunks]) == StoreResult(6, 0)
+    assert await cache.store(prompt(6), [keys, chunks]) == StoreResult(0, 6)
+    assert (await cache.match(prompt(5))).blocks == 5
+    found, (_, got) = await load(cache, 5)
+    assert found == 5 and [block(got, at) for at in (3, 4)] == [block(chunks, at) for at in (3, 4)]
+
+
 async def test_the_images_of_a_prompt(client: AsyncClient, request: pytest.FixtureRequest) -> None:
     cache = await register(client, "images", None, CrossAttention(2), request=request)
     keys, image = kv(5, 1), kv(2, 2)

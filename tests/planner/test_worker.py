@@ -18,14 +18,13 @@ from prefixd.worker_protocol.protocol import (
     Cancel,
     Done,
     Extend,
-    FullAttention,
     GroupShape,
     Start,
     Step,
     ToWorker,
 )
 
-KV = KvShape((GroupShape("full", FullAttention(), 1, 1),), 4)
+KV = KvShape((GroupShape("full", None, 1, 1),), 4)
 
 
 class OneSecond:
@@ -193,7 +192,7 @@ def test_full_blocks_are_told_together_up_to_a_64th_of_a_block_late() -> None:
 
     async def run() -> None:
         worker = SimulatedWorker(
-            OneSecond(), KvShape((GroupShape("full", FullAttention(), 1, 1),), 128), 512,
+            OneSecond(), KvShape((GroupShape("full", None, 1, 1),), 128), 512,
             lambda request, begin, count: [request] * count, asyncio.get_running_loop().time,
             on_step=lambda step: told.append({update.id: update.filled_blocks for update in step.updates}),
             on_done=lambda done: None,

@@ -58,7 +58,6 @@ from prefixd.serving.text.tokenization import TextCodec, TextStream, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd.worker_protocol.protocol import (
     BeamResult,
-    FullAttention,
     GroupShape,
     ImageGroup,
     ImageShape,
@@ -71,7 +70,7 @@ from tests.waiting import until
 
 CONTEXT = 2048
 HELLO = hello(
-    groups=(GroupShape("attention", FullAttention(), 2, 1),),
+    groups=(GroupShape("attention", None, 2, 1),),
     frame_bytes=8192,
     chunk_bytes=8192,
     vocab_size=272,

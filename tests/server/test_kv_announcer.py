@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import zmq
 
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.base.tenants import COMMON
 from prefixd.cache import (
     Namespace,
     NamespaceSpec,
     PartSpec,
-    RecurrentStateSpec,
-    SlidingWindowSpec,
     TieredCache,
     Trie,
 )
@@ -48,7 +47,7 @@ from tests.cache.index.entering import enter_chain
 from tests.rig import OpenCache
 from tests.waiting import until
 
-STATE = RecurrentStateSpec()
+STATE = RecurrentState()
 ON = EventSettings(endpoint="ipc:///nowhere")
 
 
@@ -221,7 +220,7 @@ async def test_of_several_groups_those_count_that_every_prefix_needs(
 ) -> None:
     """Windows and states come and go, and the block stays announced; where there are no others, any of them counts."""
     monkeypatch.setattr(router_events, "Publisher", Router)
-    parts = (PartSpec("full", 0, 8, None if lasting else SlidingWindowSpec(9)), PartSpec("state", 0, 8, STATE))
+    parts = (PartSpec("full", 0, 8, None if lasting else SlidingWindow(9)), PartSpec("state", 0, 8, STATE))
     namespace = cache.register(NamespaceSpec("m", 2, parts))
     trie = cache.trie(namespace)
     events = router_events.KVEvents(cache, ON)

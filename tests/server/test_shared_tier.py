@@ -13,6 +13,7 @@ import pytest
 
 import tests.hello
 from prefixd.base.errors import ConfigError, UnavailableError
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.cache import TieredCache
 from prefixd.serving.dispatch.context import TierShare
 from prefixd.serving.frame_budget import FrameBudget
@@ -21,7 +22,7 @@ from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.serving.models.models import Models
 from prefixd.settings import Settings
 from prefixd.worker_protocol.errors import ProtocolError
-from prefixd.worker_protocol.protocol import GroupShape, Hello, RecurrentState, SlidingWindow
+from prefixd.worker_protocol.protocol import GroupShape, Hello
 from prefixd_swap import FramePool, VirtualMemory, create_memory
 from prefixd_swap.vmem import HostMemory
 from tests.waiting import until

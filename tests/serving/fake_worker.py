@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.cache import Namespace, TieredCache
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.kv_shape import KvShape
@@ -19,11 +20,8 @@ from prefixd.worker_protocol.protocol import (
     Cancel,
     Done,
     Extend,
-    FullAttention,
     GroupShape,
     KeptState,
-    RecurrentState,
-    SlidingWindow,
     Start,
     Step,
     ToWorker,
@@ -42,11 +40,11 @@ PLACEHOLDER = 7
 STEP = 12
 """Most tokens of a request that the worker computes at a time, if the model has windows or states."""
 
-_FULL = GroupShape("full", FullAttention(), 2, 1)
+_FULL = GroupShape("full", None, 2, 1)
 _WINDOW = GroupShape("window", SlidingWindow(7), 2, 2)
 _STATE = GroupShape("state", RecurrentState(), 3, 2)
 MODELS = {
-    "plain": KvShape((GroupShape("attention", FullAttention(), 1, 1),), BLOCK),
+    "plain": KvShape((GroupShape("attention", None, 1, 1),), BLOCK),
     "windows": KvShape((_FULL, _WINDOW), BLOCK, window_margin=2, step_tokens=STEP),
     "windows alone": KvShape((_WINDOW,), BLOCK, step_tokens=STEP),
     "states": KvShape((_FULL, _WINDOW, _STATE), BLOCK, step_tokens=STEP),

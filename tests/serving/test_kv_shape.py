@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from prefixd.cache import RecurrentStateSpec, SlidingWindowSpec
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.serving.kv_shape import KvShape
-from prefixd.worker_protocol.protocol import FullAttention, GroupShape, RecurrentState, SlidingWindow
+from prefixd.worker_protocol.protocol import GroupShape
 
-FULL = GroupShape("full", FullAttention(), 2, 1)
+FULL = GroupShape("full", None, 2, 1)
 STATE = GroupShape("state", RecurrentState(), 3, 2)
 
 
@@ -15,18 +15,16 @@ def window(tokens: int, frames: int = 1) -> GroupShape:
 
 
 def test_a_part_is_a_frame_and_one_plain_group_keeps_its_name() -> None:
-    assert [part.group for part in KvShape((GroupShape("attention", FullAttention(), 2, 1),), 16).parts(8192)] == [
-        "attention"
-    ]
+    assert [part.group for part in KvShape((GroupShape("attention", None, 2, 1),), 16).parts(8192)] == ["attention"]
     parts = KvShape((FULL, window(64, frames=2), STATE), 16).parts(4096)
     assert [part.group for part in parts] == ["full", "window-64.0", "window-64.1", "state.0", "state.1"]
-    assert [part.rule for part in parts] == [None, *[SlidingWindowSpec(64)] * 2, *[RecurrentStateSpec()] * 2]
+    assert [part.rule for part in parts] == [None, *[SlidingWindow(64)] * 2, *[RecurrentState()] * 2]
     assert {part.nbytes for part in parts} == {4096}
 
 
 def test_a_state_of_every_block_stays_as_long_as_its_block() -> None:
-    every = GroupShape("state", RecurrentState(every_block=True), 3, 1)
-    assert [part.rule for part in KvShape((FULL, every), 16).parts(4096)] == [None, RecurrentStateSpec(16)]
+    every = GroupShape("state", RecurrentState(16), 3, 1)
+    assert [part.rule for part in KvShape((FULL, every), 16).parts(4096)] == [None, RecurrentState(16)]
 
 
 def test_windows_that_are_one_group_of_the_trie_are_passed_together() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
 from benchmarks.engines.vllm_models import VOCABULARY
-from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, RecurrentState, Rule, SlidingWindow
+from prefixd.base.rule_messages import from_message
+from prefixd.client import Cache, Client, NamespaceSpec, PartSpec
 from tests.waiting import wait_until
 
 T = TypeVar("T")
@@ -114,13 +115,6 @@ def alter(client: Client, prompt: Sequence[int]) -> int:
     return altered
 
 
-def _rule(rule: Any) -> Rule | None:
-    kind = rule.WhichOneof("kind")
-    if kind == "recurrent_state":
-        return RecurrentState(rule.recurrent_state.checkpoint_tokens)
-    return SlidingWindow(rule.sliding_window.tokens) if kind == "sliding_window" else None
-
-
 def registered(client: Client) -> list[Cache]:
     """The namespaces (without salt) that the engines of the client's daemon have registered."""
     caches = []
@@ -131,7 +125,7 @@ def registered(client: Client) -> list[Cache]:
                 part.group,
                 part.rank,
                 part.nbytes,
-                _rule(part.rule),
+                from_message(part),
             )
             for part in known.parts
         )

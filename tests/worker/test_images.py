@@ -36,7 +36,7 @@ from prefixd.worker.model import CausalModel, _PlainMemory, load_model
 from prefixd.worker.spec.kv_groups import AttentionGroup, KvGroups, with_images
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError, RequestError
-from prefixd.worker_protocol.protocol import FullAttention, ImageFrames, ImageGroup, ImageShape, PromptImage
+from prefixd.worker_protocol.protocol import ImageFrames, ImageGroup, ImageShape, PromptImage
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.geometry import KvGeometry
 from tests.worker.conftest import Rig
@@ -209,7 +209,7 @@ def test_what_the_daemon_is_told(vision):
 
 def test_frames_of_an_image_of_llama_3_2_11b():
     text_of_11b = KvGeometry(32, 8, 128, "bfloat16", 16)
-    group = AttentionGroup("full", FullAttention(), tuple(range(32)), text_of_11b, 1, (None,) * 32)
+    group = AttentionGroup("full", None, tuple(range(32)), text_of_11b, 1, (None,) * 32)
     plain = KvGroups((group,), None, 16, text_of_11b.block_bytes, 2 << 20)
     groups = with_images(plain, range(3, 40, 5), KvGeometry(8, 8, 128, "bfloat16", 4 * 1601))
     assert plain.alone and not groups.alone

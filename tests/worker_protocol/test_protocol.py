@@ -8,6 +8,7 @@ import struct
 
 import pytest
 
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.base.sampling import Sampling
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError, WorkerError
 from prefixd.worker_protocol.protocol import (
@@ -17,14 +18,11 @@ from prefixd.worker_protocol.protocol import (
     Done,
     Extend,
     Failed,
-    FullAttention,
     GroupShape,
     Hello,
     Memory,
     Ready,
-    RecurrentState,
     Shutdown,
-    SlidingWindow,
     Start,
     Step,
     TokenLogprobs,
@@ -52,7 +50,7 @@ TO_WORKER = [
 FROM_WORKER = [
     Hello(
         groups=(
-            GroupShape("full", FullAttention(), 1, 1),
+            GroupShape("full", None, 1, 1),
             GroupShape("window", SlidingWindow(8), 2, 3),
             GroupShape("state", RecurrentState(), 4, 5),
         ),

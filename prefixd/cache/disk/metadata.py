@@ -9,6 +9,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
+from prefixd.base.rules import to_fields
 from prefixd.cache.disk.records import DiskRecords
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import NamespaceRegistry
@@ -53,7 +54,9 @@ class DiskMetadata:
         for ordinal in np.unique(trie.namespace[rows]).tolist():
             namespace = self._namespaces.at(ordinal)
             if namespace.id not in self.saved:
-                await self._store.put_namespace(namespace.id, msgspec.msgpack.encode(namespace.spec))
+                await self._store.put_namespace(
+                    namespace.id, msgspec.msgpack.encode(namespace.spec, enc_hook=to_fields)
+                )
                 self.saved.add(namespace.id)
 
     async def forget_namespaces(self, ids: Sequence[bytes]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.errors import InvalidArgumentError, PrefixdError
+from prefixd.base.rules import from_fields
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec, namespace_digest
 from prefixd.cache.placement.placement import Placement
@@ -87,7 +88,7 @@ def _decoded(identity: bytes, spec: bytes) -> NamespaceSpec:
     That is also where it is not what its id stands for, whose clients would be refused. An earlier version's, which had
     fewer fields, may have another id.
     """
-    decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec)
+    decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec, dec_hook=from_fields)
     decoded.check()
     earlier = msgspec.msgpack.decode(spec, type=dict[str, msgspec.Raw]).keys() < set(NamespaceSpec.__struct_fields__)
     if namespace_digest(decoded) != identity and not earlier:

@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 
 from prefixd.base.pacer import give_way
+from prefixd.base.rules import to_fields
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
@@ -98,7 +99,7 @@ class Digests:
         names = self._names_of.get(namespace)
         if names is None:
             keys = self._tier.seal.keys(namespace.spec.salt)
-            geometry = xxhash.xxh3_64_digest(msgspec.msgpack.encode(namespace.spec.geometry))
+            geometry = xxhash.xxh3_64_digest(msgspec.msgpack.encode(namespace.spec.geometry, enc_hook=to_fields))
             names = keys, root_digest(keys, namespace.spec), geometry
             self._names_of[namespace] = names
         return names

@@ -31,16 +31,6 @@ class SlidingWindow(GroupRule):
 
     blocks_in_window: int
 
-    @classmethod
-    def of_tokens(cls, window_tokens: int, block_tokens: int) -> SlidingWindow:
-        """The rule of a window of `window_tokens` tokens, the token that attends included (vLLM's and transformers'
-        meaning).
-
-        So the next token needs the `window_tokens - 1` tokens before it. A window of 1 token needs none; one block is
-        kept all the same, so that every prefix has bytes of every group.
-        """
-        return cls(max(1, -(-(window_tokens - 1) // block_tokens)))
-
     def needed_range(self, blocks: Int64s) -> tuple[Int64s, Int64s]:
         """The window."""
         return np.maximum(blocks - self.blocks_in_window, 0), blocks

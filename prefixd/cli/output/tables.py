@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefixd.base.rules import FULL_ATTENTION
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import QUOTA_TIERS, Tier
 from prefixd.cli.output.figures import figure_table
@@ -256,7 +257,7 @@ def _marks(pinned: bool, held: int) -> str:
 
 def _has_rules(groups: Sequence[admin_pb2.GroupInfo]) -> bool:
     """Whether there is more to say of them than that a prefix needs all."""
-    return len(groups) > 1 or any(group.rule != "full attention" for group in groups)
+    return len(groups) > 1 or any(group.rule != FULL_ATTENTION for group in groups)
 
 
 def _group_name(group: admin_pb2.GroupInfo) -> str:

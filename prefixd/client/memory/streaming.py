@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from prefixd.base.rules import ChunkedWindow
 from prefixd.client.connecting.session import Session
 from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.memory.buffers import BlockBuffers, StreamSink
@@ -114,7 +115,9 @@ async def put(
         # may be missing before `first_block`, it is the daemon that knows.
         if cached < first_block and not parts and not any(part.rule for part in namespace.spec.parts):
             raise gap_error(cached, first_block)
-        start = first_block if parts else max(first_block, cached)
+        # A match does without a chunk that ends with it, but the same prompt again continues inside that chunk.
+        chunked = any(isinstance(part.rule, ChunkedWindow) for part in namespace.spec.parts)
+        start = first_block if parts or chunked else max(first_block, cached)
         if start >= total:
             refused = await namespace.try_to_retain(prompt, retention)
             return None if durable else StoreResult(0, total - first_block, 0, refused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from prefixd.client import NamespaceSpec, PartSpec, RecurrentState, Rule, SlidingWindow
+from prefixd.client import NamespaceSpec, PartSpec, RecurrentState, SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,30 +18,22 @@ class Group:
     """Tokens of one of the engine's blocks."""
     part_bytes: int
     """Bytes of a prefixd block that belong to the group, on one rank."""
-    window_tokens: int | None = None
-    """Tokens that a token of the group's layers attends to, itself included; None: all before it. A reader of a
-    prefix needs its last `window_tokens - 1` tokens; prefixd keeps the blocks that contain them."""
-
-    state: bool = False
-    """A block's bytes are the recurrent state after it. The engine has states after some blocks only."""
+    rule: SlidingWindow | RecurrentState | None = None
+    """Which part of a prefix its layers need; None: all of it. The engine has states after some blocks only."""
 
     replicated: bool = False
     """Every rank has the same bytes (latents of MLA). One rank saves them, all ranks load them."""
 
     @property
-    def rule(self) -> Rule | None:
-        """The group's rule in the namespace; None: full attention."""
-        if self.state:
-            return RecurrentState()
-        return None if self.window_tokens is None else SlidingWindow(self.window_tokens)
+    def state(self) -> bool:
+        """Whether a block's bytes are the recurrent state after it."""
+        return isinstance(self.rule, RecurrentState)
 
     def span(self, block_tokens: int) -> int | None:
         """How many last blocks of a prefix, of `block_tokens` tokens each, a reader needs; None: all blocks."""
         if self.state:
             return 1
-        if self.window_tokens is None:
-            return None
-        return max(1, -(-(self.window_tokens - 1) // block_tokens))
+        return self.rule.blocks(block_tokens) if isinstance(self.rule, SlidingWindow) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefixd.base.errors import ConfigError
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.integrations.engine.copying.group_pages import GroupPages, PageRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.options import DEFAULT_BLOCK_TOKENS
@@ -90,8 +91,8 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
         names = [name for name in kv_cache_config.kv_cache_groups[index].layer_names if name in runs]
         page_bytes = sum(run.nbytes for name in names for run in runs[name])
         part_bytes = block_tokens // spec.block_size * page_bytes
-        group = Group(index, spec.block_size, part_bytes, windows.get(index), index in states, _is_replicated(spec))
-        groups.append(group)
+        rule = RecurrentState() if index in states else SlidingWindow(windows[index]) if index in windows else None
+        groups.append(Group(index, spec.block_size, part_bytes, rule, _is_replicated(spec)))
     # Groups that are not kept here count too: vLLM refuses ids of failed blocks where it has several groups. With a
     # window it would go on behind the first block that failed, where it has no bytes of the window before that block.
     by_block = len(kv_cache_config.kv_cache_groups) == 1 and not windows

@@ -13,13 +13,13 @@ from google.protobuf.message import Message
 
 import prefixd
 from prefixd.base.pacer import SLICE_ROWS, Pacer, give_way
+from prefixd.base.rule_messages import to_message
 from prefixd.base.tiers import Tier
 from prefixd.cache import Lease, PartSpec, Reservation, TieredCache
 from prefixd.cache.index.trie import TIERS
 from prefixd.server.figures.metrics import METRIC, METRICS
 from prefixd.server.figures.tenant_figures import TenantFigures
 from prefixd.server.kv_events import KVEvents
-from prefixd.server.rule_messages import rule_message
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.models.model_host import ModelHost
 from prefixd.serving.models.worker_process import WorkerState
@@ -396,4 +396,4 @@ async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> tuple[li
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:
-    return cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes, rule=rule_message(part.rule))
+    return cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes, rule=to_message(part.rule))

@@ -23,6 +23,7 @@ from prefixd.base.errors import (
     UnavailableError,
 )
 from prefixd.base.pacer import Pacer, give_way
+from prefixd.base.rule_messages import from_message
 from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import MAX_BLOCKS
@@ -32,10 +33,10 @@ from prefixd.cache.namespaces import check_part_count
 from prefixd.cache.sessions.leasing import NO_OFFSET, Asked
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.kv_events import Watches
+from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, granting, unary
 from prefixd.server.rpc.receiving import CURRENT_CALL, current_caller
 from prefixd.server.rpc.status import Context, abort
-from prefixd.server.rule_messages import retention_requests, rule_spec
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back
 from prefixd.v1 import cache_pb2 as pb
@@ -126,7 +127,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         spec = NamespaceSpec(
             name=wanted.name,
             block_tokens=wanted.block_tokens,
-            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, rule_spec(part)) for part in wanted.parts),
+            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, from_message(part)) for part in wanted.parts),
             salt=wanted.salt,
             dtype=wanted.dtype,
             layout=wanted.layout,

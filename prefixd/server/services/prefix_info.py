@@ -9,11 +9,11 @@ import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.pacer import Pacer
+from prefixd.base.rules import FULL_ATTENTION
 from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.cache.rules import GroupMask
-from prefixd.cache.rules.specs import words_of
 from prefixd.server.services.prefix_keys import Prefix, find_prefix
 from prefixd.v1 import admin_pb2 as pb
 
@@ -139,7 +139,7 @@ class GroupCounts:
                 pb.GroupInfo(
                     names=list(dict.fromkeys(part.group for part in parts))[:_NAMES],
                     parts=len(parts),
-                    rule=words_of(parts[0].rule),
+                    rule=str(parts[0].rule or FULL_ATTENTION),
                     block_bytes=int(self._trie.group_bytes[group.mask]),
                     blocks=int(self._masks[(masks & group.mask) != 0].sum()),
                 )

@@ -19,8 +19,8 @@ from prefixd.base.errors import ExhaustedError, InvalidArgumentError, Preconditi
 from prefixd.base.pacer import Pacer
 from prefixd.cache import Lease, Reservation, Session, TieredCache
 from prefixd.cache.sessions.reservations import ToFill
+from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, outlive
-from prefixd.server.rule_messages import retention_requests
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_swap import round_to_slot
 

@@ -22,7 +22,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from prefixd.base.drawn_tokens import drawn_ids
-from prefixd.cache import BlockChain, CrossAttentionSpec, Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
+from prefixd.base.rules import CrossAttention
+from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.placement.paths import path_now
@@ -41,7 +42,7 @@ def image_namespace(model: NamespaceSpec, frames: int, frame_bytes: int, *, whol
     Its name: "5f1e...-images".
     """
     width = frames if whole_pages else 1
-    part = PartSpec("cross", 0, width * frame_bytes, CrossAttentionSpec(frames // width))
+    part = PartSpec("cross", 0, width * frame_bytes, CrossAttention(frames // width))
     return replace(model, name=f"{model.name}-images", block_tokens=LEAST_BLOCK_TOKENS, parts=(part,))
 
 
@@ -92,7 +93,7 @@ class ImageKv:
 def blocks_of(spec: NamespaceSpec) -> int:
     """Blocks of an image in a namespace of images."""
     rule = spec.parts[0].rule
-    assert isinstance(rule, CrossAttentionSpec), "a namespace of images has that rule"
+    assert isinstance(rule, CrossAttention), "a namespace of images has that rule"
     return rule.image_blocks
 
 

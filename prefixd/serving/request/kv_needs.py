@@ -11,7 +11,7 @@ from prefixd.cache import Trie
 from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.trie import GPU, Rows
 from prefixd.cache.rules import GroupMask, KvGroup, expired_groups
-from prefixd.cache.rules.specs import rule_of
+from prefixd.cache.rules.in_blocks import in_blocks
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.request.request import Request
 
@@ -52,9 +52,7 @@ class KvNeeds:
         self._kv = kv
         self._frame_bytes = frame_bytes
         self._by_rule = all(need.rule == kv.groups[need.group].rule for need in kv.needs)
-        self._layers = [
-            KvGroup(rule_of(kv.rule(need.rule), kv.block_tokens), (), bit) for bit, need in enumerate(kv.needs)
-        ]
+        self._layers = [KvGroup(in_blocks(need.rule, kv.block_tokens), (), bit) for bit, need in enumerate(kv.needs)]
         self._memory = ColumnMemory()
         self._expired: GroupMask = np.zeros(0, np.uint8)  # by row, a bit for each need
         self.trie: Trie | None = None

@@ -18,18 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.worker.recurrent import StateLayout
 from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.protocol import (
-    FullAttention,
-    GroupShape,
-    ImageGroup,
-    Need,
-    RecurrentState,
-    SlidingWindow,
-    frames_each,
-)
+from prefixd.worker_protocol.protocol import GroupShape, ImageGroup, Need, frames_each
 from prefixd_swap.block_size import explain_block_tokens
 from prefixd_swap.geometry import KvGeometry, Layout
 
@@ -51,7 +44,7 @@ class AttentionGroup:
     """
 
     name: str
-    rule: FullAttention | SlidingWindow
+    rule: SlidingWindow | None
     layers: tuple[int, ...]
     geometry: KvGeometry
     frames: int
@@ -66,7 +59,7 @@ class AttentionGroup:
         """What its layers need, as the daemon is told; `group` is its place among all groups."""
         layer_bytes = self.geometry.block_bytes // len(self.layers)
         return tuple(
-            Need(group, FullAttention() if window is None else SlidingWindow(window), count * layer_bytes)
+            Need(group, None if window is None else SlidingWindow(window), count * layer_bytes)
             for window, count in Counter(self.windows).items()
         )
 
@@ -75,17 +68,17 @@ class AttentionGroup:
 class StateGroup:
     """All recurrent layers of a model: a state of `layout.nbytes` bytes in `frames` frames.
 
-    every_block: a state is kept after every block.
+    rule: with checkpoints if a state is kept after every block.
     """
 
     layout: StateLayout
     frames: int
-    every_block: bool = False
+    rule: RecurrentState
 
     @property
     def shape(self) -> GroupShape:
         """As the daemon is told."""
-        return GroupShape("state", RecurrentState(self.every_block), len(self.layout.shapes), self.frames)
+        return GroupShape("state", self.rule, len(self.layout.shapes), self.frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +132,7 @@ class KvGroups:
     @property
     def plain(self) -> bool:
         """Whether every token is needed to the end, in every group."""
-        return self.state is None and all(group.rule == FullAttention() for group in self.attention)
+        return self.state is None and all(group.rule is None for group in self.attention)
 
     @property
     def own(self) -> KvGroups:
@@ -199,7 +192,7 @@ class KvGroups:
         """Why a block has another number of tokens than was asked for; empty if it has not."""
         if asked == self.block_tokens:
             return ""
-        if self.state is not None and self.state.every_block:
+        if self.state is not None and self.state.rule.checkpoint_tokens:
             return (
                 f'{asked} tokens asked, {self.block_tokens} used: with worker.groups = "one" a page holds the block of '
                 f"an attention layer or the state of a recurrent one, of up to {self.state.layout.layer_bytes} bytes"
@@ -246,10 +239,10 @@ def plan_groups(
     for model, of_model in (("", attention), ("draft-", draft)):
         for layer in of_model:
             window = _window(layer, max_tokens) if by_rule else None
-            rule = FullAttention() if window is None else SlidingWindow(window)
+            rule = None if window is None else SlidingWindow(window)
             grouped.setdefault(_Alike(model, rule, layer.kv_heads, layer.head_dim), []).append(layer)
     alone = len(grouped) == 1 and states is None
-    plain = alone and isinstance(next(iter(grouped)).rule, FullAttention)
+    plain = alone and next(iter(grouped)).rule is None
     if layout != "token" and not alone:
         raise ModelError(
             f"has {len(grouped) + (states is not None)} groups of layers that keep different things, which cannot lie "
@@ -261,7 +254,7 @@ def plan_groups(
     ]
     automatic = _page_bytes(asked) if alone else mmap.PAGESIZE
     granule = chunk_bytes or (CUDA_CHUNK_BYTES if on_cuda else automatic)
-    windowed = any(isinstance(alike.rule, SlidingWindow) for alike in grouped)
+    windowed = any(alike.rule is not None for alike in grouped)
     paged_states = not by_rule and states is not None and len(asked) == 1
     if paged_states and states is not None:
         block_tokens = max(block_tokens, -(-states.layer_bytes * asked[0].layers // asked[0].token_bytes))
@@ -280,7 +273,7 @@ def plan_groups(
     state = None
     if states is not None:
         pages = -(-len(states.shapes) // asked[0].layers) if paged_states else -(-states.nbytes // frame_bytes)
-        state = StateGroup(states, pages, every_block=not by_rule)
+        state = StateGroup(states, pages, RecurrentState(0 if by_rule else tokens))
     of_draft = sum(alike.model != "" for alike in grouped)
     return KvGroups(tuple(groups), state, tokens, frame_bytes, granule, of_draft, whole_pages)
 
@@ -303,7 +296,7 @@ class _Alike(NamedTuple):
     """What the layers of a group have in common; model: what its name begins with."""
 
     model: str
-    rule: FullAttention | SlidingWindow
+    rule: SlidingWindow | None
     kv_heads: int
     head_dim: int
 
@@ -346,10 +339,10 @@ def _frame_bytes(blocks: Sequence[int], states: StateLayout | None, granule: int
     return granule
 
 
-def _name(rule: FullAttention | SlidingWindow, plain: bool, twice: bool, layer: int) -> str:
+def _name(rule: SlidingWindow | None, plain: bool, twice: bool, layer: int) -> str:
     """`attention` for a model of full attention alone; else what the rule is, and the first layer if two groups share
     it."""
     if plain:
         return "attention"
-    name = "full" if isinstance(rule, FullAttention) else f"window-{rule.tokens}"
+    name = "full" if rule is None else f"window-{rule.tokens}"
     return f"{name}-layer-{layer}" if twice else name

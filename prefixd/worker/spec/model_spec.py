@@ -29,7 +29,7 @@ from prefixd.worker.spec.memory_estimate import weights_bytes, working_bytes
 from prefixd.worker.spec.probe import PROBE_NAME, AttentionLayer, probe, register_probe
 from prefixd.worker.spec.tiles import tile_tokens
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.protocol import Hello, ImageShape, SlidingWindow
+from prefixd.worker_protocol.protocol import Hello, ImageShape
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.geometry import ELEMENT_BYTES, KvGeometry, Layout
 
@@ -127,7 +127,7 @@ class ModelSpec:
         | gone   | read, hidden  | seen       |        16 - 10 = 6, and (29 - 10 - 6) // 8 = 1 block is gone
         ```
         """
-        windows = [group.rule.tokens for group in self.groups.attention if isinstance(group.rule, SlidingWindow)]
+        windows = [group.rule.tokens for group in self.groups.attention if group.rule is not None]
         tile = tile_tokens(self.block_tokens) if self.device.type == "cpu" else 1
         draft_behind = 0 if self.draft is None else 1
         return max((-(window - 1) % tile for window in windows), default=0) + draft_behind

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.base.tenants import COMMON, Quota, Tenants, TierQuota
-from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
+from prefixd.cache import PartSpec
 from prefixd.cache.background import common_blocks
 from prefixd.cache.background.common_blocks import _ENTRY_BYTES, Computed
 from prefixd.cache.index.trie import CPU, DISK, GPU
@@ -22,8 +23,8 @@ from tests.cache.house import FULL, TENANTS, House
 from tests.cache.remote.memory_store import MemoryStore
 from tests.rig import BLOCK_TOKENS, PART_BYTES
 
-WINDOW = PartSpec("window", 0, PART_BYTES, SlidingWindowSpec(2 * BLOCK_TOKENS))
-STATE = PartSpec("state", 0, PART_BYTES, RecurrentStateSpec())
+WINDOW = PartSpec("window", 0, PART_BYTES, SlidingWindow(2 * BLOCK_TOKENS))
+STATE = PartSpec("state", 0, PART_BYTES, RecurrentState())
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from prefixd.cache import NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec
+from prefixd.base.rules import SlidingWindow
+from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 from tests.waiting import until
@@ -231,7 +232,7 @@ async def test_a_block_without_room_has_a_record_for_those_that_continue_it(make
 async def test_a_small_block_does_not_go_to_disk_without_its_parent(make_rig: MakeRig) -> None:
     """There is room for the one part of it that is wanted, and not for both of its parent's."""
     rig = make_rig(cpu=8, disk=3)
-    window = SlidingWindowSpec(2 * BLOCK_TOKENS + 1)
+    window = SlidingWindow(2 * BLOCK_TOKENS + 1)
     spec = NamespaceSpec(
         "hybrid", BLOCK_TOKENS, (PartSpec("full", 0, PART_BYTES), PartSpec("window", 0, PART_BYTES, window))
     )

@@ -6,7 +6,8 @@ A change here makes caches of users unreadable or unfindable: raise `VERSION` in
 
 from __future__ import annotations
 
-from prefixd.cache import BlockChain, NamespaceSpec, PartSpec, SlidingWindowSpec
+from prefixd.base.rules import SlidingWindow
+from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_digest
 from prefixd_swap.slab.data_directory import VERSION
 from prefixd_swap.slab.index.block_record import (
@@ -53,6 +54,6 @@ def test_block_keys() -> None:
 
 
 def test_a_namespaces_id() -> None:
-    parts = (PartSpec("full", 0, 64), PartSpec("window", 1, 32, SlidingWindowSpec(9)))
+    parts = (PartSpec("full", 0, 64), PartSpec("window", 1, 32, SlidingWindow(9)))
     spec = NamespaceSpec("model", 4, parts, b"salt", "bfloat16", "token")
     assert namespace_digest(spec).hex() == "ed289abfc73ddfdb"

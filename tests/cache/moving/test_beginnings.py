@@ -18,14 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixd.base.rules import ChunkedWindow, RecurrentState, SlidingWindow
 from prefixd.cache import (
-    ChunkedWindowSpec,
     Lease,
     Namespace,
     NamespaceSpec,
     PartSpec,
-    RecurrentStateSpec,
-    SlidingWindowSpec,
 )
 from prefixd.cache.index.trie import CPU, DISK
 from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
@@ -159,9 +157,9 @@ WINDOW_BLOCKS, CHUNK_BLOCKS = 3, 3
 def spec_of(kinds: Sequence[str]) -> NamespaceSpec:
     rules = {
         FULL: None,
-        WINDOW: SlidingWindowSpec(WINDOW_BLOCKS * BLOCK_TOKENS + 1),
-        CHUNK: ChunkedWindowSpec(CHUNK_BLOCKS * BLOCK_TOKENS),
-        STATE: RecurrentStateSpec(),
+        WINDOW: SlidingWindow(WINDOW_BLOCKS * BLOCK_TOKENS + 1),
+        CHUNK: ChunkedWindow(CHUNK_BLOCKS * BLOCK_TOKENS),
+        STATE: RecurrentState(),
     }
     parts = (PartSpec(kind, 0, PART_BYTES, rules[kind]) for kind in kinds)
     return NamespaceSpec("-".join(kinds), BLOCK_TOKENS, tuple(parts))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec
+from prefixd.base.rules import SlidingWindow
+from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.background.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import CPU, REMOTE
 from prefixd.cache.remote import Remote, RemoteOptions, health, lookups, sharing
@@ -431,7 +432,7 @@ async def test_only_what_the_policy_names_is_shared(tmp_path: Path, policy: str)
 
 async def test_windows_are_found_where_a_prefix_needs_them(tmp_path: Path) -> None:
     async with two_hosts(tmp_path, cpu=64) as (a, b, store, _):
-        parts = (PartSpec("full", 0, 4096), PartSpec("window", 0, 4096, SlidingWindowSpec(4)))
+        parts = (PartSpec("full", 0, 4096), PartSpec("window", 0, 4096, SlidingWindow(4)))
         homes = [rig.cache.register(NamespaceSpec("windows", 2, parts)) for rig in (a, b)]
         await a.put(PROMPT, namespace=homes[0])
         await share(a)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from prefixd.base.rules import SlidingWindow
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import MatchResult, Retention
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
@@ -86,11 +87,11 @@ class Rank:
     ) -> None:
         tokens = [4, 8][:groups]
         self.page_bytes = page_bytes
-        windows = [None] * (groups - 1) + [window_tokens]
+        rules = [None] * (groups - 1) + [None if window_tokens is None else SlidingWindow(window_tokens)]
         self.geometry = Geometry(
             tuple(
-                Group(index, each, 16 // each * LAYERS * page_bytes, window, replicated=index in replicated)
-                for index, (each, window) in enumerate(zip(tokens, windows, strict=True))
+                Group(index, each, 16 // each * LAYERS * page_bytes, rule, replicated=index in replicated)
+                for index, (each, rule) in enumerate(zip(tokens, rules, strict=True))
             ),
             block_tokens=16,
             unit_tokens=max(tokens),

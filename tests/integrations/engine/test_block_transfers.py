@@ -572,7 +572,7 @@ def test_a_load_that_wants_bytes_outside_the_window_fails_and_says_so(
     assert rank.settle().loads["r"][1].failed_blocks == 3
     assert rank.transfers.take_received() == ({"r"}, {"r": {*range(11, 25)}})
     (line,) = lines(caplog)
-    assert "KV group 1 in block 1" in line and "SlidingWindow(tokens=17)" in line
+    assert "KV group 1 in block 1" in line and "sliding window of 17 tokens" in line
 
 
 def test_blocks_without_window_bytes_lead_up_to_blocks_with_them(daemon: DaemonProcess, make_rank: MakeRank) -> None:

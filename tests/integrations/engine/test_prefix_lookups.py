@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixd.base.rules import SlidingWindow
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import ExhaustedError, MatchResult, NamespaceSpec, PartSpec, Tier, TierRun
 from prefixd.integrations.engine.geometry import Geometry, Group
@@ -27,7 +28,7 @@ from tests.waiting import wait_until
 BLOCK = 16
 GEOMETRY = Geometry((Group(0, 4, 64),), block_tokens=BLOCK, unit_tokens=4, ranks=1, layout="test")
 WINDOWED = Geometry(
-    (Group(0, 4, 64), Group(1, 4, 64, window_tokens=20)), block_tokens=BLOCK, unit_tokens=4, ranks=1, layout="test"
+    (Group(0, 4, 64), Group(1, 4, 64, SlidingWindow(20))), block_tokens=BLOCK, unit_tokens=4, ranks=1, layout="test"
 )
 SPEC = NamespaceSpec("model", BLOCK, (PartSpec("all", 0, 64),))
 

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.client import NamespaceSpec
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import SaveJob
@@ -20,10 +21,14 @@ from prefixd.integrations.engine.saving.save_queue import SaveQueue
 RANKS = 2
 GEOMETRY = Geometry((Group(0, 4, 400), Group(1, 8, 200)), block_tokens=16, unit_tokens=8, ranks=RANKS, layout="test")
 WINDOWED = Geometry(
-    (Group(0, 4, 400), Group(1, 8, 200, window_tokens=24)), block_tokens=16, unit_tokens=8, ranks=RANKS, layout="test"
+    (Group(0, 4, 400), Group(1, 8, 200, SlidingWindow(24))), block_tokens=16, unit_tokens=8, ranks=RANKS, layout="test"
 )
 WITH_STATES = Geometry(
-    (Group(0, 16, 400), Group(1, 16, 100, state=True)), block_tokens=16, unit_tokens=16, ranks=RANKS, layout="test"
+    (Group(0, 16, 400), Group(1, 16, 100, RecurrentState())),
+    block_tokens=16,
+    unit_tokens=16,
+    ranks=RANKS,
+    layout="test",
 )
 ONE_GROUP = Geometry((Group(0, 4, 400),), block_tokens=16, unit_tokens=4, ranks=1, layout="test")
 HASH_TOKENS = 8

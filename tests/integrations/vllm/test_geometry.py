@@ -257,8 +257,8 @@ def test_the_rule_of_a_group(spec: SimpleNamespace, tokens: int | None) -> None:
     cache = a_cache([window, a_group(["b"])], [a_tensor(["a"], PAGE, 2 * PAGE), a_tensor(["b"], PAGE, 2 * PAGE)])
     geometry = read_geometry(a_config(), cache, ConnectorOptions())
     assert geometry is not None and geometry.needs_end == (tokens is not None)
-    assert [group.window_tokens for group in geometry.groups] == [tokens, None]
     rule = None if tokens is None else SlidingWindow(tokens)
+    assert [group.rule for group in geometry.groups] == [rule, None]
     assert [part.rule for part in geometry.spec("model", b"").parts] == [rule, None]
 
 

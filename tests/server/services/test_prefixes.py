@@ -14,7 +14,8 @@ import pytest
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.pacer import Pacer
-from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec, TieredCache, Trie
+from prefixd.base.rules import SlidingWindow
+from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows
 from prefixd.server.services import prefix_info, prefix_keys, prefix_pages
 from prefixd.server.services.prefix_info import LIMIT, inspect_prefix
@@ -305,7 +306,7 @@ async def cpu_time_of(work: object) -> tuple[float, float]:
 
 
 async def test_a_prefix_is_shown_group_by_group(cache: TieredCache) -> None:
-    window = SlidingWindowSpec(TOKENS + 1)
+    window = SlidingWindow(TOKENS + 1)
     ranks = [(PartSpec("full", rank, 4096), PartSpec("window", rank, 512, window)) for rank in (0, 1)]
     home = cache.register(NamespaceSpec("hybrid", TOKENS, (*ranks[0], *ranks[1])))
     trie, rows = cache.trie(home), enter(cache, home.ordinal, 3, 10.0)

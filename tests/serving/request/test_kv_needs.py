@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.cache.index.trie import GPU
 from prefixd.serving.dispatch.options import EVERY_BLOCK
 from prefixd.serving.request.kv_needs import KvNeeds, Unused
 from prefixd.serving.request.states import RequestState
-from prefixd.worker_protocol.protocol import FullAttention, Need, RecurrentState, SlidingWindow
+from prefixd.worker_protocol.protocol import Need
 from tests.serving.bench import Bench, MakeBench
 from tests.serving.fake_worker import BLOCK, GEOMETRY, MODELS
 from tests.waiting import until
@@ -19,13 +20,13 @@ FRAME = GEOMETRY.block_bytes
 LONG = range(100, 181)  # 20 blocks and a token
 WINDOW = SlidingWindow(7)  # it needs two blocks before the next token
 PADDING = 100
-FULL_NEEDS = (Need(0, FullAttention(), FRAME),)
+FULL_NEEDS = (Need(0, None, FRAME),)
 NEEDS = {
     "windows": (*FULL_NEEDS, Need(1, WINDOW, 2 * FRAME)),
     "states": (*FULL_NEEDS, Need(1, WINDOW, 2 * FRAME), Need(2, RecurrentState(), 2 * FRAME - PADDING)),
     "plain": FULL_NEEDS,
 }
-ONE = (Need(0, FullAttention(), FRAME // 4), Need(0, WINDOW, 3 * FRAME // 4))
+ONE = (Need(0, None, FRAME // 4), Need(0, WINDOW, 3 * FRAME // 4))
 """Of `plain`, whose one group keeps everything: three of four layers have a window."""
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.engines.varlen_reference import varlen_reference
+from prefixd.base.rules import RecurrentState, SlidingWindow
 from prefixd.base.sampling import BeamSearch
 from prefixd.worker.attention.attention import GroupedAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
@@ -27,11 +28,8 @@ from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker.spec.tiles import first_key, tile_tokens
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import (
-    FullAttention,
     KeptState,
     Need,
-    RecurrentState,
-    SlidingWindow,
     StateFrames,
     blocks_needed,
     passed_blocks,
@@ -539,7 +537,7 @@ def test_the_baseline_has_pages_of_one_size_and_a_state_after_each_block() -> No
     assert (one.block_tokens, one.frame_bytes) == (144, 36 << 10), (
         "a token is 256 bytes: 144 of them are a state's 36 KiB"
     )
-    assert [(shape.rule, shape.frames) for shape in one.shapes] == [(FullAttention(), 1), (RecurrentState(True), 7)]
+    assert [(shape.rule, shape.frames) for shape in one.shapes] == [(None, 1), (RecurrentState(one.block_tokens), 7)]
     assert "a recurrent one, of up to 36864 bytes" in one.explain_block_tokens(16)
     assert (by_rule.block_tokens, by_rule.shapes[1].rule) == (16, RecurrentState())
     assert one.needs[1] == by_rule.needs[1] == Need(1, RecurrentState(), states.nbytes)
@@ -565,6 +563,6 @@ def test_the_daemon_is_told_what_the_layers_need_whatever_is_kept(by_rule: bool)
         by_rule=by_rule,
     )
     layer = 16 * 512
-    needs = [Need(0, FullAttention(), 2 * layer), Need(int(by_rule), SlidingWindow(64), 4 * layer)]
+    needs = [Need(0, None, 2 * layer), Need(int(by_rule), SlidingWindow(64), 4 * layer)]
     assert list(groups.needs) == needs
     assert groups.block_frames * groups.frame_bytes == 6 * layer

@@ -241,7 +241,7 @@ class SaveQueue:
             ids = self._block_ids(tables[group.index], block, group.block_tokens)
             if ids is not None:
                 available[place] = ids
-            elif group.window_tokens is None:
+            elif group.rule is None:
                 return None
         return available or None
 

@@ -1,9 +1,9 @@
-"""Checksums of what was committed, taken at once: bytes that change in memory afterwards are found when they come up.
+"""Computes checksums of committed blocks at once, so that a later change in memory is found when they are read.
 
-A part of a block is *checksummed* while its bytes in the CPU tier are those that the trie's checksum was taken of: by
-the commit that filled it, by the write to disk, or when it was read from there. Its checksum goes to the index as it
-is, whatever is in memory by then. A block that was computed in GPU memory is checksummed when its bytes first come to
-memory that a CPU can read, or by the write to disk if that is earlier.
+A part of a block is *checksummed* while the trie's checksum is that of its bytes in the CPU tier: computed by the
+commit that filled it, by the write to disk, or by the read from disk. The index gets that checksum even if memory has
+changed since. A block computed in GPU memory is checksummed when it is copied to memory that a CPU can read, or when
+it is written to disk if that is earlier.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from prefixd_swap import Span, host_bytes, started_threads
 _THREADS = 2
 _BLOCKS = 256  # hashed by one task
 _INLINE_BYTES, _INLINE_PARTS = 1 << 20, 64
-"""As much is hashed at once, on the event loop: 50 us for the bytes and 1 us a part, where handing it to a thread and
-back costs 150."""
+"""Hashed on the event loop up to here: 50 us for the bytes and 1 us a part; a thread's round trip costs 150 us."""
 
 
 class Checksums:
-    """Checksums under way.
+    """Computes checksums.
 
     Args:
         placement: ends the holds.
@@ -39,21 +38,21 @@ class Checksums:
         self._placement = placement
         self._tiers = placement.tiers
         self._pending: list[dict[int, asyncio.Task[None]]] = []
-        """By the trie's ordinal and the row, the last task for the block, which waits for those before. No object a
-        block: a garbage collection looks at each, 10 ms for those of a long prompt."""
+        """By trie ordinal and row: the last task for the block, which waits for earlier ones. No object per block: a
+        garbage collection visits each, 10 ms for a long prompt."""
         self.tasks: set[asyncio.Task[None]] = set()
-        """Those under way."""
+        """Tasks under way."""
         self._threads = started_threads(_THREADS, "prefixd-checksums")
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stops the threads."""
         self._threads.shutdown()
 
     def begin(self, trie: Trie, rows: Rows) -> None:
-        """Hashes the parts of `rows` in the CPU tier that have no checksum. What takes long is only begun here, and its
-        rows are held meanwhile.
+        """Hashes the parts of `rows` in the CPU tier that have no checksum. Long work runs in a thread; its rows are
+        held.
 
-        Without a disk tier or a shared store nobody asks for checksums, and without bytes there is nothing to hash.
+        Does nothing without a disk tier or a shared store, which alone use checksums, or if the tier has no memory.
         """
         shared = self._tiers.shared
         if (self._tiers.durable is None and self._tiers.remote is None) or not shared.backed:
@@ -78,7 +77,7 @@ class Checksums:
                 self._of(trie).update(dict.fromkeys(some.tolist(), task))
 
     async def wait(self, trie: Trie, rows: Rows) -> None:
-        """Waits until what is under way for `rows` is done."""
+        """Waits for the tasks under way for `rows`."""
         tasks = self._under_way(trie, rows)
         if tasks:
             await asyncio.wait(tasks)
@@ -94,14 +93,14 @@ class Checksums:
         return {pending[row] for row in rows.tolist() if row in pending}
 
     async def wait_for_all(self) -> None:
-        """Waits until no block is held for its checksum's sake."""
+        """Waits until no task is under way."""
         while self.tasks:
             await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def _hash(
         self, hold: Hold, todo: npt.NDArray[np.bool_], slots: Slots, before: set[asyncio.Task[None]]
     ) -> None:
-        """Hashes the parts `todo` of the held blocks, [m, parts], that lie in `slots`, and waits for `before`."""
+        """Hashes the parts `todo`, [m, parts], of the held blocks, which are in `slots`, and waits for `before`."""
         trie, rows = hold.trie, hold.rows
         which, parts = np.nonzero(todo)
         try:
@@ -109,7 +108,7 @@ class Checksums:
                 self._threads, self._hash_parts, slots[which, parts].tolist(), parts.tolist(), trie.part_bytes
             )
             level = self._tiers.shared.level
-            there = trie.slots[rows[which], level, parts] != NO_SLOT  # it was held, so it is the same slot
+            there = trie.slots[rows[which], level, parts] != NO_SLOT  # the hold keeps the slot
             trie.set_part_checksums(rows[which[there]], parts[there], np.array(checksums, np.uint64)[there])
             if before:
                 await asyncio.wait(before)
@@ -121,7 +120,7 @@ class Checksums:
             hold.end()
 
     def _hash_parts(self, slots: Sequence[int], parts: Sequence[int], part_bytes: Sequence[int]) -> list[int]:
-        """The checksums of parts that lie in `slots`. Much is hashed in a thread."""
+        """The checksums of the parts in `slots`. Runs in a thread or on the event loop."""
         addresses = self._tiers.shared.addresses(np.array(slots, np.int64)).tolist()
         spans = [Span(address, part_bytes[part]) for address, part in zip(addresses, parts, strict=True)]
         return [xxhash.xxh3_64_intdigest(host_bytes(span, span.nbytes)) for span in spans]

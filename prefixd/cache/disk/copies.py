@@ -1,9 +1,8 @@
-"""The durable tier's side of the mover: blocks written, read and removed, and what the index is told of each.
+"""Writes, reads and removes blocks of the durable tier for the mover.
 
-One lock orders whatever changes the store, so that a removal and a later write of the same block cannot pass each
-other. It is held for one batch at a time, and the most urgent batch is next; its holder moves bytes as urgently as the
-most urgent that waits. A call that is cancelled still ends in order: whoever reads or writes a slot must be done before
-the slot is given back.
+One lock serializes changes of the store, so that a removal and a later write of the same block keep their order. It is
+held for one batch at a time; the most urgent batch gets it next, and the holder moves bytes at the urgency of the most
+urgent waiter. A cancelled call still finishes: its reads and writes end before their slots are freed.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from prefixd_swap.transfers import Urgency
 
 
 class DiskCopies:
-    """Copies of blocks in the durable tier, by what is done with them.
+    """The parts of the durable tier's code, connected.
 
     Args:
-        placement: where copies are entered.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
         namespaces: for the ids on disk.
-        checksums: of what is in memory.
+        checksums: computes checksums of blocks in memory.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class DiskCopies:
 
     @asynccontextmanager
     async def still(self) -> AsyncGenerator[None, None]:
-        """Within it no write or removal is under way; those that come wait."""
+        """A context in which no write or removal runs; new ones wait for its end."""
         async with self._lock.hold(Movement(Urgency.DEMAND)):
             yield
 

@@ -1,4 +1,4 @@
-"""Blocks whose bytes on disk cannot be had: they leave the disk, and what continued them with them."""
+"""Drops blocks that cannot be read from disk, with their descendants."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from prefixd_swap import ChecksumError, RecordDamagedError, StorageError
 
 log = logging.getLogger(__name__)
 
-_DROPPED_AT_ONCE = 512  # blocks behind damaged ones
+_DROPPED_AT_ONCE = 512  # descendants of damaged blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A block whose bytes on disk were not what was written."""
+    """A block with damaged bytes on disk."""
 
     identity: Identity
     error: StorageError
     dropped: int
-    """Blocks that left the disk for it: itself, and what continued it."""
+    """Blocks that left the disk: this one and descendants."""
 
 
 class DamagedBlocks:
     """Drops damaged blocks.
 
     Args:
-        placement: what is where.
-        records: the blocks' names on disk.
-        removals: removes them from the index.
+        placement: records where blocks are.
+        records: names blocks on disk.
+        removals: removes blocks from the index.
     """
 
     def __init__(self, placement: Placement, records: DiskRecords, removals: DiskRemovals) -> None:
@@ -55,20 +55,19 @@ class DamagedBlocks:
         return self._under_way
 
     def drop(self, trie: Trie, rows: Rows, error: StorageError) -> int:
-        """Drops blocks' copies on disk, whoever holds them, because their bytes cannot be had.
+        """Drops copies on disk that cannot be read, even if they are held.
 
-        A block that has no other copy is matched no more, and its descendants that nobody holds go with it; one that is
-        in memory is written again by write-back. Their removal from the index becomes durable in the background, see
-        `busy`. Counts the blocks under `lost`.
+        A block without another copy is no longer matched and is dropped with its descendants that are not held; one in
+        memory is written again by write-back. The index records are removed in the background, see `busy`. Counts the
+        blocks under `lost`.
 
         Args:
             trie: the blocks' trie.
             rows: rows that have a copy on disk.
-            error: what was found.
+            error: why they cannot be read.
 
         Returns:
-            How many blocks have left the disk. Where they are many, those that continue the damaged ones leave it later
-            and are not counted.
+            The number of blocks that left the disk, without descendants if more than 512 of them leave it later.
         """
         placement = self._placement
         why = "disk read failed"
@@ -84,7 +83,7 @@ class DamagedBlocks:
         placement.discard_copies(trie, rows, placement.tiers.require_durable())
         emptied = rows[trie.any_part[rows] == 0]
         if len(emptied) < len(rows):
-            placement.changed.set()  # write-back writes the others again
+            placement.changed.set()  # so that write-back writes the others again
         walk = Descendants(trie, emptied)
         descendants = walk.take(_DROPPED_AT_ONCE)
         if walk.done:
@@ -101,16 +100,16 @@ class DamagedBlocks:
         task.add_done_callback(self._under_way.discard)
 
     def _forget(self, trie: Trie, rows: Sequence[int]) -> list[Identity]:
-        """Drops those of `rows`, children before parents, that nobody holds; returns those that were on disk."""
+        """Drops those of `rows`, children before parents, that are not held; returns those that were on disk."""
         going = trie.all_removable(rows)
         on_disk = self._records.identities(trie, self._records.stored(trie, going))
         self._placement.discard(trie, going)
         return on_disk
 
     async def _drop_descendants(self, trie: Trie, roots: Rows, generations: npt.NDArray[np.int32]) -> None:
-        """Drops what continues blocks that have no copy left and that nobody holds, a part of it in one turn.
+        """Drops descendants of blocks without a copy, except held ones, a part in each turn of the event loop.
 
-        What it does not come to, since a block goes meanwhile, is matched by nobody and evicted like any other.
+        Stops early if a block is removed meanwhile; the rest is not matched and gets evicted like other blocks.
         """
         found: list[int] = []
         before: list[int] = []  # their generations
@@ -126,16 +125,16 @@ class DamagedBlocks:
             some = slice(max(end - _DROPPED_AT_ONCE, 0), end)
             rows_now = np.array(found[some], np.int64)
             same = rows_now[trie.generation[rows_now] == np.array(before[some])][::-1].tolist()
-            with suppress(StorageError):  # reported; the records go when the disk works again
+            with suppress(StorageError):  # reported; the records are removed when the disk works again
                 await self._removals.remove(trie, self._forget(trie, same))
 
     async def _remove_damaged(
         self, trie: Trie, children: list[Identity], damaged: list[Identity], records: bool
     ) -> None:
-        """Removes damaged blocks after what continued them; `records`: it is their records that are damaged."""
+        """Removes damaged blocks after their descendants; `records`: the damage is in their index records."""
         with (
             self._removals.leave(damaged),
             suppress(StorageError),
-        ):  # reported; the records go when the disk works again
+        ):  # reported; the records are removed when the disk works again
             await self._removals.remove(trie, children if records else children + damaged)
             await self._removals.remove(trie, damaged if records else [], damaged=True)

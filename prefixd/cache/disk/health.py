@@ -1,9 +1,8 @@
-"""The disk tier's failures: what is taken out of service, and how it comes back by itself.
+"""Takes the disk tier out of service after failures, and puts it back when a probe succeeds.
 
-Writing and reading fail apart. A disk that refuses writes (full, read-only, failing) still gives what it has; one that
-refuses reads is no longer matched against. Either way a probe tries the device itself, so that the tier comes back also
-when nobody wants anything from it. Nothing is lost by waiting: what was not written stays in memory while there is
-room, and what cannot be read is offered again when it can.
+Writing and reading fail separately. A disk that refuses writes (full, read-only, failing) is still read; blocks on one
+that refuses reads are not matched. A probe tries the device, so that the tier comes back without requests. Unwritten
+blocks stay in memory while there is room, and unreadable ones are matched again when the disk can be read.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ INSPECT_S = 1.0
 _SHRUNK = "the file system has no room for more of it; free space or lower disk.bytes"
 
 Drop = Callable[[Trie, Rows, StorageError], int]
-"""Trie, rows, what was found: what is done with blocks whose bytes are lost."""
+"""(trie, rows, error): drops lost blocks and returns their number."""
 Reread = Callable[[Trie, int], Awaitable[StorageError | None]]
-"""Trie, row: why the block's bytes still cannot be read, or None when they can."""
+"""(trie, row): the error of reading the block again, or None."""
 
 
 class DiskHealth:
-    """Whether the disk tier takes and gives blocks.
+    """Decides whether the disk tier is read and written.
 
     Args:
-        placement: where copies are entered.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
-        still: nothing else changes the store within it.
-        drop: called with blocks whose bytes are lost.
+        still: a context in which the store does not change.
+        drop: called with lost blocks.
         reread: tries to read a block again.
         revived: called when the store is written to again.
     """
@@ -62,7 +61,7 @@ class DiskHealth:
         self._drop = drop
         self._reread = reread
         self._revived = revived
-        self._suspects: dict[tuple[int, int], int] = {}  # (trie, row) -> generation: what could not be read
+        self._suspects: dict[tuple[int, int], int] = {}  # (trie, row) -> generation of blocks that could not be read
         self._failed = asyncio.Event()
 
     def write_failed(self, error: StorageError) -> None:
@@ -71,17 +70,17 @@ class DiskHealth:
         self._begin(error)
 
     def shrunk(self, error: StorageError) -> None:
-        """Reports that the tier cannot grow; it goes on with the room that it has."""
+        """Reports that the tier cannot grow; it continues with its current room."""
         self._begin(error)
 
     def read_failed(self, trie: Trie, row: int, error: StorageError) -> None:
-        """Offers nothing from disk until a probe succeeds; the block is then tried again."""
+        """Stops matching blocks on disk until a probe succeeds, which reads this block again."""
         self._suspects[trie.ordinal, row] = int(trie.generation[row])
-        self._give(False)
+        self._set_readable(False)
         self._begin(error)
 
     async def watch(self) -> None:
-        """Looks at the disk's files, and while it is in trouble probes it too; runs for ever."""
+        """Inspects the disk's files, and probes the disk after a failure; runs for ever."""
         wait_s = FIRST_PROBE_S
         while True:
             while not self._failed.is_set():
@@ -105,19 +104,19 @@ class DiskHealth:
             self._drop_all(gone, "its file was deleted or cut off")
 
     async def revive(self) -> bool:
-        """Tries the disk now; whether it is well."""
+        """Probes the disk now; returns whether it works."""
         async with self._still():
             return await self.revive_locked()
 
     async def revive_locked(self) -> bool:
-        """As `revive`, for who has the lock."""
+        """As `revive`, for a caller that has the lock."""
         if not self._failed.is_set():
             return True
         try:
             if not self._store.gives:
                 await self._store.try_read()
                 await self._judge_suspects()
-                self._give(True)
+                self._set_readable(True)
             if not self._store.takes:
                 await self._revive_writing()
             if await self._store.has_shrunk():
@@ -125,7 +124,7 @@ class DiskHealth:
         except StorageError as error:
             self._begin(error)
             return False
-        if not (self._store.gives and self._store.takes):  # it failed anew meanwhile
+        if not (self._store.gives and self._store.takes):  # it failed again meanwhile
             return False
         self._failed.clear()
         self._troubles.end(tier_part(self._store))
@@ -137,28 +136,28 @@ class DiskHealth:
         known = np.concatenate([np.zeros(0, np.int64), *slots])
         gone = await self._store.revive(known[known != NO_SLOT])
         self._store.takes = True
-        self._troubles.begin(tier_part(self._store), _SHRUNK)  # unless the caller finds that it can grow
+        self._troubles.begin(tier_part(self._store), _SHRUNK)  # the caller ends it if the tier can grow
         self._revived()
         self._placement.changed.set()
         if len(gone):
             self._drop_all(gone, "the index has lost the block")
 
     def _stored(self) -> list[tuple[Trie, Rows]]:
-        """Every block on disk."""
+        """All blocks on disk."""
         return [
             (trie, np.flatnonzero(trie.any_part[: trie.rows] & np.uint8(1 << self._store.level)))
             for trie in self._tries
         ]
 
     def _drop_all(self, slots: Int64s, why: str) -> None:
-        """Drops the blocks that are in `slots`."""
+        """Drops the blocks in `slots`."""
         for trie, rows in self._stored():
             lost: Rows = rows[np.isin(trie.slots[rows, self._store.level], slots).any(axis=1)]
             if len(lost):
                 self._drop(trie, lost, LostBytesError(why))
 
     async def _judge_suspects(self) -> None:
-        """The device can be read: those that still cannot are damaged."""
+        """Reads suspects again now that the device works, and drops those that still cannot be read."""
         while self._suspects:
             (ordinal, row), generation = next(iter(self._suspects.items()))
             trie = self._tries[ordinal]
@@ -172,11 +171,11 @@ class DiskHealth:
                     self._drop(trie, np.array([row]), error)
             self._suspects.pop((ordinal, row), None)
 
-    def _give(self, gives: bool) -> None:
-        if self._store.gives != gives:
-            self._store.gives = gives
+    def _set_readable(self, readable: bool) -> None:
+        if self._store.gives != readable:
+            self._store.gives = readable
             for trie in self._tries:
-                trie.offer(self._store.level, gives)
+                trie.offer(self._store.level, readable)
             self._placement.epoch += 1
 
     def _begin(self, error: StorageError) -> None:

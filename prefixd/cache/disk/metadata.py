@@ -1,4 +1,4 @@
-"""What the index of the durable tier holds beside blocks: what namespaces stand for, and which blocks are pinned."""
+"""Keeps namespaces and pins in the index of the durable tier."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PINNED_AT_ONCE = 1 << 13
 
 
 class DiskMetadata:
-    """Keeps namespaces and pins.
+    """Keeps namespaces and pins in the index.
 
     Args:
-        placement: what is where.
-        namespaces: what there is by now.
-        records: the blocks' names on disk.
-        still: nothing else changes the store within it.
-        failed: told of an error.
+        placement: records where blocks are.
+        namespaces: all known namespaces.
+        records: names blocks on disk.
+        still: a context in which the store does not change.
+        failed: called with an error.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class DiskMetadata:
         self._still = still
         self._failed = failed
         self.saved: set[bytes] = set()
-        """Namespaces, by id, that the index knows."""
+        """Ids of namespaces that the index has."""
 
     async def save_namespaces(self, trie: Trie, rows: Rows) -> None:
-        """Makes durable what the blocks' namespaces stand for, before the first block of each, for who has the lock."""
+        """Makes the blocks' namespaces durable, before their first block. The caller has the lock."""
         for ordinal in np.unique(trie.namespace[rows]).tolist():
             namespace = self._namespaces.at(ordinal)
             if namespace.id not in self.saved:
@@ -60,8 +60,8 @@ class DiskMetadata:
                 self.saved.add(namespace.id)
 
     async def forget_namespaces(self, ids: Sequence[bytes]) -> None:
-        """Removes from the index what namespaces stood for, but for those that are known again. If that fails, the next
-        start tries again."""
+        """Removes namespaces from the index, except those registered again. After a failure the next start tries
+        again."""
         async with self._still():
             gone = [identity for identity in ids if identity in self.saved and identity not in self._namespaces]
             if gone and self._tiers.writes:
@@ -72,15 +72,15 @@ class DiskMetadata:
                     self._failed(error)
 
     async def pin(self, trie: Trie, rows: Rows, pinned: bool) -> bool:
-        """Makes durable that blocks are pinned, or that they are not any more; whether it is, of all of them.
+        """Makes blocks' pins, or their end, durable. Returns whether that succeeded for all of them.
 
-        Pinned blocks that have yet to be written, or are written again, are made durable as such with that.
+        A pinned block that is not on disk yet becomes durable with its pin when it is written.
         """
         return await to_the_end(self._pin_all(trie, rows, pinned))
 
     async def _pin_all(self, trie: Trie, rows: Rows, pinned: bool) -> bool:
         durable = 0
-        for start in range(0, len(rows), _PINNED_AT_ONCE):  # parents first, so that what survives a crash is a prefix
+        for start in range(0, len(rows), _PINNED_AT_ONCE):  # parents first, so that a crash leaves a prefix
             async with self._still():
                 if not self._store.takes:
                     break
@@ -92,7 +92,7 @@ class DiskMetadata:
         return durable == len(rows)
 
     async def pin_locked(self, trie: Trie, rows: Rows, pinned: bool) -> int:
-        """As `pin`, for who has the lock; how many of `rows` are as they should be."""
+        """As `pin`, for a caller that has the lock; returns the number of `rows` in the wanted state."""
         stored = self._records.stored(trie, rows)
         done = await self._store.pin(self._records.identities(trie, stored), pinned) if len(stored) else 0
-        return done if pinned else len(rows)  # what is not on disk has no pin there
+        return done if pinned else len(rows)  # a block that is not on disk has no pin there

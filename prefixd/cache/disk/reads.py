@@ -1,4 +1,4 @@
-"""Blocks read from the durable tier, and verified where they lie; those that are bad are dropped."""
+"""Reads blocks from the durable tier, verifies them, and drops damaged ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from prefixd_swap.transfers import Urgency
 
 
 class DiskReads:
-    """Reads blocks.
+    """Reads blocks from the durable tier.
 
     Args:
-        placement: what is where.
-        records: the blocks' names on disk.
+        placement: records where blocks are.
+        records: names blocks on disk.
         drop: called with blocks whose bytes are bad.
-        failed: told of a block that could not be read, and of the error.
-        lock: orders whatever changes the store.
+        failed: called with a block that could not be read, and the error.
+        lock: serializes changes of the store.
     """
 
     def __init__(
@@ -49,15 +49,16 @@ class DiskReads:
     async def read(
         self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: MemoryTier, movement: Movement
     ) -> npt.NDArray[np.bool_]:
-        """Reads `parts` of rows, held on disk, into slots of `target`, which a CPU can address; which are good.
+        """Reads `parts` of rows, held on disk, into slots of `target`, which a CPU can address.
 
-        A block whose bytes are bad is dropped, with those of its descendants that nobody holds.
+        Drops a damaged block with its descendants that are not held. Returns [len(rows)], true for blocks that were
+        read.
         """
         store, chosen = self._store, list(parts)
         if not store.gives or not len(rows):
             return np.zeros(len(rows), np.bool_)
         slots = trie.slots[rows, store.level][:, chosen]
-        # A damaged block leaves the disk whoever holds it, also while room was made for it: of that nothing is read.
+        # A damaged block leaves the disk although it is held, also while room was made for it: do not read it.
         there: npt.NDArray[np.bool_] = (slots != NO_SLOT).all(axis=1)
         loads = Loads(
             slots,
@@ -71,7 +72,7 @@ class DiskReads:
         return good
 
     async def reread(self, trie: Trie, row: int) -> StorageError | None:
-        """Reads a block to nowhere; why that failed, if it did."""
+        """Reads a block into scratch memory. Returns the error, or None if the block is good."""
         store, here = self._store, np.array([row])
         scratch = [np.empty(nbytes, np.uint8) for nbytes in trie.part_bytes]
         addresses = np.array([[buffer.ctypes.data for buffer in scratch]], np.int64)
@@ -83,7 +84,7 @@ class DiskReads:
         return error
 
     def _judge(self, trie: Trie, rows: Rows, errors: Sequence[SwapError | None]) -> npt.NDArray[np.bool_]:
-        """Which reads were good; drops what is bad, all blocks of one kind of damage at once."""
+        """[len(rows)]: which reads succeeded. Drops damaged blocks, in one call for each kind of damage."""
         damaged: dict[type[StorageError], list[int]] = {}
         first: dict[type[StorageError], StorageError] = {}
         for row, error in zip(rows.tolist(), errors, strict=True):
@@ -98,12 +99,12 @@ class DiskReads:
         return np.array([error is None for error in errors], np.bool_)
 
     async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
-        """Verifies a block on disk while nothing else changes the store, and drops it if it is bad.
+        """Verifies a block on disk while the store does not change, and drops it if it is damaged.
 
-        None when it is good, or when `row` is no longer the block that it was at `generation`.
+        Returns None if it is good, or if `row` holds another block than at `generation`.
 
         Raises:
-            IndexUnavailableError: whether it is bad cannot be told.
+            IndexUnavailableError: the index cannot be read.
         """
         return await to_the_end(self._recheck(trie, row, generation))
 

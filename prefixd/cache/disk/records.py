@@ -1,4 +1,4 @@
-"""What the index on disk says of blocks: their names, the records it must have, and what is to be stored of them."""
+"""Converts between trie rows and the records of blocks in the disk index."""
 
 from __future__ import annotations
 
@@ -21,29 +21,27 @@ _KEY_BYTES = 16
 
 
 class DiskRecords:
-    """Translates rows of tries. There is a durable tier whenever anything but names is asked for."""
+    """Converts trie rows. All but names require a durable tier."""
 
     def __init__(self, tiers: Tiers, namespaces: NamespaceRegistry) -> None:
         self._tiers = tiers
         self._namespaces = namespaces
 
     def identity(self, trie: Trie, row: int) -> Identity:
-        """The block's name on disk."""
         return self._namespaces.at(int(trie.namespace[row])).id, trie.key(row)
 
     def identities(self, trie: Trie, rows: Rows) -> list[Identity]:
-        """The blocks' names on disk."""
         keys = trie.keys(rows).tobytes()
         namespaces = trie.namespace[rows].tolist()
         ids = {ordinal: self._namespaces.at(ordinal).id for ordinal in set(namespaces)}
         return [(ids[ordinal], keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES]) for at, ordinal in enumerate(namespaces)]
 
     def rows(self, trie: Trie, identities: Sequence[Identity]) -> Rows:
-        """The blocks that have these names, -1 for those that are not there."""
+        """The rows of blocks, -1 for each that the trie does not have."""
         known = {name: self._namespaces.get(name) for name, _ in identities if name in self._namespaces}
-        homes = np.array([known[name].ordinal if name in known else NOWHERE for name, _ in identities], np.int64)
-        rows = trie.find_all(np.maximum(homes, 0), b"".join(key for _, key in identities))
-        rows[homes == NOWHERE] = -1
+        ordinals = np.array([known[name].ordinal if name in known else NOWHERE for name, _ in identities], np.int64)
+        rows = trie.find_all(np.maximum(ordinals, 0), b"".join(key for _, key in identities))
+        rows[ordinals == NOWHERE] = -1
         return rows
 
     def stored(self, trie: Trie, rows: Rows) -> Rows:
@@ -54,7 +52,7 @@ class DiskRecords:
         return recorded
 
     def expected(self, trie: Trie, rows: Rows) -> list[BlockRecord]:
-        """What the index has to say of blocks that are on disk."""
+        """The records that the index must have of blocks on disk."""
         records = []
         stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
         for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
@@ -64,13 +62,14 @@ class DiskRecords:
         return records
 
     def new_blocks(self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask) -> list[NewBlock]:
-        """What is to be stored of `rows`: the KV groups in each block's mask from `source`, and what it has on disk."""
+        """The blocks to store: the bytes of the KV groups in each mask from `source`, other parts as they are on
+        disk."""
         blocks = []
         addresses = source.addresses(trie.slots[rows, source.level]).tolist()
         stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
         written = ((groups[:, None] & trie.part_mask) != 0).tolist()
         known = trie.checksummed[rows].tolist()
-        of_shared = source is self._tiers.shared  # what the checksums are of
+        of_shared = source is self._tiers.shared  # checksums are of its bytes
         for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
             parts = [
                 Span(address, size, source.on_device)

@@ -1,4 +1,4 @@
-"""Blocks leave the durable tier: evicted, forgotten, or damaged."""
+"""Removes blocks from the durable tier: evicted, forgotten, or damaged ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _REMOVED_AT_ONCE = 1024  # blocks, while the lock is held
 
 
 class DiskRemovals:
-    """Removes blocks from the durable tier, in order with whatever else changes it.
+    """Removes blocks from the durable tier.
 
     Args:
-        placement: what is where.
-        records: the blocks' names on disk.
-        lock: orders whatever changes the store.
-        failed: told of an error.
+        placement: records where blocks are.
+        records: names blocks on disk.
+        lock: serializes changes of the store.
+        failed: called with an error.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class DiskRemovals:
 
     @property
     def leaving(self) -> Iterable[Identity]:
-        """Blocks that have left the tries, and are about to leave the index."""
+        """Blocks that have left the tries and are about to leave the index."""
         return chain.from_iterable(self._leaving)
 
     @contextmanager
     def leave(self, ids: Sequence[Identity]) -> Iterator[None]:
-        """Around the removal from the index of blocks that have left the tries; `ids` may grow meanwhile."""
+        """A context for removing blocks from the index that have left the tries; `ids` may grow meanwhile."""
         self._leaving.append(ids)
         try:
             yield
@@ -63,10 +63,10 @@ class DiskRemovals:
     async def remove(self, trie: Trie, ids: list[Identity], *, damaged: bool = False) -> None:
         """Removes blocks that have left the trie; returns when that is durable.
 
-        `damaged`: their records in the index are damaged, see `SlabStore.remove`.
+        `damaged`: their index records are damaged, see `SlabStore.remove`.
 
         Raises:
-            StorageError: I/O failed; the blocks are removed when the disk works again, or come back at the next start.
+            StorageError: I/O failed; blocks are removed when the disk works again, or return at the next start.
         """
         if ids:
             with self.leave(ids):
@@ -78,21 +78,21 @@ class DiskRemovals:
             some = ids[start : start + _REMOVED_AT_ONCE]
             async with self._lock.hold(movement):
                 rows = self._records.rows(trie, some)
-                back = set(self._records.stored(trie, rows[rows >= 0]).tolist())  # a write has replaced the record
+                back = set(self._records.stored(trie, rows[rows >= 0]).tolist())  # written again since
                 gone = [each for each, row in zip(some, rows.tolist(), strict=True) if row not in back]
                 try:
                     await store.remove(gone, movement.urgency, damaged=damaged)
                 except StorageError as error:
                     self._failed(error)
                     raise
-            self._placement.room_may_be_had()  # their slots are free from here on
+            self._placement.room_may_be_had()  # the slots are free now
 
-    # -- making room, for who writes -----------------------------------------------------------------------------
+    # -- making room for a write ---------------------------------------------------------------------------------
 
     async def drop_groups(self, expired: Sequence[tuple[Trie, Rows, GroupMask]], movement: Movement) -> int:
-        """Drops bytes of some KV groups that nobody holds, from the trie and then from the store.
+        """Drops bytes of some KV groups that are not held, from the trie and then from the store.
 
-        Returns how many blocks lost some.
+        Returns the number of blocks that lost bytes.
         """
         gone = [
             (trie, rows, groups)
@@ -104,9 +104,9 @@ class DiskRemovals:
         return sum(len(rows) for _, rows, _ in gone)
 
     async def evict(self, victims: Sequence[tuple[Trie, Rows]], with_page: bool, movement: Movement) -> int:
-        """Drops blocks that nobody holds, children before parents, from the trie and then from the store.
+        """Drops blocks that are not held, children before parents, from the trie and then from the store.
 
-        The record of a block that others on disk continue stays, without bytes. Returns how many blocks went.
+        A block with children on disk keeps its record without bytes. Returns the number of blocks that lost bytes.
         """
         store, removed = self._store, list[Identity]()
         emptied: list[tuple[Trie, Rows, GroupMask]] = []
@@ -127,7 +127,7 @@ class DiskRemovals:
         return len(removed) + sum(len(rows) for _, rows, _ in emptied)
 
     def _parts_of(self, dropped: Sequence[tuple[Trie, Rows, GroupMask]]) -> list[tuple[bytes, bytes, list[int]]]:
-        """What `StoreTier.drop_parts` is told of groups that were dropped."""
+        """The argument of `StoreTier.drop_parts` for groups that were dropped."""
         return [
             (*self._records.identity(trie, row), np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist())
             for trie, rows, groups in dropped
@@ -136,8 +136,8 @@ class DiskRemovals:
 
 
 def _leaves_first(trie: Trie, rows: Rows, level: int) -> tuple[Rows, Rows]:
-    """Those of `rows`, children before parents, that nothing on that level continues once those before them are gone;
-    the others."""
+    """Splits `rows`, children before parents: those without children on that level once earlier rows are gone;
+    others."""
     gone: Counter[int] = Counter()
     leaves, inner = [], []
     for row, children, parent in zip(

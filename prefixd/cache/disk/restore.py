@@ -1,4 +1,4 @@
-"""What the disk tier's index names comes back into the tries, in columns: a million blocks in about a second."""
+"""Restores the blocks of the disk index into the tries, by columns: a million blocks in about a second."""
 
 from __future__ import annotations
 
@@ -23,36 +23,35 @@ from prefixd_swap.tiers import StoreTier
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 16  # blocks entered at a time, so that what is copied on the way stays small
+_CHUNK = 1 << 16  # blocks entered at a time, to bound temporary copies
 _TOKEN_BYTES = 4
 _NO_ROW = -1
-_NO_PARENT = np.iinfo(np.int64).min  # no row and no namespace's root
+_NO_PARENT = np.iinfo(np.int64).min  # neither a row nor a namespace's root
 
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What became of the blocks that the index names."""
+    """The outcome of `restore`."""
 
     blocks: int
-    """In the tries, with their copy on disk."""
+    """Blocks in the tries, with a copy on disk."""
     refused: Mapping[str, int]
-    """Not in the tries, by reason."""
+    """Blocks not in the tries, by reason."""
     refused_ids: Sequence[tuple[bytes, bytes]]
-    """Namespace and key of those, children before parents: nothing will ever ask for them, remove them."""
+    """Namespace and key of refused blocks, children before parents, to be removed."""
 
 
 def known_namespaces(
     stored: Mapping[bytes, bytes], wanted: Iterable[bytes], registry: NamespaceRegistry
 ) -> dict[bytes, Namespace]:
-    """Registers namespaces, by id, with the ids that they have on disk. One that cannot be read, or is not what its
-    id stands for, is left out.
+    """Registers namespaces under their ids on disk; leaves out one that cannot be read or does not match its id.
 
     Args:
-        stored: what each stands for.
-        wanted: those that have blocks; nobody needs the others.
-        registry: has none of them, but common ones that stand beside some.
+        stored: encoded specs, by id.
+        wanted: ids with blocks.
+        registry: gets the namespaces; it may have common ones already.
     """
     known = {}
     for identity in wanted:
@@ -68,7 +67,7 @@ def known_namespaces(
 
 
 def is_usable(spec: bytes, record: BlockRecord) -> bool:
-    """Whether a block on disk can be one of the namespace with this spec."""
+    """Whether a block on disk can belong to the namespace with this spec."""
     try:
         namespace = _decoded(record.namespace, spec)
     except (msgspec.DecodeError, PrefixdError):
@@ -83,10 +82,9 @@ def is_usable(spec: bytes, record: BlockRecord) -> bool:
 
 @lru_cache(maxsize=64)
 def _decoded(identity: bytes, spec: bytes) -> NamespaceSpec:
-    """Raises msgspec.DecodeError, or InvalidArgumentError, where it is of no use.
+    """Raises msgspec.DecodeError if a spec cannot be read, InvalidArgumentError if it is invalid or has another id.
 
-    That is also where it is not what its id stands for, whose clients would be refused. An earlier version's, which had
-    fewer fields, may have another id.
+    A spec of an earlier version, with fewer fields, may have another id.
     """
     decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec, dec_hook=from_fields)
     decoded.check()
@@ -103,21 +101,19 @@ def restore(
     placement: Placement,
     level: int,
 ) -> Restored:
-    """Enters `records` into tries that are empty.
-
-    A record that cannot be a block costs itself and what continues it.
+    """Enters `records` into empty tries. An invalid record is refused with its descendants.
 
     Args:
-        records: what is on disk, `StoreTier.load`.
-        known: the namespaces by their id on disk; a record of another one is refused.
-        trie_of: the trie of a namespace, made when there is none.
-        placement: counts what was refused, and tells the eviction policy of the others.
+        records: the blocks on disk, from `StoreTier.load`.
+        known: the namespaces by id on disk; records of others are refused.
+        trie_of: returns a namespace's trie, and makes it if there is none.
+        placement: counts the entered blocks, for eviction.
         level: the durable tier's.
     """
-    homes = [known.get(identity) for identity in records.namespaces]
-    tries = [None if home is None else trie_of(home) for home in homes]
-    entry = _Entry(records, homes, tries, level, placement.uses)
-    entry.take_in(placement.clock())
+    namespaces = [known.get(identity) for identity in records.namespaces]
+    tries = [None if namespace is None else trie_of(namespace) for namespace in namespaces]
+    entry = _Entry(records, namespaces, tries, level, placement.uses)
+    entry.enter_sound(placement.clock())
     for reason, blocks in entry.refused.items():
         log.warning("%d blocks on disk are dropped: %s", blocks, reason)
     placement.epoch += 1
@@ -127,20 +123,20 @@ def restore(
 
 
 def remove_refused(store: StoreTier, restored: Restored) -> None:
-    """Frees the slots of what was refused, which is set aside first: it is a trouble until `prefixd recover`.
+    """Sets refused blocks aside and frees their slots; a warning lasts until `prefixd recover`.
 
-    On an error they stay taken until the next start tries again.
+    On an error their slots stay allocated until the next start tries again.
     """
     ids = restored.refused_ids
     try:
         if ids:
             store.discard(ids, ", ".join(f"{blocks} {why}" for why, blocks in restored.refused.items()))
     except StorageError as error:
-        log.error("blocks on disk that are of no use could not be removed, the next start tries again: %s", error)
+        log.error("invalid blocks on disk could not be removed, the next start tries again: %s", error)
 
 
 def remove_unused(store: StoreTier, unused: Collection[bytes]) -> None:
-    """Forgets what namespaces stood for that have no block. On an error the next start tries again."""
+    """Removes namespaces without blocks from the index. On an error the next start tries again."""
     try:
         if unused:
             store.discard_namespaces(unused)
@@ -149,20 +145,20 @@ def remove_unused(store: StoreTier, unused: Collection[bytes]) -> None:
 
 
 class _Entry:
-    """The way of records into tries: `sound` are those for which nothing speaks against it so far.
+    """Enters records into tries. `sound` marks the records that no check has refused so far.
 
     Args:
         records: the records.
-        homes: their namespaces, None for unknown ones.
-        tries: the tries of those.
+        namespaces: their namespaces, None for unknown ones.
+        tries: the tries of these.
         level: the durable tier's.
-        uses: is told of them.
+        uses: gets the entered rows.
     """
 
     def __init__(
         self,
         records: Records,
-        homes: Sequence[Namespace | None],
+        namespaces: Sequence[Namespace | None],
         tries: Sequence[Trie | None],
         level: int,
         uses: UseHistory,
@@ -173,12 +169,12 @@ class _Entry:
         self.refused: Counter[str] = Counter()
         self._records = records
         self._tries = tries
-        self._ordinals = np.array([_NO_ROW if home is None else home.ordinal for home in homes], np.int64)
-        self._roots = np.array([_NO_PARENT if home is None else home.root for home in homes], np.int64)
+        self._ordinals = np.array([_NO_ROW if each is None else each.ordinal for each in namespaces], np.int64)
+        self._roots = np.array([_NO_PARENT if each is None else each.root for each in namespaces], np.int64)
         self._rows = np.full(len(records), _NO_ROW, np.int64)  # in the tries
 
-    def take_in(self, now_s: float) -> None:
-        """Enters what is sound."""
+    def enter_sound(self, now_s: float) -> None:
+        """Checks the records and enters sound ones."""
         records = self._records
         self._refuse(self._ordinals[records.namespace] == _NO_ROW, "of an unknown namespace")
         for group in records.groups:
@@ -205,7 +201,7 @@ class _Entry:
             self.sound &= ~rows
 
     def _refuse_orphans(self) -> None:
-        """A parent comes before its children, and a pass over the depths finds all."""
+        """Refuses descendants of refused blocks in one pass over the depths: a parent comes before its children."""
         if self.sound.all():
             return
         parent, lost = self._records.parent, np.zeros(len(self.sound), np.bool_)
@@ -220,7 +216,7 @@ class _Entry:
         return rows
 
     def _fitting(self, group: RecordGroup) -> Bools:
-        """Which namespaces have blocks like the group's."""
+        """[namespaces]: which have blocks with the group's sizes."""
         return np.array([trie is not None and _fits(group, trie) for trie in self._tries], np.bool_)
 
     def _foreign(self, group: RecordGroup) -> Bools:
@@ -229,7 +225,7 @@ class _Entry:
         return rows
 
     def _parents(self, rows: Rows) -> Rows:
-        """The parents in the trie: rows, roots, or _NO_PARENT for one that is not there."""
+        """The parents in the trie: rows, roots, or _NO_PARENT if the parent is not there."""
         above = self._records.parent[rows]
         first = above < 0
         inner = self._rows[above]
@@ -237,22 +233,22 @@ class _Entry:
         return np.where(first, self._roots[self._records.namespace[rows]], inner)
 
     def _levels(self) -> list[tuple[int, int]]:
-        """The records of each depth, which are side by side."""
+        """Start and end of the records of each depth."""
         return list(pairwise(np.flatnonzero(np.diff(self._records.depth, prepend=-1, append=-1)).tolist()))
 
     def _prompt_order(self) -> Rows:
-        """The place of each record when the eldest child of a block comes right behind it.
+        """Each record's position in an order in which a block is followed by its eldest child.
 
-        Matching a prompt then reads memory from front to back, and uses few pages of the columns that are still empty.
-        In passes over all records, as many as the logarithm of the depth: a prompt may be a million tokens long.
+        Matching a prompt then reads memory from front to back and touches few pages of the columns. Needs log2(depth)
+        passes over all records: a prompt may have a million tokens.
         """
         parent = self._records.parent.astype(np.int64)
         numbers = np.arange(len(parent))
         inner = np.flatnonzero(parent >= 0)
         eldest = np.full(len(parent), _NO_ROW, np.int64)
-        eldest[parent[inner][::-1]] = inner[::-1]  # of several children of a block the first, which is entered last
+        eldest[parent[inner][::-1]] = inner[::-1]  # the first of several children: the last assignment wins
         goes_on = inner[eldest[parent[inner]] == inner]
-        head = numbers.copy()  # of the run of eldest children that a record is in
+        head = numbers.copy()  # of the record's run of eldest children
         head[goes_on] = parent[goes_on]
         while not np.array_equal(above := head[head], head):
             head = above
@@ -263,8 +259,8 @@ class _Entry:
     def _enter(self, trie: Trie, groups: Sequence[RecordGroup], now_s: float) -> None:
         """Enters a trie's sound records, parents first, and their copies on disk.
 
-        A block and its parent may be in different groups: of one the disk has other parts than of the other. And a
-        group may have blocks of other tries, whose parts have the same sizes but other rules.
+        A block and its parent may be in different groups, with different parts on disk. A group may also have blocks of
+        other tries with the same part sizes and other rules.
         """
         records = self._records
         ours = self.sound & np.array([its is trie for its in self._tries], np.bool_)[records.namespace]
@@ -302,7 +298,7 @@ def _shape(group: RecordGroup) -> tuple[int, tuple[int, ...]]:
 
 
 def _fits(group: RecordGroup, trie: Trie) -> bool:
-    """Whether the group's blocks can be blocks of `trie`: of each KV group all parts are on disk, or none."""
+    """Whether the group's blocks can be blocks of `trie`: all parts of a KV group are on disk, or none."""
     if (trie.block_tokens, len(trie.part_bytes)) != (group.tokens.shape[1], len(group.part_bytes)):
         return False
     if any(nbytes not in (0, wanted) for nbytes, wanted in zip(group.part_bytes, trie.part_bytes, strict=True)):

@@ -1,4 +1,4 @@
-"""Blocks written to the durable tier, in pieces, each written and synced while nothing else changes the store."""
+"""Writes blocks to the durable tier in pieces, and syncs each while the store does not change."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from prefixd_swap.tiers import MemoryTier, StoreTier
 from prefixd_swap.transfers import PIECE_BYTES, piece_items
 
 MakeRoom = Callable[..., Awaitable[bool]]
-"""As `Room.make`."""
+"""`Room.make`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """How blocks of one trie are written.
+    """How to write blocks of one trie.
 
     Attributes:
         trie: the blocks' trie.
         source: where their bytes are.
-        movement: what they are written for.
-        ahead: room is made by evicting only blocks that live on disk alone: what is written ahead of need must not cost
-            another block its copy.
-        evict: else they get free room only.
-        piece_bytes: the most that is written and synced together.
+        movement: the purpose and urgency.
+        ahead: evict only blocks that no other tier has: a write ahead of need must not cost another block its copy.
+        evict: false: use only free room.
+        piece_bytes: the most bytes to write and sync together.
     """
 
     trie: Trie
@@ -50,19 +49,19 @@ class Write:
 
 
 class DiskWrites:
-    """Writes blocks.
+    """Writes blocks to the durable tier.
 
     Args:
-        placement: where copies are entered.
-        records: the blocks' names on disk.
-        checksums: of what is in memory.
-        metadata: what the index knows beside the blocks.
-        health: is told of failures.
-        lock: orders whatever changes the store.
+        placement: records where blocks are.
+        records: names blocks on disk.
+        checksums: computes checksums of blocks in memory.
+        metadata: keeps namespaces and pins.
+        health: handles failures.
+        lock: serializes changes of the store.
     """
 
     make_room: MakeRoom
-    """Makes room in the durable tier; set once there is something that does."""
+    """Makes room in the durable tier; set after construction."""
 
     def __init__(
         self,
@@ -81,14 +80,14 @@ class DiskWrites:
         self._health = health
         self._lock = lock
         self.written_bytes = 0
-        """Bytes of blocks that were written since the start."""
+        """Bytes of blocks written since the start."""
 
     async def write(self, how: Write, rows: Rows) -> int:
-        """Writes rows, held in their source, to disk; returns how many became durable.
+        """Writes rows, held in their source, to disk; returns the number that became durable.
 
-        Of each block the KV groups are written that the source has, the disk lacks, and a prefix still needs. Parents
-        come first, and no ancestor is evicted for a descendant, so that what survives a crash is node-closed. Where
-        there is no room for more of one tenant's, others' are written all the same.
+        Writes the KV groups of a block that the source has, the disk lacks, and a prefix needs. Parents come first, and
+        no ancestor is evicted for a descendant, so that the disk is node-closed after a crash. A tenant without room
+        does not stop the writes of others.
         """
         written = 0
         for tenant, its in self._placement.use.by_owner(how.trie, rows):
@@ -102,7 +101,7 @@ class DiskWrites:
         for start in range(0, len(rows), step):
             await give_way()
             async with self._lock.hold(how.movement):
-                if not (start or how.ahead):  # somebody waits for it: try now, whenever the next probe is due
+                if not (start or how.ahead):  # a caller waits: try now, before the next probe
                     await self._health.revive_locked()
                 if not self._store.takes or how.movement.dropped:
                     break
@@ -113,8 +112,10 @@ class DiskWrites:
         return written
 
     async def _write_piece(self, how: Write, rows: Rows, piece: Rows, tenant: Tenant) -> tuple[Rows, Rows]:
-        """Writes what the disk lacks of a piece of `rows`, for who has the lock; returns these, and those of them for
-        which there was no room."""
+        """Writes the blocks of a piece of `rows` that the disk lacks. The caller has the lock.
+
+        Returns these blocks, and those of them without room.
+        """
         trie = how.trie
         batch = self._unwritten(how, piece)
         await self._checksums.wait(trie, batch)
@@ -122,7 +123,7 @@ class DiskWrites:
             await self._metadata.save_namespaces(trie, batch)
             await self._record_parents(how, batch)
             left = await self._fit_batch(how, rows, batch, tenant)
-            if len(left):  # there may have been room for a smaller block, and not for its parent
+            if len(left):  # a smaller block may have found room that its parent did not
                 await self._record_parents(how, batch[~np.isin(batch, left)])
             await self._metadata.pin_locked(trie, batch[trie.pinned[batch]], True)
         except StorageError as error:
@@ -131,10 +132,10 @@ class DiskWrites:
         return batch, left
 
     async def _record_parents(self, how: Write, rows: Rows) -> None:
-        """Stores records without bytes of the blocks that `rows` continue, as far as these have none and are not among
-        them: they have no bytes that are wanted, or were evicted after `rows` were chosen to be written.
+        """Stores records without bytes of the ancestors of `rows` that have none and are not among `rows`: no prefix
+        needs their bytes, or they were evicted after `rows` were chosen.
 
-        So it does of all blocks before those, which may be among `rows`: for these there may be no room.
+        Includes ancestors beyond such a parent, even if among `rows`: there may be no room for them.
         """
         store, trie = self._store, how.trie
         parents = trie.parent[rows].astype(np.int64)
@@ -159,7 +160,7 @@ class DiskWrites:
         return bare
 
     def _unwritten(self, how: Write, rows: Rows) -> Rows:
-        """Those of `rows` of which the disk lacks something that the source has and a prefix needs."""
+        """Those of `rows` with bytes that the source has, the disk lacks and a prefix needs."""
         lacking: Rows = rows[self._to_write(how, rows) != 0]
         return lacking
 
@@ -167,7 +168,7 @@ class DiskWrites:
         return how.trie.unwritten(rows, how.source.level, self._store.level)
 
     async def _fit_batch(self, how: Write, rows: Rows, batch: Rows, tenant: Tenant) -> Rows:
-        """Writes a batch, at others' cost if need be and may be; returns the rows for which there was no room."""
+        """Writes a batch, and evicts blocks if it may and must; returns the rows without room."""
         store, trie = self._store, how.trie
         if self._placement.use.never_fits(tenant, store, self._placement.use.footprint(store, trie.part_bytes)):
             return batch
@@ -177,7 +178,7 @@ class DiskWrites:
         except DiskFullError as error:
             if not await store.has_shrunk():
                 raise
-            await store.try_write()  # else others would be evicted for nothing
+            await store.try_write()  # before evicting blocks in vain
             self._health.shrunk(error)
             left = some
         while how.evict and (len(left) or len(beyond)) and not how.movement.dropped:
@@ -195,7 +196,7 @@ class DiskWrites:
         return np.concatenate([left, beyond])
 
     def _within_most(self, how: Write, batch: Rows, tenant: Tenant) -> tuple[Rows, Rows]:
-        """The first rows of a batch, as many as their tenant may have on disk beside what it has; the others."""
+        """Splits a batch: the first rows that fit in their tenant's remaining room on disk; the others."""
         use = self._placement.use
         room = use.room(tenant, self._store)
         if room is None:
@@ -205,7 +206,7 @@ class DiskWrites:
         return batch[:border], batch[border:]
 
     async def _write_batch(self, how: Write, batch: Rows) -> Rows:
-        """Writes a batch; returns the rows for which there was no room."""
+        """Writes a batch; returns the rows without room."""
         if not len(batch):
             return batch
         trie, urgency = how.trie, how.movement.urgency
@@ -221,9 +222,9 @@ class DiskWrites:
         slots = np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64)
         checksums = trie.checksums[batch]
         for at, parts in enumerate(where):
-            for part, place in enumerate(parts or ()):
-                if place is not None:
-                    slots[at, part], checksums[at, part] = place.slot, place.checksum
+            for part, stored_part in enumerate(parts or ()):
+                if stored_part is not None:
+                    slots[at, part], checksums[at, part] = stored_part.slot, stored_part.checksum
         written = batch[stored]
         trie.set_checksums(written, checksums[stored])
         if how.source is self._placement.tiers.shared:
@@ -235,9 +236,9 @@ class DiskWrites:
 
 
 def _raise_first(results: list[Any]) -> None:
-    """Raises the first error of a transfer; what was dropped is none.
+    """Raises the first error of a transfer, unless the transfer was dropped.
 
-    The error alone is left then: who keeps it keeps its traceback, and with that what the frames refer to.
+    Clears `results`: a kept error keeps its traceback, and with it all that its frames refer to.
     """
     error = next((each for each in results if isinstance(each, SwapError | StorageError)), None)
     if isinstance(error, TransferDroppedError):
@@ -251,5 +252,5 @@ def _raise_first(results: list[Any]) -> None:
 
 
 def write_batch(trie: Trie, blocks: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """How many of `blocks` are written at a time, while nobody else changes the store: as many as one piece takes."""
+    """How many of `blocks` to write under one lock: those that fit in one piece."""
     return piece_items(sum(trie.part_bytes), blocks, most_bytes=piece_bytes)

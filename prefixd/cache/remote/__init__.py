@@ -1,8 +1,8 @@
-"""The remote tier's side of the cache: what a shared store has of a prompt, reading it, and writing to it.
+"""The remote tier: looks up prompts in a shared store, reads blocks from it and writes blocks to it.
 
-`digests` names blocks there; `lookups` asks the store about prompts; `copies` reads and writes blocks; `sharing`
-writes in the background what other hosts may want; `known_blocks` forgets what has not been asked for; `health` takes
-a failing store out of service and back in. `remote` puts them together.
+`digests` names blocks; `lookups` asks the store about prompts; `copies` reads and writes blocks; `sharing` writes in
+the background; `known_blocks` forgets unused blocks; `health` takes a failing store out of service and puts it back.
+`remote` connects them.
 """
 
 from prefixd.cache.remote.remote import Remote, RemoteOptions

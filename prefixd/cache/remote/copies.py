@@ -1,4 +1,4 @@
-"""Blocks read from a shared store and written to it."""
+"""Reads blocks from a shared store and writes them to it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from prefixd_swap.tiers import MemoryTier, RemoteLoad, RemoteSave, RemoteTier
 
 _BAD_S = 60.0
 _LOST_S = 5.0
-"""How long an object that could not be used, or was gone or torn, is left alone."""
-_REMEMBERED = 1 << 16  # of those
+"""How long an object is not read again that was unusable, or missing or torn."""
+_REMEMBERED = 1 << 16  # such objects
 _PREPARED_AT_ONCE = 128  # blocks: a millisecond
 
 
@@ -32,11 +32,11 @@ class RemoteCopies:
     """Copies of blocks in a shared store.
 
     Args:
-        tier: the store's.
-        placement: where copies are entered.
-        digests: of blocks.
-        health: is told of failures.
-        checksums: of what is in memory.
+        tier: the store's tier.
+        placement: records where blocks are.
+        digests: computes digests of blocks.
+        health: handles failures.
+        checksums: computes checksums of blocks in memory.
     """
 
     def __init__(
@@ -47,22 +47,23 @@ class RemoteCopies:
         self._digests = digests
         self._health = health
         self._checksums = checksums
-        self._unusable: OrderedDict[bytes, float] = OrderedDict()  # digest -> until when it is not read again
+        self._unusable: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it may be read again
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     async def read(
         self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: MemoryTier, movement: Movement
     ) -> npt.NDArray[np.bool_]:
-        """Reads `parts` of rows, held in the remote tier, into slots of `target`, which a CPU can address; which came.
+        """Reads `parts` of rows, held in the remote tier, into slots of `target`, which a CPU can address.
 
-        A block that the store has no more, or whose object is not what was sealed, leaves the tier.
+        A block leaves the tier if the store has lost it or its object fails authentication. Returns [len(rows)], true
+        for blocks that were read.
         """
         tier, came = self._tier, np.zeros(len(rows), np.bool_)
         if not tier.gives or not len(rows):
             return came
         numbers = trie.slots[rows, tier.level][:, list(parts)]
-        # What could not be used leaves the tier whoever holds it, also while room was made for it here.
+        # An unusable block leaves the tier although it is held, also while room was made for it here.
         there = np.flatnonzero((numbers != NO_SLOT).all(axis=1))
         if len(there) < len(rows):
             came[there] = await self.read(trie, rows[there], parts, taken[there], target, movement)
@@ -94,8 +95,8 @@ class RemoteCopies:
         return came
 
     def is_unusable(self, digest: bytes) -> bool:
-        """Whether an object of this block was read a while ago and could not be used: it is written anew by who has the
-        block, and looked for by nobody."""
+        """Whether an object of this block was read recently and was unusable. Then it is not looked up, and a host that
+        has the block writes it again."""
         until_s = self._unusable.get(digest)
         return until_s is not None and until_s > self._placement.clock()
 
@@ -106,9 +107,9 @@ class RemoteCopies:
             self._unusable.popitem(last=False)
 
     def _note_checksums(self, trie: Trie, rows: Rows, parts: Sequence[int], checksums: npt.NDArray[np.uint64]) -> None:
-        """Records the checksums, [m, parts], of what was read, but for parts that this host has of its own.
+        """Records the checksums, [m, parts], of parts that were read, except those that this host also has itself.
 
-        Two hosts that compute the same tokens may get bytes that differ in the last bit, and both are good.
+        Two hosts may compute bytes that differ in the last bit for the same tokens, and both are good.
         """
         local = [
             tier.level for tier in (self._placement.tiers.shared, self._placement.tiers.durable) if tier is not None
@@ -128,10 +129,9 @@ class RemoteCopies:
     # -- writing ------------------------------------------------------------------------------------------------
 
     async def write(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement) -> int:
-        """Writes what `source` has of rows, held there, and the store lacks; returns how many blocks it has now.
+        """Writes bytes of rows, held in `source`, that the store lacks; returns how many of the blocks it has now.
 
-        An object of a block that could not be used is deleted first. What another host has written meanwhile is not
-        written again.
+        Deletes unusable objects first. Does not write again blocks that another host has written meanwhile.
         """
         groups = trie.wanted(rows, source.level) & ~trie.there[rows, self._tier.level]
         rows, groups = rows[groups != 0], groups[groups != 0]
@@ -154,7 +154,7 @@ class RemoteCopies:
         return int(np.count_nonzero(there))
 
     async def _there(self, trie: Trie, blocks: Sequence[BlockIdentity], groups: GroupMask) -> npt.NDArray[np.bool_]:
-        """[len(blocks)]: which the store has, all parts of their `groups`."""
+        """[len(blocks)]: whether the store has all parts of the block's `groups`."""
         names, of_block = [], []
         for at, (block, mask) in enumerate(zip(blocks, groups.tolist(), strict=True)):
             for part in np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist():
@@ -190,7 +190,7 @@ class RemoteCopies:
         return written
 
     async def _delete_unusable(self, trie: Trie, blocks: Sequence[BlockIdentity]) -> None:
-        """What could not be used is no use to other hosts either, and some stores take no name twice."""
+        """Deletes unusable objects: other hosts cannot use them, and some stores refuse to overwrite a name."""
         parts = range(len(trie.part_bytes))
         names = [object_name(each.digest, part) for each in blocks if self.is_unusable(each.digest) for part in parts]
         if names:
@@ -201,7 +201,7 @@ class RemoteCopies:
     ) -> Iterator[RemoteSave]:
         addresses = source.addresses(trie.slots[rows, source.level]).tolist()
         checksums, known = trie.checksums[rows].tolist(), trie.checksummed[rows].tolist()
-        of_shared = source is self._placement.tiers.shared  # what the checksums are of
+        of_shared = source is self._placement.tiers.shared  # checksums are of its bytes
         for at, (block, mask) in enumerate(zip(blocks, groups.tolist(), strict=True)):
             parts = np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist()
             yield RemoteSave(
@@ -217,10 +217,10 @@ class RemoteCopies:
             )
 
     async def delete(self, trie: Trie, rows: Rows) -> None:
-        """Deletes the objects of blocks from the store, whether they are known to be there or not.
+        """Deletes the objects of blocks from the store, even if they are not known to be there.
 
         Raises:
-            StorageError: some may still be there.
+            StorageError: some objects may be left.
         """
         with self._placement.holds.hold("deletion", trie, rows):
             digests = await self._digests.of_rows(trie, rows)
@@ -228,7 +228,7 @@ class RemoteCopies:
         await self._tier.delete([object_name(digest, part) for digest in digests for part in parts])
 
     def enter(self, trie: Trie, rows: Rows, digests: Sequence[bytes], groups: GroupMask) -> None:
-        """The store has `groups`, [m] masks, of m different blocks."""
+        """Enters that the store has `groups`, [m] masks, of m different blocks."""
         tier = self._tier
         groups = groups & ~trie.there[rows, tier.level]
         chosen = np.flatnonzero(groups)

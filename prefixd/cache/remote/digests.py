@@ -1,4 +1,4 @@
-"""Digests of prefixes, by which a shared store knows blocks (`prefixd_swap/stores/names.py`)."""
+"""Digests of prefixes, which name blocks in a shared store (`prefixd_swap/stores/names.py`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HASHED_AT_ONCE = 2048  # blocks: a millisecond
 
 
 def root_digest(keys: TenantKeys, spec: NamespaceSpec) -> bytes:
-    """The digest before the first blocks of a namespace: all of what it is has to be equal."""
+    """The digest before a namespace's first blocks, of its whole spec."""
     return keys.root(spec.encoded())
 
 
 class Digests:
-    """Computes them, from the last block before whose digest the tier knows.
+    """Computes digests, from the last block on whose digest the tier knows.
 
     Args:
         tier: knows the digests of blocks that it has.
@@ -41,7 +41,7 @@ class Digests:
     async def of_prompt(
         self, trie: Trie, namespace: Namespace, chain: BlockChain, path: Rows, first: int, end: int
     ) -> list[bytes]:
-        """[end - first]: the digests of a prompt's blocks from `first` on; `path` are the rows of its first blocks."""
+        """[end - first]: the digests of blocks `first` to `end` of a prompt; `path`: the rows of its first blocks."""
         keys, before, _ = self._names(namespace)
         numbers = trie.slots[path[:first], self._tier.level].max(axis=1, initial=NO_SLOT)
         known = np.flatnonzero(numbers != NO_SLOT)
@@ -57,7 +57,7 @@ class Digests:
         return digests[first - begin :]
 
     async def of_rows(self, trie: Trie, rows: Rows) -> list[bytes]:
-        """The digests of `rows`, which somebody holds."""
+        """[len(rows)]: the digests of `rows`, which the caller holds."""
         known: dict[int, bytes] = {}
         walked = 0
         for row in rows.tolist():
@@ -86,7 +86,7 @@ class Digests:
         return [known[row] for row in rows.tolist()]
 
     def identity(self, trie: Trie, row: int, digest: bytes) -> BlockIdentity:
-        """What the block's objects have to say about themselves."""
+        """The block's identity, stored in its objects."""
         namespace = self._namespaces.at(int(trie.namespace[row]))
         keys, _, geometry = self._names(namespace)
         return BlockIdentity(keys, digest, namespace.digest, geometry, int(trie.depth[row]), trie.tokens[row].tobytes())

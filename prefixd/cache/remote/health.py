@@ -1,7 +1,7 @@
-"""A breaker in front of a shared store: it is taken out of service by its first failure, and comes back by itself.
+"""A circuit breaker for a shared store: the first failure takes it out of service, a successful probe puts it back.
 
-While it is out nobody asks it anything: blocks that only it has are not matched, nothing is written, and requests go on
-as if there was no such tier. A probe tries it again and again.
+Out of service it is only probed: blocks that only it has are not matched, nothing is written, and requests continue
+without it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FULL_S = 5.0
 
 
 class RemoteHealth:
-    """Whether the store is asked, read and written.
+    """Decides whether the store is read and written.
 
     Args:
-        tier: the store's.
-        placement: what is where.
+        tier: the store's tier.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
-        forget: forgets what the store has: after an outage nobody knows.
+        forget: forgets the store's blocks: an outage may have lost them.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class RemoteHealth:
         self._failed = asyncio.Event()
         self._out = asyncio.Event()
         self.failures = 0
-        """Times that the store was taken out of service since the start."""
+        """How often the store was taken out of service since the start."""
 
     def failed(self, error: StorageError, writing: bool = False) -> None:
-        """A call failed: until a probe succeeds the store is out of service; after a write it is not written to.
+        """Takes the store out of service until a probe succeeds; after a failed write, stops only writing.
 
-        A store that is away fails the next question, too. One that refuses writes (full, read-only, no right to) is
-        still read, and a ping would not tell when it takes them again.
+        A store that is down fails the next lookup, too. One that refuses writes (full, read-only, no permission) is
+        still read, and a ping would not tell when it accepts them again.
         """
         tier, troubles = self._tier, self._placement.tiers.troubles
         tier.takes = False
@@ -75,18 +75,17 @@ class RemoteHealth:
                 wait_s = FIRST_PROBE_S if await self._probe() else min(2 * wait_s, LONGEST_PROBE_S)
 
     async def _try_writing(self) -> None:
-        """Has a store that refused a write written to again after a while. The trouble ends with a write, or when
-        nothing was written for as long again.
+        """Tries writing again after a while. The warning ends with a write, or if none failed for as long again.
 
-        One that does not answer when it is asked now, or when a prompt asks during the pause, is away. One that was
-        away and is back by now is not told from one that refuses.
+        A store that does not answer the ping now, or a lookup during the pause, is down. One that went down and came
+        back in between is treated as one that refuses writes.
         """
         try:
             await self._tier.try_out()
         except StorageError as error:
             self.failed(error)
         with suppress(TimeoutError):
-            async with asyncio.timeout(FULL_S):  # not wait_for, which may lose that `watch` is cancelled (Python 3.11)
+            async with asyncio.timeout(FULL_S):  # wait_for may lose the cancellation of `watch` (Python 3.11)
                 await self._out.wait()
         if not self._tier.gives:
             return
@@ -100,7 +99,7 @@ class RemoteHealth:
             self.wrote()
 
     def wrote(self) -> None:
-        """A write succeeded: the store refuses nothing any more."""
+        """Ends the warning after a successful write."""
         if self._tier.gives and not self._failed.is_set():
             self._placement.tiers.troubles.end(tier_part(self._tier))
 

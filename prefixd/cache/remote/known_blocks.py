@@ -1,7 +1,7 @@
-"""Which blocks are known to be in a shared store. What is known grows old: others may delete, and a store may lose all.
+"""Tracks blocks that a shared store is known to have. Knowledge expires: others may delete, and a store may lose all.
 
-Blocks that are nowhere here are forgotten when nobody has asked for them. Of the others it is forgotten after a while
-that the store has them, so that it is asked again, and gets again what it has lost.
+A block with no local copy is forgotten when it was not used for a while. Of a local block the mark that the store has
+it expires, so that the store is asked again and gets a block that it lost.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LEAST_PAUSE_S = 0.5
 
 
 class KnownBlocks:
-    """Forgets what is known.
+    """Forgets blocks of the store.
 
     Args:
-        tier: the store's.
-        placement: what is where.
+        tier: the store's tier.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
         clock: seconds, monotonic.
-        known_s: a block that only the store has is forgotten when nobody has asked for it so long.
-        recheck_s: that a block of this host is in the store is forgotten after so long.
+        known_s: forget a block that only the store has after this time without use.
+        recheck_s: forget after this time that the store has a local block.
         limit: the most blocks that only the store has.
     """
 
@@ -55,25 +55,25 @@ class KnownBlocks:
         self._recheck_s = recheck_s
         self._limit = limit
         self.blocks = 0
-        """Blocks that only the store has, as of the last look."""
+        """Blocks that only the store has, as of the last scan."""
 
     def room(self) -> int:
-        """How many more may be entered now."""
+        """How many more such blocks may be entered now."""
         return max(self._limit - self.blocks, 0)
 
     async def watch(self) -> None:
-        """Forgets some from time to time; runs for ever."""
+        """Forgets old blocks periodically; runs for ever."""
         while True:
             await asyncio.sleep(max(min(self._known_s, self._recheck_s) / 4, _LEAST_PAUSE_S))
             await self.forget_old()
             await self._forget_marks(self._clock() - self._recheck_s)
 
     async def forget_old(self, keep_s: float | None = None) -> int:
-        """Forgets what only the store has and was last used `keep_s` ago (`known_s` by default), and earlier while
-        there is more than the limit; how many went."""
+        """Forgets blocks that only the store has and that were last used `keep_s` ago (`known_s` by default), and
+        younger ones while there are more than the limit; returns the number forgotten."""
         went, keep_s = 0, self._known_s if keep_s is None else keep_s
         while True:
-            self.blocks = left = 0  # what is entered meanwhile is counted on top
+            self.blocks = left = 0  # blocks entered meanwhile add to it
             for trie in list(self._tries):
                 old, others = await self._old(trie, self._clock() - keep_s)
                 gone = 0
@@ -87,8 +87,8 @@ class KnownBlocks:
             keep_s /= 2
 
     async def _old(self, trie: Trie, before_s: float) -> tuple[Rows, int]:
-        """The trie's blocks that only the store has and that were last used before that time, deepest first, since a
-        block goes after those that continue it; how many others there are."""
+        """The trie's blocks that only the store has and that were last used before that time, deepest first (a block
+        leaves after its children); the number of other such blocks."""
         found, others = [np.empty(0, np.int64)], 0
         for part in slices(trie.rows):
             rows = part.start + np.flatnonzero(_only_remote(trie, part, self._tier.level))
@@ -102,7 +102,7 @@ class KnownBlocks:
         return deepest_first, others
 
     async def forget_all(self) -> None:
-        """Forgets everything, but for blocks that somebody is reading."""
+        """Forgets everything except blocks that are being read."""
         await self._forget_marks(float("inf"))
         await self.forget_old(0.0)
 
@@ -122,7 +122,7 @@ class KnownBlocks:
                 await give_way()
 
     def _forget(self, trie: Trie, rows: Rows) -> int:
-        # Somebody may have asked for some of them, or brought them here, in between.
+        # They may have been used or read meanwhile.
         return self._placement.drop(trie, rows[_only_remote(trie, rows, self._tier.level)], self._tier, expendable=True)
 
 

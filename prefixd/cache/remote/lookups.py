@@ -1,7 +1,7 @@
-"""What a shared store has of a prompt: asked in one call a prompt, and remembered for a while, "no" as well as "yes".
+"""Looks up prompts in a shared store, one call a prompt, and remembers "no" as well as "yes" for a while.
 
-A "yes" is a copy in the trie, like any other tier's, so a prompt that it continues is matched, held, estimated, and
-loaded or not, like any other. A "no" is remembered by the digest of the first block that is missing.
+A "yes" is a copy in the trie like any other tier's, so prompts match, hold and load it alike. A "no" is remembered by
+the digest of the first missing block.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ ASKED_AT_ONCE = 4096  # blocks of a prompt in one call
 _ENTERED_AT_ONCE = 512  # blocks: a millisecond or two
 _REMEMBERED = 1 << 16
 _PENDING = 64
-_LEARNED = 0.5  # weight of the last answer in what an answer is expected to take
-_FORGOTTEN_S = (
-    1.0  # in so many seconds without an answer half of what was learned is forgotten: nobody waits, nobody learns
-)
+_LEARNED = 0.5  # weight of the last answer in the expected answer time
+_FORGOTTEN_S = 1.0  # half-life of the expected answer time, so that prompts wait again and it is measured anew
 
 
 @dataclass(slots=True)
@@ -51,21 +49,21 @@ class LookupCounters:
     asked_objects: int = 0
     found_blocks: int = 0
     remembered: int = 0
-    """Prompts that it was not asked about, because it had said "no" a moment ago."""
+    """Prompts that it was not asked about, because of a remembered "no"."""
     unanswered: int = 0
-    """Prompts that went on before the answer came, or had none."""
+    """Prompts that continued without an answer."""
 
 
 class RemoteLookups:
-    """Asks the store about prompts.
+    """Looks up prompts in the store.
 
     Args:
-        tier: the store's.
-        placement: what is where.
-        digests: of prompts.
-        copies: enters what the store has.
-        known: how many blocks may be known that only the store has.
-        health: is told of failures.
+        tier: the store's tier.
+        placement: records where blocks are.
+        digests: computes digests of prompts.
+        copies: enters blocks that the store has.
+        known: limits blocks that only the store has.
+        health: handles failures.
         clock: seconds, monotonic.
         absent_s: how long a "no" is remembered.
     """
@@ -83,7 +81,7 @@ class RemoteLookups:
     ) -> None:
         self.counters = LookupCounters()
         self.answer_s = 0.0
-        """What an answer takes, by the last ones."""
+        """The expected answer time, from the last answers."""
         self._answered_s = clock()
         self._tier = tier
         self._placement = placement
@@ -93,19 +91,19 @@ class RemoteLookups:
         self._health = health
         self._clock = clock
         self._absent_s = absent_s
-        self._absent: OrderedDict[bytes, float] = OrderedDict()  # digest -> until when it counts as missing
+        self._absent: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it may be asked for again
         self._pending: set[asyncio.Task[bool]] = set()
 
     async def look(self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None, wait_s: float) -> None:
-        """Enters what the store has of a prompt's first `limit` blocks (all by default) and this host lacks.
+        """Enters the blocks of a prompt's first `limit` (all by default) that the store has and this host lacks.
 
-        Returns when that is done, or after `wait_s`: the answer is then for those who ask later. It is not waited for
-        where it is not expected in time.
+        Returns when that is done, or after `wait_s`; a late answer serves later calls. Does not wait if no answer is
+        expected in time.
         """
         end = len(chain) if limit is None else min(limit, len(chain))
         if not self._tier.gives or not end or len(self._pending) >= _PENDING:
             return
-        task = asyncio.create_task(self._look(trie, namespace, chain, end))
+        task = asyncio.create_task(self._look_up(trie, namespace, chain, end))
         self._pending.add(task)
         task.add_done_callback(self._ended)
         if self.answer_s * 0.5 ** ((self._clock() - self._answered_s) / _FORGOTTEN_S) <= wait_s:
@@ -114,28 +112,28 @@ class RemoteLookups:
         self.counters.unanswered += not (task.done() and task.exception() is None and task.result())
 
     async def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for lookups under way."""
         if self._pending:
             await asyncio.wait(self._pending)
 
     def _ended(self, task: asyncio.Task[bool]) -> None:
         self._pending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a shared store could not be asked", exc_info=error)
+            log.error("a lookup in the shared store failed", exc_info=error)
 
-    async def _look(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
-        """Whether the store has answered."""
+    async def _look_up(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
+        """Returns whether the store has answered."""
         try:
-            for home in (namespace,) if namespace.common is None else (namespace.common, namespace):
-                while await self._look_on(trie, home, chain, end):
-                    pass  # a prompt that is longer than one call asks about, and all of it was there
+            for each in (namespace,) if namespace.common is None else (namespace.common, namespace):
+                while await self._look_up_next(trie, each, chain, end):
+                    pass  # the prompt is longer than one call, and all blocks of this one were there
         except StorageError as error:
             self._health.failed(error)
             return False
         return True
 
-    async def _look_on(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
-        """Asks about the first blocks that this host lacks; whether the next ones are worth asking about.
+    async def _look_up_next(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
+        """Asks about the first blocks that this host lacks; returns whether to ask about the next ones.
 
         Raises:
             StorageError: the store has not answered.
@@ -169,7 +167,7 @@ class RemoteLookups:
         return found
 
     def _to_ask(self, trie: Trie, first: int, lacking: GroupMask, digests: list[bytes]) -> _Question:
-        """The objects of the blocks from `first` on that are `lacking`, but for what was missing a moment ago."""
+        """The objects of `lacking` groups of the blocks from `first` on, except blocks with a remembered "no"."""
         ask, now_s = _Question(first, digests, np.zeros(len(lacking), np.uint8), []), self._clock()
         parts_of = _parts_of(trie)
         for at, (digest, mask) in enumerate(zip(digests, lacking.tolist(), strict=True)):
@@ -177,14 +175,14 @@ class RemoteLookups:
                 continue
             if self._absent.get(digest, now_s) > now_s or self._copies.is_unusable(digest):
                 if not trie.has_rules:
-                    break  # what continues it is of no use
+                    break  # its descendants are unusable
                 continue
             ask.groups[at] = mask
             ask.names.extend(object_name(digest, part) for part in parts_of[mask])
         return ask
 
     def _groups(self, trie: Trie, ask: _Question, found: list[bool]) -> GroupMask:
-        """[blocks]: the groups that the store has all parts of; remembers the blocks of which it has nothing."""
+        """[blocks]: the groups that the store has whole; remembers the blocks without any."""
         groups, parts_of = ask.groups.copy(), _parts_of(trie)
         asked_parts = [(at, part) for at, mask in enumerate(groups.tolist()) if mask for part in parts_of[mask]]
         for (at, part), there in zip(asked_parts, found, strict=True):
@@ -206,7 +204,7 @@ class RemoteLookups:
     async def _enter(
         self, trie: Trie, namespace: Namespace, chain: BlockChain, ask: _Question, groups: GroupMask
     ) -> None:
-        """Enters the blocks, and those before and between them, which have no bytes. The path before them is held."""
+        """Enters the blocks, and their ancestors without bytes, while the path before them is held."""
         there = np.flatnonzero(groups)
         end = ask.first + int(there[-1]) + 1
         rows = await find_own(trie, namespace, chain, end)
@@ -221,7 +219,7 @@ class RemoteLookups:
                 self._known.blocks += len(new)
                 rows = np.concatenate([rows, new])
                 if len(new) < len(keys):
-                    break  # the next key is another block's
+                    break  # the next key belongs to another block
                 await give_way()
             there = there[there < len(rows) - ask.first]
             for start in range(0, len(there), _ENTERED_AT_ONCE):
@@ -235,12 +233,12 @@ class RemoteLookups:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What the store is asked about a prompt.
+    """A question to the store about a prompt.
 
     Attributes:
-        first: the prompt's block that comes first in the others.
-        digests: [n] of its blocks.
-        groups: [n] KV groups of each that are asked about.
+        first: index in the prompt of the first block asked about.
+        digests: [n], from that block on.
+        groups: [n] masks of the KV groups asked about.
         names: the objects, block by block.
     """
 
@@ -251,15 +249,15 @@ class _Question:
 
 
 def _parts_of(trie: Trie) -> list[list[int]]:
-    """By a mask of KV groups, the parts that belong to them."""
+    """[masks]: the parts of the KV groups in each mask."""
     return [np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist() for mask in range(trie.all_groups + 1)]
 
 
 def _first_lacking(trie: Trie, path: Rows) -> int:
-    """From which block of a prompt on the store may help; `path` are the rows of its first blocks.
+    """The first block of a prompt for which to ask the store; `path`: the rows of the prompt's first blocks.
 
-    Groups of which a prefix needs only the end (windows, states) are asked for from where the longest prefix that can
-    be used here needs them.
+    Groups of which a prefix needs only the end (windows, states) are asked for from where the longest usable local
+    prefix needs them.
     """
     usable = len(trie.usable(path))
     if not (trie.has_rules and usable):
@@ -269,7 +267,7 @@ def _first_lacking(trie: Trie, path: Rows) -> int:
 
 
 def _lacking(trie: Trie, path: Rows, first: int, stop: int) -> GroupMask:
-    """[stop - first]: of each block the KV groups that no tier has."""
+    """[stop - first]: the KV groups of each block that no tier has."""
     lacking = np.full(max(stop - first, 0), trie.all_groups, np.uint8)
     known = trie.available[path[first:stop]]
     lacking[: len(known)] &= ~known

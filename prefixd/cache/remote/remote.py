@@ -1,4 +1,4 @@
-"""The remote tier's side of the cache, put together."""
+"""Connects the parts of the remote tier."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from prefixd.cache.remote.sharing import CopyAhead, SharePolicy, Sharing
 from prefixd_swap.tiers import RemoteTier
 
 _RECHECKED = 10
-"""So many times as long as a block that only the store has, one that this host has, too, is known to be there."""
+"""The mark that the store has a local block lasts this many times `known_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """How a shared store is used.
+    """Settings of a shared store.
 
     Attributes:
-        share: which blocks are written to it.
-        lookup_s: the most that a prompt waits to learn what it has.
-        absent_s: how long it is not asked again for what it did not have.
-        known_s: how long a block counts as there, and only there, without being used.
+        share: which blocks to write to it.
+        lookup_s: the most that a prompt waits for a lookup.
+        absent_s: how long a missing block is not asked for again.
+        known_s: how long a block that only the store has is kept in the trie without use.
         known_blocks: the most such blocks.
     """
 
@@ -43,17 +43,17 @@ class RemoteOptions:
 
 
 class Remote:
-    """Everything about the remote tier.
+    """The parts of the remote tier, connected.
 
     Args:
-        tier: the store's; this owns it.
-        placement: what is where.
+        tier: the store's tier; this owns it.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
         namespaces: all namespaces.
         clock: seconds, monotonic.
-        checksums: of what is in memory.
+        checksums: computes checksums of blocks in memory.
         copy_ahead: see `Sharing`.
-        options: how it is used.
+        options: the store's settings.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Remote:
         self.tier = tier
         self.options = options
         recheck_s = _RECHECKED * options.known_s
-        if tier.ttl_s:  # known before the store deletes it
+        if tier.ttl_s:  # forget it before the store deletes it
             recheck_s = min(recheck_s, tier.ttl_s / 2)
         self.known = KnownBlocks(
             tier, placement, tries, clock, known_s=options.known_s, recheck_s=recheck_s, limit=options.known_blocks
@@ -86,7 +86,7 @@ class Remote:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Starts working in the background; the tasks end with `stop`, or by a defect."""
+        """Starts the background tasks, which end with `stop`, or by a defect."""
         self._tasks = [
             asyncio.create_task(self.health.watch(), name="remote-probe"),
             asyncio.create_task(self.known.watch(), name="remote-known"),
@@ -97,11 +97,11 @@ class Remote:
     async def look(
         self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None, wait_s: float | None = None
     ) -> None:
-        """Enters what the store has of a prompt and this host lacks; see `RemoteLookups.look`."""
+        """`RemoteLookups.look`, by default for at most `options.lookup_s`."""
         await self.lookups.look(trie, namespace, chain, limit, self.options.lookup_s if wait_s is None else wait_s)
 
     async def stop(self) -> None:
-        """Ends the background work after what is under way. The store is asked nothing any more."""
+        """Ends the background tasks after the batch under way. The store gets no more calls."""
         self.sharing.stop()
         self.tier.gives = self.tier.takes = False
         for task in self._tasks[:2]:

@@ -1,6 +1,6 @@
-"""Writes blocks to a shared store in the background: those that other hosts may want, by a policy.
+"""Writes blocks that other hosts may want to a shared store, in the background, by a policy.
 
-Nothing waits for it. What leaves this host's memory before its turn comes is not written.
+No request waits for it. A block that leaves this host's memory first is not written.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from prefixd_swap.transfers import Urgency
 log = logging.getLogger(__name__)
 
 SharePolicy = Literal["all", "reused", "pinned", "none"]
-"""all: every block. reused: what was asked for again. pinned: pinned prefixes. none: this host only reads."""
+"""all: every block. reused: blocks used again. pinned: pinned prefixes. none: this host only reads."""
 
 CopyAhead = Callable[[Trie, Rows, Tier, Tier, Movement], Awaitable[int]]
-"""(trie, rows, source, target, movement): how many of `rows`, held in `source`, were copied, at no other's cost."""
+"""(trie, rows, source, target, movement): copies rows, held in `source`, without evicting; returns how many."""
 
 _BATCH = 64
 _RETRY_S = 2.0
-_LOOK_S = 0.2
-"""How soon what has come is looked for; the blocks of a prompt come together in that time."""
+_SCAN_S = 0.2
+"""Time between scans for new blocks, in which a prompt's blocks come together."""
 
 
 class Sharing:
-    """The background task.
+    """Writes blocks to a shared store in the background.
 
     Args:
-        tier: the store's.
-        placement: what is where.
+        tier: the store's tier.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
-        copies: writes.
-        copy_ahead: brings what a CPU cannot read to the shared tier.
-        policy: which blocks are written.
+        copies: writes blocks.
+        copy_ahead: copies blocks that a CPU cannot read to the shared tier.
+        policy: selects the blocks to write.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Sharing:
         policy: SharePolicy,
     ) -> None:
         self.written = 0
-        """Blocks that this host has brought to the store, or found there, since the start."""
+        """Blocks that this host has written to the store, or found there, since the start."""
         self._tier = tier
         self._placement = placement
         self._tiers = placement.tiers
@@ -70,19 +70,19 @@ class Sharing:
         self._copies = copies
         self._copy_ahead = copy_ahead
         self._policy = policy
-        self._queues: dict[tuple[int, int], _Queue] = {}  # by the ordinal of the trie and the source's level
+        self._queues: dict[tuple[int, int], _Queue] = {}  # by trie ordinal and source level
         self._stopping = asyncio.Event()
         self._seen_epoch = -1
-        self._looked_s = -math.inf
+        self._scanned_s = -math.inf
 
     async def run(self) -> None:
-        """Writes until `stop`."""
+        """Writes blocks until `stop`."""
         while self._policy != "none" and not self._stopping.is_set():
-            pause_s = _LOOK_S
-            # Neither a use nor a pin moves a block, so for these policies it is looked from time to time.
-            due = self._policy != "all" and self._placement.clock() >= self._looked_s + _RETRY_S
+            pause_s = _SCAN_S
+            # A use or a pin does not change the epoch, so for these policies scan periodically.
+            due = self._policy != "all" and self._placement.clock() >= self._scanned_s + _RETRY_S
             if self._tier.takes and (due or self._seen_epoch != self._placement.epoch):
-                self._seen_epoch, self._looked_s = self._placement.epoch, self._placement.clock()
+                self._seen_epoch, self._scanned_s = self._placement.epoch, self._placement.clock()
                 try:
                     if not await self.write_all():
                         self._seen_epoch, pause_s = -1, _RETRY_S
@@ -99,7 +99,7 @@ class Sharing:
         self._stopping.set()
 
     async def write_all(self) -> bool:
-        """Writes all that waits; False when some of it could not be written."""
+        """Writes all waiting blocks; returns False if some could not be written."""
         complete = True
         for trie in list(self._tries):
             for source in (self._tiers.shared, self._tiers.compute):
@@ -147,7 +147,7 @@ class _Queue(Protocol):
 
 
 class _PinnedBlocks:
-    """The blocks of pinned prefixes that wait to be written; as `UnwrittenBlocks`."""
+    """A queue, as `UnwrittenBlocks`, of pinned blocks to write."""
 
     def __init__(self, trie: Trie, source: int, target: int) -> None:
         self._trie = trie

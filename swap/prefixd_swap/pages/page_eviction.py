@@ -1,4 +1,4 @@
-"""Which slots to evict so that slots of a given size are free: single slots of that size, or whole pages of another."""
+"""Chooses slots to evict for slots of a given size: single slots of that size, or whole pages of other sizes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from prefixd_swap.slots import round_to_slot
 Worths = npt.NDArray[np.float64]
 
 Allow = Callable[[Int64s], bool]
-"""Asked once for each slot or page in the order in which they would go, with the positions of its slots: whether they
-may go together, after those that it has allowed before."""
+"""Called once for each slot or page in eviction order, with the positions of its slots: whether they may be evicted
+together with those allowed before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """What to evict."""
+    """Slots to evict."""
 
     positions: Int64s
-    """[m] positions in the `offsets` that were given, ascending."""
+    """[m] positions in the given `offsets`, ascending."""
     slots: int
-    """Slots of the wanted size that are free once these are, beside those that are free now; fewer than were wanted
-    where there is no more to evict. Where the page size was changed while slots were taken, or at a restart, a page may
-    give one slot less; then there is another one to choose."""
+    """Slots of the wanted size that this frees; fewer than wanted where no more can be evicted. If the page size
+    changed while slots were allocated, or at a restart, a page may give one slot less; then choose again."""
 
 
 class ChooseVictims(Protocol):
@@ -45,8 +44,7 @@ class ChooseVictims(Protocol):
         evictable: Bools | None = None,
         allow: Allow | None = None,
         /,
-    ) -> Victims:
-        """See `choose_victims`."""
+    ) -> Victims: ...
 
 
 def choose_victims(
@@ -58,25 +56,25 @@ def choose_victims(
     evictable: Bools | None = None,
     allow: Allow | None = None,
 ) -> Victims:
-    """Which of the slots at `offsets` to evict, so that `count` more slots for `nbytes` bytes each are free.
+    """Choose among the slots at `offsets`, so that `count` more slots for `nbytes` bytes each become free.
 
-    A slot of the wanted size is evicted alone. A page of another size is evicted whole, if all its slots may go; it is
-    worth what the most valuable of them is worth (Jenga, section 5.4). Slots and pages go in the order of their worth,
-    of equals the slots first; then slots are kept again where the last page gives more than was missing. So what is
-    evicted is at most `count` slots and one page (and the rests of the pages, where the wanted size leaves one).
+    A slot of the wanted size is evicted alone. A page of another size is evicted whole, if all its slots are evictable;
+    its worth is that of its most valuable slot (Jenga, section 5.4). Slots and pages are evicted in order of worth,
+    slots before pages of equal worth; then slots are kept again if the last page frees more than was missing. So at
+    most `count` slots and one page are evicted (and the remainders of the pages, if the wanted size leaves one).
 
-    While slots that are free in pages of other sizes make up more than 1/32 of the capacity, the pages that are at most
-    half full go before all else: nobody may ever ask for those sizes again.
+    While free slots in pages of other sizes exceed 1/32 of the capacity, pages at most half full are evicted first:
+    those sizes may never be requested again.
 
     Example: 2 slots of 64 KiB are wanted; slots of 64 KiB are worth 5 and 9, and a page of 128 KiB with slots of 4 KiB
     is worth 7. The first slot and the page are chosen, which gives 3 slots; then the slot is kept again.
 
     Args:
-        offsets: int64 [n], slots that are taken, each once. A page of which a slot is not given is not evicted whole.
-        worth: float64 [n], finite; the lowest goes first. One for whom others must go first is worth at least as much
-            as they are.
-        evictable: bool [n], which of them may go; all, where absent.
-        allow: what may go depends on what goes already; see `Allow`.
+        offsets: int64 [n], allocated slots, each once. A page with a slot that is not given is not evicted whole.
+        worth: float64 [n], finite; the lowest is evicted first. A slot that must follow others is worth at least as
+            much as they are.
+        evictable: bool [n], which may be evicted; all by default.
+        allow: decides from what is evicted already; see `Allow`.
 
     Raises:
         MemoryMisuseError: `nbytes` is not positive, or an offset is in no range.
@@ -114,7 +112,7 @@ def choose_victims(
 def _allowed(
     order: Int64s, count: int, gains: Int64s, singles: Int64s, whole: _Whole, page: Int64s, allow: Allow
 ) -> Int64s:
-    """Those of `order` that may go, one after the other, as far as they are needed for `count` slots."""
+    """Those of `order` that `allow` accepts, up to `count` slots."""
     by_page = np.argsort(page, kind="stable")
     borders = np.searchsorted(page[by_page], np.arange(whole.pages + 1))
     taken, gained = [], 0
@@ -133,10 +131,10 @@ def _allowed(
 
 
 class _Whole:
-    """Pages, and stretches of short pages, that can be evicted whole, m of them."""
+    """m pages, and groups of short adjacent pages, that can be evicted whole."""
 
     def __init__(self, pages: PageAllocator, now: Pages, slot: int, page: Int64s, worth: Worths) -> None:
-        """`now` what `pages` has; `page` and `worth` of the slots that may go."""
+        """`now`: the pages of `pages`; `page` and `worth`: of the evictable slots."""
         may = np.bincount(page, minlength=len(now)) == now.used_slots
         top = np.full(len(now), -np.inf)
         np.maximum.at(top, page, worth)
@@ -149,17 +147,17 @@ class _Whole:
         groups, group_gain, group_worth = _stretches(pages, now, slot, may, top, other & (fits == 0))
         self._first = np.concatenate([alone, groups])
         self.gain = np.concatenate([fits[alone], group_gain])
-        """[m] slots of the wanted size that are free when it is gone."""
+        """[m] slots of the wanted size that its eviction frees."""
         self.worth = np.concatenate([top[alone], group_worth])
         """[m] of the most valuable slot in it."""
         self.sparse = np.zeros(len(self._first), np.bool_)
-        """[m] whether it is so empty that it goes before all else."""
+        """[m] whether it is at most half full and evicted first."""
         stranded = int((now.nbytes - now.used_bytes)[other].sum())
         if stranded > 2 * pages.capacity_bytes // SHARE:
             self.sparse[: self._alone] = 2 * now.used_bytes[alone] <= now.nbytes[alone]
 
     def members(self, number: int) -> Int64s:
-        """The pages that it consists of."""
+        """The pages of group `number`."""
         first = self._first[number]
         if number < self._alone:
             return np.array([first], np.int64)
@@ -169,7 +167,7 @@ class _Whole:
 def _stretches(
     pages: PageAllocator, now: Pages, slot: int, may: Bools, top: Worths, short: Bools
 ) -> tuple[Int64s, Int64s, Worths]:
-    """Groups of pages that are all too short for the wanted size, but become one page when they are all empty.
+    """Groups of pages that are each too short for the wanted size, and form one page when all are empty.
 
     Their numbers as in `Pages.groups`, gains and worths.
     """

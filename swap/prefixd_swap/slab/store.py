@@ -1,8 +1,8 @@
-"""The disk tier: blocks in slab files, durable before anybody sees them, checked when they are read.
+"""The disk tier: blocks in slab files, durable before they are visible, verified when they are read.
 
-A block's bytes are written and synced, then one index transaction names them; a removed block's slots are
-free only after the index durably no longer names them. So a crash at any point leaves an index whose every
-record points at bytes that were complete, and slots that no record names are free.
+A block's bytes are written and synced, then one index transaction names them; a removed block's slots become free only
+after the index durably no longer names them. So after a crash at any point every record points at complete bytes, and
+slots without a record are free.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REMOVED_AT_ONCE = 4096
 
 
 class SlabStore:
-    """Blocks in one directory. Calls block; they may come from any thread, and writers share commits."""
+    """Blocks in one directory. Calls block the thread; any thread may call, and concurrent writers share commits."""
 
     def __init__(
         self,
@@ -90,25 +90,25 @@ class SlabStore:
         ops: FileOps | None = None,
         shrink: bool = True,
     ) -> Self:
-        """Open or create the store in `path` and drop what a crash or a lost file has made useless.
+        """Open or create the store in `path`, and drop blocks that a crash or a lost file has made unusable.
 
-        A damaged index is set aside, and what can be read of it is entered into another one, see `recovery`.
+        A damaged index is set aside, and its readable records are entered into a new one, see `recovery`.
 
         Args:
             path: a directory that is empty, absent or a store's.
-            capacity_bytes: the most that slab files take together. Lowering it drops the newest slabs.
-            slab_bytes: size of a slab file where the capacity is large enough for several; by default 64 MiB, or what
-                keeps the files to a few hundred.
-            io: how slabs are read and written; where the file system or the kernel cannot do it, through the page
-                cache, with a line of log. `benchmarks.disk` compares the ways.
+            capacity_bytes: the most bytes of all slab files. Lowering it drops the newest slabs.
+            slab_bytes: size of a slab file where the capacity is large enough for several; by default 64 MiB, or a size
+                that limits the files to a few hundred.
+            io: how slabs are read and written. If the file system or the kernel does not support it, the page cache is
+                used and logged. `benchmarks.disk` compares the ways.
             io_threads: parts that one `write` writes at a time.
             ops: file calls, for tests that inject faults.
-            shrink: slabs that hold blocks may be deleted where the capacity is below what there is.
+            shrink: whether slabs with blocks may be deleted to meet a lowered capacity.
 
         Raises:
-            ShrinkError: they would have to be, and not `shrink`; nothing has changed.
+            ShrinkError: slabs with blocks would be deleted, and `shrink` is false; nothing has changed.
             DirectoryInUseError: another store holds the directory.
-            FormatError: it holds other files than this version's.
+            FormatError: the directory has files of another version.
             StorageError: it cannot be made, read or written.
         """
         from prefixd_swap.slab.opening import open_parts  # LMDB: engines, which import this package, have none
@@ -118,32 +118,32 @@ class SlabStore:
 
     @property
     def capacity_bytes(self) -> int:
-        """The most that slab files take together."""
+        """The most bytes of all slab files."""
         return self._slabs.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots taken, those being written or removed included."""
+        """Bytes of allocated slots, including those being written or removed."""
         return self._slabs.used_bytes
 
     @property
     def io(self) -> DiskIo:
-        """How slabs are read and written, in effect."""
+        """How slabs are read and written."""
         return self._slabs.io
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, the unit in which space changes hands between sizes, as it is cut now."""
+        """Current bytes of a page, the unit in which space moves between slot sizes."""
         return self._slabs.page_bytes
 
     @property
     def commits(self) -> int:
-        """Durable transactions so far, each for one or more calls."""
+        """Durable transactions so far; concurrent calls share one."""
         return self._changes.commits.batches
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for the durable transaction under way, to share the next."""
+        """Calls that wait for the transaction under way, to share the next."""
         return self._changes.commits.waiting
 
     def room(self, nbytes: int) -> int:
@@ -156,10 +156,10 @@ class SlabStore:
         return self.room(nbytes) * round_to_slot(nbytes)
 
     def write(self, blocks: Sequence[NewBlock]) -> list[BlockRecord | None]:
-        """Store blocks durably; their records, None for those that there was no room for.
+        """Store blocks durably; returns their records, None for blocks without room.
 
-        A block that is stored already is replaced: those of its parts that are given as the `DiskPart` which it has are
-        kept, all others are gone. No key may be in two calls at once or twice in one.
+        A stored block is replaced: it keeps parts that are given as its own `DiskPart` and loses all others. No key may
+        be in two calls at once or twice in one.
 
         Raises:
             DiskFullError: the file system is full although the capacity is not reached; nothing was stored.
@@ -183,14 +183,14 @@ class SlabStore:
                 raise
 
     def remove(self, ids: Sequence[tuple[bytes, bytes]], *, damaged: bool = False) -> None:
-        """Forget blocks by (namespace, key), children before parents; unknown ones are ignored.
+        """Remove blocks by (namespace, key), children before parents; unknown ones are ignored.
 
         When this returns the removal is durable and the slots are free.
 
         Args:
             ids: which blocks.
-            damaged: their records are damaged, and may name other blocks' slots: no slot is freed. Those that are then
-                named by no record are free after `revive`, or when the store is opened again.
+            damaged: their records are damaged and may name other blocks' slots: no slot is freed now. Slots that then
+                have no record are freed by `revive`, or when the store is opened again.
 
         Raises:
             StorageError: I/O failed; the blocks are still there.
@@ -199,7 +199,7 @@ class SlabStore:
             self._changes.commits.run(Commit([(index_key(*block_id), None) for block_id in ids], damaged=damaged))
 
     def drop_parts(self, items: Sequence[tuple[bytes, bytes, Collection[int]]]) -> None:
-        """Forget parts, by their ordinals, of blocks by (namespace, key); the records stay, see `NewBlock.parts`.
+        """Remove parts, by number, of blocks by (namespace, key); the records stay, see `NewBlock.parts`.
 
         Blocks and parts that are unknown are ignored. When this returns the removal is durable and the slots are free.
 
@@ -221,14 +221,14 @@ class SlabStore:
         evictable: Bools | None = None,
         allow: Allow | None = None,
     ) -> Victims:
-        """Which of `slots` to evict so that `count` more parts of `nbytes` bytes each have room.
+        """Choose slots to evict so that `count` more parts of `nbytes` bytes each have room.
 
-        Whole pages or single slots, those of least worth first: see `page_eviction.choose_victims`.
+        Chooses whole pages or single slots of least worth, see `page_eviction.choose_victims`.
 
         Args:
             slots: int64 [n], slots of parts that are stored, each once.
-            worth: float64 [n], finite; the lowest goes first.
-            evictable: bool [n], which of them may go; all, where absent.
+            worth: float64 [n], finite; the lowest is evicted first.
+            evictable: bool [n], which may be evicted; all by default.
             allow: see `page_eviction.Allow`.
 
         Raises:
@@ -241,7 +241,7 @@ class SlabStore:
         """Copy a part's bytes to the start of `into` and verify them there.
 
         Raises:
-            ChecksumError: the bytes are not those that were written; `into` holds garbage.
+            ChecksumError: the bytes are damaged; `into` holds garbage.
             StorageError: I/O failed, or `into` is too short or not in host memory.
         """
         self._reader.read(part, into)
@@ -249,10 +249,10 @@ class SlabStore:
     def read_all(
         self, slots: Int64s, checksums: Sequence[int], addresses: Sequence[int], nbytes: int
     ) -> list[StorageError | None]:
-        """As `read`, n parts of `nbytes` bytes each; what became of each of them.
+        """As `read`, n parts of `nbytes` bytes each; returns the error of each part, or None.
 
         Args:
-            slots: int64 [n]; small parts whose slots lie one behind the other are read together.
+            slots: int64 [n]; small parts in adjacent slots are read together.
             checksums: n, xxh3_64 of each part's bytes.
             addresses: n, where the bytes go, in host memory.
             nbytes: bytes of each.
@@ -261,12 +261,12 @@ class SlabStore:
 
     @property
     def shrunk(self) -> bool:
-        """Whether the file system has refused a slab and not gained room for one since."""
+        """Whether the file system has refused a slab and has not gained room for one since."""
         with self._changed:
             return self._slabs.disk_is_full()
 
     def try_commit(self) -> None:
-        """Whether the index takes changes.
+        """Check that the index accepts changes.
 
         Raises:
             StorageError: it does not.
@@ -275,16 +275,16 @@ class SlabStore:
             self._index.probe()
 
     def lost_slots(self) -> Int64s:
-        """Slots whose bytes are gone because their file was deleted or cut off under us; nothing new comes there.
+        """Slots whose file was deleted or cut off while in use. Such files get no new blocks.
 
         Raises:
-            StorageError: a file cannot be looked at.
+            StorageError: a file cannot be inspected.
         """
         with self._changed:
             return self._slabs.lost_slots()
 
     def try_read(self) -> None:
-        """Whether the device can be read.
+        """Check that the device can be read.
 
         Raises:
             StorageError: it cannot.
@@ -292,20 +292,20 @@ class SlabStore:
         self._directory.try_read(self._slabs.io)
 
     def revive(self, known: Int64s) -> Int64s:
-        """Try whether the disk takes writes again, and clear up what failed ones have left.
+        """Check that the disk accepts writes again, and clean up after failed ones.
 
-        The index is opened again if a commit's outcome is unknown, and replaced by an empty one if it is damaged;
-        records of blocks with slots that the caller does not know are removed (they were being written or removed when
-        the disk failed); slots that no record names are free; slabs whose sync failed are used again.
+        Opens the index again if a commit's outcome is unknown, or replaces it by an empty one if it is damaged. Removes
+        records with slots that the caller does not know: they were being written or removed when the disk failed. Frees
+        slots without a record, and uses slabs again whose sync failed.
 
         Args:
-            known: every slot of the blocks that the caller takes to be stored. It must not write or remove meanwhile.
+            known: all slots of blocks that the caller considers stored. It must not write or remove meanwhile.
 
         Returns:
             Those of `known` that the index does not name: the bytes are lost.
 
         Raises:
-            StorageError: the disk refuses still; try again later.
+            StorageError: the disk still fails; try again later.
         """
         with self._changes.alone():
             self._directory.try_write()
@@ -331,15 +331,15 @@ class SlabStore:
     def adopt(
         self, rows: Sequence[tuple[bytes, bytes]], namespaces: Mapping[bytes, bytes], pins: Sequence[bytes]
     ) -> None:
-        """Name blocks again whose bytes are in slots that nobody has, as `salvage` has found them; nobody may write.
+        """Enter blocks that `salvage` has found in free slots. The caller must not write meanwhile.
 
         Args:
-            rows: key and value in the index of each, parents first.
-            namespaces: what their namespaces stand for; what is known already stays.
-            pins: keys in the index of those that are pinned.
+            rows: index key and value of each, parents first.
+            namespaces: encoded specs by id; existing ones are kept.
+            pins: index keys of pinned blocks.
 
         Raises:
-            StorageError: I/O failed; some may have been named.
+            StorageError: I/O failed; some blocks may have been entered.
         """
         with self._changes.operation():
             known = self._index.namespaces()
@@ -350,7 +350,7 @@ class SlabStore:
         self.revive(IndexTable(self._index.chunks()).slots())
 
     def set_aside(self) -> list[SetAside]:
-        """Indexes of this directory that were set aside, and that nobody has brought back or discarded.
+        """Indexes of this directory that were set aside and neither brought back nor discarded.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -358,7 +358,7 @@ class SlabStore:
         return list_set_aside(self._directory.index)
 
     def remove_unusable(self, ids: Sequence[tuple[bytes, bytes]], reason: str) -> None:
-        """As `remove`, of blocks that nobody can use; a copy of the index before it is set aside, for `reason`.
+        """As `remove`, for unusable blocks; a copy of the index before it is set aside, for `reason`.
 
         Raises:
             StorageError: the copy cannot be made, or I/O failed. Some blocks may be removed; the copy's note counts
@@ -374,10 +374,10 @@ class SlabStore:
             raise
 
     def load(self) -> Records:
-        """Every block as of now, in columns: a million of them in about a second.
+        """All blocks as of now, in columns: a million in about a second.
 
-        Blocks whose parent was removed before them are left out. What `open` has read is given without reading it
-        again, once, until the first change.
+        Leaves out blocks whose parent was removed first. The first call before a change returns the records that `open`
+        has read.
 
         Raises:
             StorageError: the index cannot be read.
@@ -391,7 +391,7 @@ class SlabStore:
         return table.records(prefix_closed(table.depth, parent, table.readable), parent)
 
     def records(self) -> Iterator[BlockRecord]:
-        """Every block as of now, parents before children; for a few of them, otherwise `load`.
+        """All blocks as of now, parents before children; use `load` for many.
 
         Raises:
             RecordDamagedError: one of the records is damaged.
@@ -401,7 +401,7 @@ class SlabStore:
         yield from sorted(records, key=lambda record: record.depth)
 
     def put_namespace(self, namespace: bytes, spec: bytes) -> None:
-        """Store durably what a namespace stands for.
+        """Store a namespace's encoded spec durably.
 
         Raises:
             StorageError: I/O failed.
@@ -410,7 +410,7 @@ class SlabStore:
             self._index.put_namespaces({namespace: spec})
 
     def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
-        """Forget durably what namespaces stood for; unknown ones are ignored.
+        """Remove namespaces durably; unknown ones are ignored.
 
         Raises:
             StorageError: I/O failed.
@@ -419,16 +419,16 @@ class SlabStore:
             self._index.remove_namespaces(namespaces)
 
     def namespaces(self) -> dict[bytes, bytes]:
-        """What every namespace stands for."""
+        """All namespaces: encoded specs by id."""
         return self._index.namespaces()
 
     def pin(self, ids: Sequence[tuple[bytes, bytes]], pinned: bool) -> int:
-        """Have blocks, by (namespace, key), pinned after a restart, or not any more; durable when this returns.
+        """Pin or unpin blocks, by (namespace, key); durable when this returns.
 
-        A pin goes with its block, and stays when the block is written again.
+        A pin is removed with its block, and kept when the block is written again.
 
         Returns:
-            How many of them are stored; the others are ignored.
+            The number of them that are stored; others are ignored.
 
         Raises:
             StorageError: I/O failed; nothing was changed.
@@ -437,20 +437,19 @@ class SlabStore:
             return self._index.pin([index_key(*block_id) for block_id in ids], pinned)
 
     def pins(self) -> list[tuple[bytes, bytes]]:
-        """Namespace and key of every block that is pinned."""
+        """Namespace and key of every pinned block."""
         return [(name[:NAMESPACE_BYTES], name[NAMESPACE_BYTES:]) for name in self._index.pins()]
 
     def check_integrity(self) -> None:
-        """Slots are taken by one record each, and by no one else unless a write or a removal is under way, or a
-        damaged record has left its slots to nobody.
+        """Check that each allocated slot belongs to one record, a write or removal under way, or a damaged record.
 
         Raises:
-            IntegrityError: they are not.
+            IntegrityError: one does not.
         """
         self.audit()
 
     def close(self) -> None:
-        """Wait for writes and removals under way, then let go of the directory. No read may follow."""
+        """Wait for writes and removals under way, then release the directory. Reads must not follow."""
         with self._changed:
             if not self._changes.close():
                 return
@@ -460,7 +459,7 @@ class SlabStore:
             self._directory.close()
 
     def _check_kept(self, blocks: Sequence[NewBlock]) -> None:
-        """Refuse to keep parts that the blocks do not have: their slots may be others' by now."""
+        """Refuse to keep parts that the blocks do not have: their slots may belong to other blocks now."""
         for block in blocks:
             kept = [(at, part) for at, part in enumerate(block.parts) if isinstance(part, DiskPart)]
             if not kept:
@@ -476,7 +475,7 @@ class SlabStore:
 
 
 def _drop(value: bytes, parts: Collection[int]) -> bytes:
-    """The record without these parts; a damaged one as it is, for the scrubber to find."""
+    """The record without these parts; a damaged one unchanged, for the scrubber to find."""
     try:
         return without_parts(value, parts)
     except RecordDamagedError:

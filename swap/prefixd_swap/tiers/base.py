@@ -1,9 +1,9 @@
-"""What a tier is: the contract between the memory below and the cache above, which knows no tier by its number.
+"""The contract of a tier between the memory below and the cache above, which knows no tier by its number.
 
-There are two kinds. A memory tier (`memory`) hands out slots, whose bytes lie at an address: blocks come and go by
-copies. A store tier (`store`) is read and written by calls, and names the places of what it has stored itself.
+There are two kinds. A memory tier (`memory`) gives out slots with an address, and blocks are copied there. A store tier
+(`store`) is read and written by calls, and chooses the slots itself.
 
-Blocks are given in columns: n blocks of p parts each are arrays [n, p]. A part that a block lacks has slot `NO_SLOT`.
+Blocks are given in columns: n blocks of p parts each are arrays [n, p]. A missing part has slot `NO_SLOT`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 NO_SLOT = -1
-"""A part that is not there."""
+"""The slot of a missing part."""
 
 
 class Tier(ABC):
-    """One kind of memory or storage. The event loop's thread calls it; only bytes move elsewhere.
+    """One kind of memory or storage. The event loop's thread calls it; other threads only move bytes.
 
     Args:
         name: in metrics, messages and paths, for example "cpu"; different from every other tier's.
@@ -34,13 +34,13 @@ class Tier(ABC):
     addressable: bool
     """Whether a CPU can read and write its bytes at an address."""
     on_device: bool
-    """Whether its bytes lie in a device's memory."""
+    """Whether its bytes are in a device's memory."""
     durable: bool
-    """Whether its blocks survive the end of the process."""
+    """Whether its blocks survive the process."""
     shared: bool
-    """Whether others use its bytes, too: clients that map its memory, or other hosts."""
+    """Whether others use its bytes: clients that map its memory, or other hosts."""
     backed = True
-    """Whether there are bytes behind its slots; a plan's tiers are only accounted for."""
+    """Whether its slots have memory; a plan's tiers only do the accounting."""
 
     def __init__(self, name: str, level: int) -> None:
         self.name = name
@@ -49,23 +49,23 @@ class Tier(ABC):
     @property
     @abstractmethod
     def capacity_bytes(self) -> int:
-        """The most that it holds."""
+        """The most bytes that it holds."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """What of that is taken."""
+        """Allocated bytes."""
 
     @property
     def choose_victims(self) -> ChooseVictims | None:
-        """Which slots make room where blocks of several sizes share pages; None where any slot serves any block."""
+        """Chooses slots to evict where blocks of several sizes share pages; None if any slot serves any block."""
         return None
 
     def choose_victims_later(self) -> ChooseVictims:
-        """As `choose_victims`, among the slots as they are now, whatever happens meanwhile: a thread may call it.
+        """As `choose_victims`, on a snapshot of the slots, so that a thread may call it.
 
         Raises:
-            MemoryMisuseError: any slot serves any block here.
+            MemoryMisuseError: any slot of this tier serves any block.
         """
         if self.choose_victims is None:
             raise MemoryMisuseError(f"every slot of the {self.name} tier serves any block; choose blocks, not pages")
@@ -73,8 +73,8 @@ class Tier(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Count again.
+        """Check the accounting.
 
         Raises:
-            IntegrityError: the accounting contradicts itself.
+            IntegrityError: it contradicts itself.
         """

@@ -1,4 +1,4 @@
-"""Tiers that are read and written by calls, and what the calls are about."""
+"""Tiers that are read and written by calls."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from prefixd_swap.tiers.memory import MemoryTier
 from prefixd_swap.transfers import PIECE_BYTES, DeviceLimits, Piece, Transfers, Urgency, piece_items
 
 READ_PIECE_BYTES = 1 << 20
-"""The most that one piece reads, a single block aside. Writes are larger: each piece of theirs pays for a sync."""
+"""The most that one piece reads, except a single block. Pieces of writes are larger: each one costs a sync."""
 
 Identity = tuple[bytes, bytes]
 """Namespace id (8 bytes) and block key (16 bytes): a block's name in a store."""
 
 Places = tuple[DiskPart | None, ...]
-"""Where a store has put each part of a block; None for a part that was not given."""
+"""Each part of a block in a store; None for a part that was not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Loads:
     """n blocks to read from a store into memory, in columns."""
 
     slots: Int64s
-    """[n, p]: the parts' slots in the store; NO_SLOT where there is nothing to read."""
+    """[n, p]: the parts' slots in the store; NO_SLOT for parts not to read."""
     checksums: UInt64s
     """[n, p]: xxh3_64 of each part's bytes."""
     addresses: Int64s
-    """[n, p]: where the bytes go, in memory that a CPU can address."""
+    """[n, p]: where to put the bytes, in memory that a CPU can address."""
     nbytes: tuple[int, ...]
     """[p]: bytes of each part."""
 
@@ -43,22 +43,21 @@ class Loads:
         return len(self.slots)
 
     def __getitem__(self, rows: slice) -> Loads:
-        """Some of them; views, no copies."""
+        """A slice; views, no copies."""
         return Loads(self.slots[rows], self.checksums[rows], self.addresses[rows], self.nbytes)
 
 
 class StoreTier(Tier):
     """A tier that is read and written by calls, in pieces on its own two paths of `Transfers`.
 
-    Whoever writes and removes orders the calls for one block himself: transfers of different urgency may overtake
-    each other.
+    The caller orders writes and removals of one block: transfers of different urgency may overtake each other.
 
     Args:
         name: the tier's and its device's; see `Tier`.
         level: see `Tier`.
-        transfers: orders and limits the pieces; the device and its two paths are added to it.
-        limits: of the device, which reads and writes share.
-        writes: how many write and removal calls may be under way at once.
+        transfers: orders and limits the pieces; gets the device and its two paths.
+        limits: of the device, for reads and writes together.
+        writes: the most write and removal calls under way at once.
         threads: whether the pieces run in threads.
 
     Raises:
@@ -74,11 +73,11 @@ class StoreTier(Tier):
     ) -> None:
         super().__init__(name, level)
         self.takes = True
-        """Whether it is written to; False from a failure until it is known to work again."""
+        """Whether it is written to; False after a failure until a probe succeeds."""
         self.gives = True
-        """Likewise, whether it is read."""
+        """Whether it is read; likewise."""
         self.least_piece_bytes = 0
-        """Fewer bytes are not worth a write of their own, where there are more to write."""
+        """Fewer bytes are not worth a separate write, if there are more to write."""
         self.transfers = transfers
         self._parallel = limits.in_flight
         transfers.add_device(name, limits, threads=threads)
@@ -87,12 +86,10 @@ class StoreTier(Tier):
 
     @property
     def read_path(self) -> str:
-        """The name of the path of reads."""
         return f"{self.name} read"
 
     @property
     def write_path(self) -> str:
-        """The name of the path of writes and removals."""
         return f"{self.name} write"
 
     # -- blocks, as transfers -------------------------------------------------------------------------------------
@@ -101,10 +98,9 @@ class StoreTier(Tier):
     def submit_read(
         self, loads: Loads, urgency: Urgency, *, deadline_s: float | None = None
     ) -> BlockTransfer[StorageError | None]:
-        """Starts to read blocks and to verify them where they are read to; for each why that failed, or None.
+        """Starts to read blocks and verify them at their addresses; the result is each block's error, or None.
 
-        A block whose read failed has garbage at its addresses. The memory at the addresses stays until the transfer
-        has ended.
+        The addresses of a block that could not be read have garbage. The memory must stay until the transfer has ended.
         """
         nbytes = sum(loads.nbytes)
         step = piece_items(nbytes, len(loads), at_least=self._parallel, most_bytes=READ_PIECE_BYTES)
@@ -134,18 +130,18 @@ class StoreTier(Tier):
         piece_bytes: int = PIECE_BYTES,
         deadline_s: float | None = None,
     ) -> BlockTransfer[Places | None]:
-        """Starts to store blocks durably, piece after piece; for each its places, or None when there was no room.
+        """Starts to store blocks durably, piece by piece; the result is each block's places, or None without room.
 
-        A piece that fails gives its error to all its blocks and to those after it: none of them is stored.
+        If a piece fails, its blocks and all later ones get its error, and none of them is stored.
 
         Args:
-            blocks: taken when their piece starts, parents before children; the bytes of each stay as they are until
-                the transfer has ended. A block that is stored already is replaced; none may be given twice.
+            blocks: taken when their piece starts, parents before children; their bytes must not change until the
+                transfer has ended. A stored block is replaced; none may be given twice.
             urgency: see `Urgency`.
-            count: how many blocks there are.
+            count: number of blocks.
             nbytes: bytes of one block.
-            piece_bytes: the most that one piece writes, a single block aside; each piece pays for syncs.
-            deadline_s: when they are wanted.
+            piece_bytes: the most that one piece writes, except a single block; each piece costs syncs.
+            deadline_s: when the transfer should end.
         """
         step = piece_items(nbytes, count, most_bytes=piece_bytes)
         given = iter(blocks)
@@ -169,12 +165,12 @@ class StoreTier(Tier):
     def submit_verify(
         self, expected: Sequence[BlockRecord], nbytes: int, urgency: Urgency = Urgency.SCRUB
     ) -> BlockTransfer[StorageError | None]:
-        """Starts to verify blocks where they lie; for each why it is bad or gone, or None.
+        """Starts to verify stored blocks; the result is the error of each damaged or missing block, or None.
 
-        `IndexUnavailableError` says nothing about the block.
+        After `IndexUnavailableError` the block's state is unknown.
 
         Args:
-            expected: what the blocks' records have to say.
+            expected: the records that the blocks must have.
             nbytes: bytes of one block.
             urgency: see `Urgency`.
         """
@@ -228,10 +224,10 @@ class StoreTier(Tier):
         """Removes blocks, children before parents; unknown ones are ignored. Returns when that is durable.
 
         Args:
-            names: which blocks.
+            names: the blocks.
             urgency: see `Urgency`.
-            damaged: their records are damaged and may name other blocks' slots: slots that are then named by no record
-                are free after `revive`.
+            damaged: their records are damaged and may name other blocks' slots: slots that then have no record are
+                freed by `revive`.
 
         Raises:
             StorageError: I/O failed; some or all of the blocks are still there.
@@ -239,7 +235,7 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def drop_parts(self, parts: Sequence[tuple[bytes, bytes, Collection[int]]], urgency: Urgency) -> None:
-        """Gives back the slots of some parts of blocks that stay. Returns when that is durable.
+        """Removes some parts of blocks that stay. Returns when that is durable.
 
         Args:
             parts: of each block its namespace id, its key, and the parts' numbers.
@@ -257,7 +253,7 @@ class StoreTier(Tier):
 
     @abstractmethod
     def load(self) -> Records:
-        """Every block, in columns. Blocks the caller: for the start.
+        """All blocks, in columns. Blocks the caller: for the start.
 
         Raises:
             StorageError: the index cannot be read.
@@ -265,12 +261,12 @@ class StoreTier(Tier):
 
     @abstractmethod
     def namespaces(self) -> dict[bytes, bytes]:
-        """What every namespace stands for, by its id. Blocks the caller: for the start."""
+        """All namespaces: encoded specs by id. Blocks the caller: for the start."""
 
     @abstractmethod
     def discard(self, names: Sequence[Identity], reason: str) -> None:
-        """Removes blocks that cannot be used, for `reason`; a copy of the index before it is set aside. Blocks the
-        caller: for the start.
+        """Removes unusable blocks, for `reason`; a copy of the index before it is set aside. Blocks the caller: for the
+        start.
 
         Raises:
             StorageError: the copy cannot be made, or I/O failed; some or all of the blocks are still there.
@@ -282,7 +278,7 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
-        """Stores durably what a namespace stands for.
+        """Stores a namespace's encoded spec durably.
 
         Raises:
             StorageError: I/O failed.

@@ -1,4 +1,4 @@
-"""What a transfer consists of: pieces, and what becomes of each."""
+"""The pieces of a transfer, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 PIECE_BYTES = 4 << 20
-"""The most that one piece of several items moves: demand waits 4 ms for such a piece on a disk of 1 GB/s."""
+"""The most bytes of one piece of several items: demand waits 4 ms for such a piece on a disk of 1 GB/s."""
 PIECE_ITEMS = 64
-"""The most items in one piece of PIECE_BYTES: an item costs a system call or a checksum beside its bytes."""
+"""The most items in one piece of PIECE_BYTES: each item costs a system call or a checksum besides its bytes."""
 
 
 class Urgency(IntEnum):
-    """Why blocks are moved; the lower the number, the sooner it happens."""
+    """The purpose of a transfer; lower values start first."""
 
     DEMAND = 0
-    """Somebody waits for the blocks, or for the room that their leaving makes."""
+    """A request waits for the blocks, or for the room that their eviction makes."""
     PREFETCH = 1
-    """Somebody will probably want them."""
+    """A request will probably need the blocks."""
     WRITE_BACK = 2
-    """A copy further down, made before room is wanted."""
+    """A copy to a lower tier, made before room is needed."""
     SCRUB = 3
-    """Bytes are read only to be verified."""
+    """Bytes are only verified."""
 
 
 class Piece(NamedTuple, Generic[T]):
     """A part of a transfer that runs without interruption.
 
-    A piece must not wait for another transfer: that one may be held back until this piece has ended.
+    A piece must not wait for another transfer: that transfer may be held back until this piece has ended.
     """
 
     nbytes: int
@@ -42,8 +42,8 @@ class Piece(NamedTuple, Generic[T]):
     on_loop: bool = False
     """Whether `work` is a coroutine function that runs on the event loop; otherwise it runs in a thread."""
     joined: int = 1
-    """How many of the pieces that its transfer was submitted with this one stands for: whoever makes pieces as they
-    start may join some; see `Transfers.out_of_turn`."""
+    """How many of the submitted pieces this one stands for: an iterator may join some when they start; see
+    `Transfers.out_of_turn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Outcome(Generic[T]):
     error: BaseException | None = None
 
     def get(self) -> T:
-        """What the piece returned.
+        """The piece's return value.
 
         Raises:
-            BaseException: what the piece raised.
+            BaseException: the piece's error.
         """
         if self.error is not None:
             raise self.error
@@ -66,18 +66,18 @@ class Outcome(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Result(Generic[T]):
-    """How a transfer ended. Every piece is accounted for once: in `outcomes` or in `dropped`."""
+    """How a transfer ended. Each piece counts once: in `outcomes` or in `dropped`."""
 
     outcomes: Sequence[Outcome[T]]
-    """Of the pieces that were started, in the order in which they were given."""
+    """Of the started pieces, in the order given."""
     dropped: int
-    """Pieces after those, which were never started; each counts as one, though some might have been joined."""
+    """Later pieces, which never started; each counts as one, even if it might have been joined."""
 
     def values(self) -> list[T]:
-        """What all pieces returned.
+        """The return values of all pieces.
 
         Raises:
-            BaseException: what the first piece that failed raised.
+            BaseException: the first piece's error.
             TransferDroppedError: pieces were dropped.
         """
         values = [outcome.get() for outcome in self.outcomes]
@@ -93,9 +93,9 @@ def piece_items(item_bytes: int, items: int, *, at_least: int = 1, most_bytes: i
     """How many of `items` items of `item_bytes` bytes each belong in one piece.
 
     Args:
-        item_bytes: bytes of one item; an item that is larger than a piece should be is a piece of its own.
-        items: how many there are.
-        at_least: pieces to make if there are so many items, so that several slots of a device work on them.
+        item_bytes: bytes of one item; an item larger than a piece is a piece by itself.
+        items: number of items.
+        at_least: pieces to make if there are enough items, so that several slots of a device work on them.
         most_bytes: bytes of a piece of several items; n times PIECE_BYTES may be of n times PIECE_ITEMS.
     """
     most_items = PIECE_ITEMS * max(1, most_bytes // PIECE_BYTES)
@@ -111,8 +111,8 @@ def grouped(
 ) -> Iterator[tuple[list[Item], int]]:
     """Groups consecutive items into pieces; yields each group with its bytes.
 
-    Items are taken from `items` when their group is asked for, and one item more. Only a single item may have more
-    than `most_bytes`.
+    Takes items from `items` when their group is requested, and one item more. Only a single item may have more than
+    `most_bytes`.
     """
     group: list[Item] = []
     total = 0

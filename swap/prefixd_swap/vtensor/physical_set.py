@@ -14,10 +14,10 @@ from prefixd_swap.vmem.frame_table import FrameTable
 
 
 class PhysicalSet:
-    """Frames, how many virtual tensors refer to each, and which of them are free.
+    """Frames with their number of references, and the list of free ones.
 
-    It counts references to any frame of `table`. Frames that it created itself (`p_alloc`) are free again when nobody
-    refers to them; all others belong to somebody else, such as the daemon, who hands them out.
+    It counts references to any frame of `table`. Frames that it created itself (`p_alloc`) become free without
+    references; others belong to another owner, such as the daemon, which allocates them.
 
     ```
     frame        0   1   2   3   4   5
@@ -30,7 +30,7 @@ class PhysicalSet:
     Args:
         memory: where frames are created.
         table: the frames' chunks.
-        limit: most frames to create; 0 where the memory is another process's.
+        limit: most frames to create; 0 if another process owns the memory.
     """
 
     def __init__(self, memory: VirtualMemory, table: FrameTable, limit: int = 0) -> None:
@@ -43,23 +43,23 @@ class PhysicalSet:
 
     @property
     def created_count(self) -> int:
-        """How many frames were created here and exist."""
+        """How many frames were created here and still exist."""
         return len(self._own)
 
     @property
     def free_count(self) -> int:
-        """How many frames exist that nobody refers to and that can be taken."""
+        """How many frames without references can be allocated."""
         return len(self._free)
 
     @property
     def unmapped_count(self) -> int:
-        """How many free frames are mapped nowhere: taking one of these takes nothing from an idle row."""
+        """How many free frames are not mapped: allocating one takes nothing from an idle row."""
         first = self._table.chunks(list(self._free))[:, 0]
         return int(np.count_nonzero(self._memory.mapping_counts(first) == 0))
 
     @property
     def shared_count(self) -> int:
-        """How many frames are saved by sharing: references beyond the first of each frame."""
+        """How many frames sharing saves: references beyond the first of each frame."""
         counted = self._references[self._references > 1]
         return int(counted.sum()) - len(counted)
 
@@ -68,15 +68,15 @@ class PhysicalSet:
         return int(self._references[frame]) if frame < len(self._references) else 0
 
     def is_free(self, frame: FrameId) -> bool:
-        """Whether nobody refers to `frame` and it can be taken."""
+        """Whether `frame` has no reference and can be allocated."""
         return frame in self._free
 
     def p_alloc(self, count: int, wanted: Sequence[FrameId] = ()) -> list[FrameId] | None:
-        """Take `count` frames for one reference each; None, and nothing taken, if there would be more than `limit`.
+        """Allocate `count` frames with one reference each; None, and none allocated, if that exceeds `limit`.
 
-        Free ones first: of `wanted` (the caller has them mapped), then those that have been free longest; what is
-        lacking is created, the only operation that takes memory from the device (vTensor, pAlloc). Raises
-        OutOfMemoryError when the device has no memory left, with nothing taken.
+        Uses free frames first: those in `wanted` (the caller has them mapped), then the longest free. Creates the rest;
+        no other operation takes memory from the device (vTensor, pAlloc). Raises OutOfMemoryError, with none allocated,
+        if the device has no memory left.
         """
         if count < 0:
             raise MemoryMisuseError(f"cannot allocate {count} frames")
@@ -88,7 +88,7 @@ class PhysicalSet:
         taken = list(dict.fromkeys(frame for frame in wanted if frame in self._free))[:count]
         for frame in taken:
             del self._free[frame]
-        # Ascending: chunks with consecutive ids are one mapping of the kernel on host memory.
+        # Ascending: on host memory the kernel maps chunks with consecutive ids as one mapping.
         for frame in sorted(islice(self._free, count - len(taken))):
             del self._free[frame]
             taken.append(frame)
@@ -96,7 +96,7 @@ class PhysicalSet:
         return taken
 
     def retain(self, frames: Sequence[FrameId]) -> None:
-        """One more reference to each frame. Raises MemoryMisuseError, with none counted, if one does not exist."""
+        """Add a reference to each frame. Raises MemoryMisuseError, and adds none, if one does not exist."""
         self._table.chunks(frames)
         self._fit()
         freed = [frame for frame in frames if frame in self._free]
@@ -105,9 +105,9 @@ class PhysicalSet:
         np.add.at(self._references, np.asarray(frames, np.int64), 1)
 
     def release(self, frames: Iterable[FrameId]) -> None:
-        """One reference less to each frame; own ones without any are free.
+        """Remove a reference from each frame; frames created here become free without any.
 
-        Raises MemoryMisuseError, and releases none, for a frame that has no reference left to give.
+        Raises MemoryMisuseError, and removes none, if a frame has no reference left.
         """
         numbers = list(frames)
         counts = np.bincount(np.asarray(numbers, np.int64), minlength=len(self._references)) if numbers else None
@@ -119,9 +119,9 @@ class PhysicalSet:
                 self._free[frame] = None
 
     def p_free(self, keep: int = 0) -> list[FrameId]:
-        """Give the memory of free frames back to the device, the longest free first, but for `keep` of them.
+        """Return the memory of free frames to the device, the longest free first, except `keep` of them.
 
-        They must not be mapped in this process. Returns the frames that are gone.
+        They must not be mapped in this process. Returns the destroyed frames.
         """
         frames = list(self._free)[: max(0, len(self._free) - keep)]
         for frame in frames:
@@ -137,7 +137,7 @@ class PhysicalSet:
         return list(self._free)
 
     def check_integrity(self, referenced: Iterable[FrameId]) -> None:
-        """Raise IntegrityError unless the counts are those of `referenced`, a frame as often as it is referred to."""
+        """Raise IntegrityError unless `referenced` has each frame as often as it is counted."""
         numbers = list(referenced)
         size = max([len(self._references), *(frame + 1 for frame in numbers)])
         found = np.bincount(np.asarray(numbers, np.int64), minlength=size) if numbers else np.zeros(size, np.int64)

@@ -117,13 +117,13 @@ async def test_a_second_version_in_memory_is_not_mistaken_for_the_one_on_disk(ma
     await rig.put([1], durable=True)
     await rig.put([2, 3], durable=True)  # 1 is on disk alone
     care, tiers = rig.cache.mover.disk.health, rig.cache.tiers
-    care._give(False)
+    care._set_readable(False)
     reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1]))
     assert isinstance(reservation, Reservation)
     rig.write(tiers.arena.span(reservation.slots[0][0], rig.part_bytes), bytes(rig.part_bytes))  # other rounding
     await rig.cache.commit(reservation, 1)
     await rig.cache.mover.checksums.wait_for_all()
-    care._give(True)
+    care._set_readable(True)
     (row,) = rig.rows([1])
     assert not rig.trie.checksummed[row].any()
     await rig.put([4, 5])  # the version in memory goes

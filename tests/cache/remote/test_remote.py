@@ -281,7 +281,7 @@ async def test_a_full_store_is_still_read(tmp_path: Path) -> None:
 async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name, seconds in ((health, "FULL_S", 1.0), (sharing, "_RETRY_S", 0.02), (sharing, "_LOOK_S", 0.01)):
+    for module, name, seconds in ((health, "FULL_S", 1.0), (sharing, "_RETRY_S", 0.02), (sharing, "_SCAN_S", 0.01)):
         monkeypatch.setattr(module, name, seconds)
     async with two_hosts(tmp_path) as (_, b, _, store):
         store.full = True
@@ -521,7 +521,7 @@ async def test_the_first_failed_piece_of_a_load_ends_it(tmp_path: Path) -> None:
 async def test_what_is_used_or_pinned_later_is_shared_then(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "_LOOK_S", 0.01)
+    monkeypatch.setattr(sharing, "_SCAN_S", 0.01)
     async with two_hosts(tmp_path, options=RemoteOptions(share=policy, lookup_s=WAIT_S)) as (a, _, store, _):  # type: ignore[arg-type]
         remote_of(a).start()
         await a.put(PROMPT)

@@ -16,165 +16,14 @@ from __future__ import annotations
 
 import secrets
 from functools import cache
-from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.columns import ColumnMemory, Reserve, reserve_addresses, zeros
-
-HASH_BITS = 32
-
-Hashes = npt.NDArray[np.uint32]
-Keys = npt.NDArray[np.uint64]
-"""[m, 2]: the halves of each key, 16 bytes side by side."""
-
-_WORDS = 4
-_CHARACTERS, _CHARACTER_BITS = 3, 11
-_SECOND_BITS = 2 * _CHARACTER_BITS
-_SHIFT = 64 - _CHARACTERS * _CHARACTER_BITS
-_LOWEST = (1 << _CHARACTER_BITS) - 1
-_words_at = Struct(f"<{_WORDS}I").unpack_from
-
-
-class KeyHash:
-    """Where the search for a block key begins: a secret function of all of the key, 32 bits.
-
-    Clients choose tokens, and XXH3-128 with a known seed can be inverted, so clients choose keys. Whoever knows where
-    keys are placed can have thousands of them meet in one place, where every search is slow.
-
-    Two steps, with numbers that are random in each process and never leave it:
-
-    1. Multiply-shift over the key's four 32-bit words: the upper 33 bits of a1*x1 + ... + a4*x4 mod 2**64. For two
-       different keys, chosen without knowledge of the a's, they are equal with a probability of at most 2**-32: the
-       words differ by some 2**j*odd with j < 32, so that the difference of the sums takes 2**(64-j) values with equal
-       probability, of which at most 2**(32-j) are closer to 0 than 2**31. (M. Thorup, "High speed hashing for integers
-       and strings", arXiv:1504.06804, section 3.) So a key meets 0.0002 others for each million keys in the index.
-    2. Simple tabulation of these 33 bits, 11 at a time. With it, linear probing in a table that is at most half full
-       takes an expected constant number of steps for any set of keys (M. Patrascu, M. Thorup, "The power of simple
-       tabulation hashing", J. ACM 59(3), 2012, section 3), which step 1 alone does not promise.
-
-    Args:
-        multipliers: [4] of 64 bits.
-        tables: [3, 2048] of 32 bits.
-    """
-
-    def __init__(self, multipliers: npt.NDArray[np.uint64], tables: Hashes) -> None:
-        if multipliers.shape != (_WORDS,) or tables.shape != (_CHARACTERS, _LOWEST + 1):
-            raise ValueError(
-                f"a key hash takes [{_WORDS}] multipliers and [{_CHARACTERS}, {_LOWEST + 1}] table entries, not "
-                f"{multipliers.shape} and {tables.shape}"
-            )
-        self._multipliers = multipliers
-        self._tables = tuple(tables)
-        self._a: list[int] = multipliers.tolist()
-        self._t: list[list[int]] = tables.tolist()
-
-    @classmethod
-    def random(cls) -> KeyHash:
-        """A function that nobody can know."""
-        multipliers = np.frombuffer(secrets.token_bytes(8 * _WORDS), np.uint64)
-        tables = np.frombuffer(secrets.token_bytes(4 * _CHARACTERS * (_LOWEST + 1)), np.uint32)
-        return cls(multipliers, tables.reshape(_CHARACTERS, -1))
-
-    def one(self, keys: bytes | memoryview[int], at: int = 0) -> int:
-        """The hash of the 16 bytes at `at`; 0.5 us."""
-        a1, a2, a3, a4 = self._a
-        t1, t2, t3 = self._t
-        x1, x2, x3, x4 = _words_at(keys, at)
-        mixed = x1 * a1 + x2 * a2 + x3 * a3 + x4 * a4 >> _SHIFT
-        hashed: int = t1[mixed & _LOWEST] ^ t2[mixed >> _CHARACTER_BITS & _LOWEST] ^ t3[mixed >> _SECOND_BITS & _LOWEST]
-        return hashed
-
-    def each(self, keys: bytes) -> list[int]:
-        """The hash of each of a few keys, 16 bytes each, one behind the other."""
-        return [self.one(keys, at) for at in range(0, len(keys), 4 * _WORDS)]
-
-    def all(self, keys: Keys) -> Hashes:
-        """[m]: the hashes of [m, 2] halves of keys; 27 us for 1,000 keys."""
-        words = keys.view("<u4").reshape(-1, _WORDS)
-        mixed = (words.astype(np.uint64) @ self._multipliers >> np.uint64(_SHIFT)).view(np.int64)
-        t1, t2, t3 = self._tables
-        hashes: Hashes = t1.take(mixed & _LOWEST)
-        hashes ^= t2.take(mixed >> _CHARACTER_BITS & _LOWEST)
-        hashes ^= t3.take(mixed >> _SECOND_BITS)
-        return hashes
-
-
-@cache
-def process_hash() -> KeyHash:
-    """This process's function. All indexes share it: it takes 0.2 MB, and no answer depends on it."""
-    return KeyHash.random()
-
-
-Rows = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
-
-class ProbeTable:
-    """Rows, each at the first place that was free where the search for its key begins (linear probing).
-
-    Whoever searches compares keys; the table only knows hashes. There are no tombstones: a removal moves the entries
-    behind it up. The searches for keys begin in the order of their hashes, whatever the size of the table: so a run of
-    places of a small table becomes a run of places of a larger one, and a table can move into a larger one piece by
-    piece.
-
-    Args:
-        places: a power of two; the table is meant to be at most half full.
-    """
-
-    __slots__ = ("entries", "mask", "shift", "view")
-
-    def __init__(self, places: int) -> None:
-        self.entries: npt.NDArray[np.int32] = zeros(places, np.int32)
-        """[places]: a row + 1, or 0 for a free place. Memory that was never written is a free place."""
-        self.view: memoryview[int] = self.entries.data
-        """The same, several times faster for one value."""
-        self.mask = places - 1
-        self.shift = HASH_BITS + 1 - places.bit_length()
-        """A search begins at the hash >> shift, and goes on to the next place & mask."""
-
-    def __len__(self) -> int:
-        """Places."""
-        return self.mask + 1
-
-    def homes(self, hashes: Hashes) -> Rows:
-        """Where the searches begin."""
-        return (hashes >> np.uint32(self.shift)).astype(np.int64)
-
-    def enter(self, rows: Rows, hashes: Hashes) -> None:
-        """Enters rows that are not there: of those that meet at a free place one stays, the others go on."""
-        entries, at = rows.astype(np.int32) + np.int32(1), self.homes(hashes)
-        while len(entries):
-            free = self.entries[at] == 0
-            self.entries[at[free]] = entries[free]
-            left = self.entries[at] != entries
-            entries, at = entries[left], at[left] + 1 & self.mask
-
-    def find_rows(self, rows: Rows, hashes: Hashes) -> Rows:
-        """The places of rows, -1 for those that are not there."""
-        places = self.homes(hashes)
-        searching = np.arange(len(rows))
-        while len(searching):
-            at = places[searching]
-            there = self.entries[at]
-            places[searching[there == 0]] = -1
-            searching = searching[(there != 0) & (there != rows[searching] + 1)]
-            places[searching] = places[searching] + 1 & self.mask
-        return places
-
-    def behind(self, places: Rows) -> Rows:
-        """The entries' places from behind each of these to the next free place, each once.
-
-        `places` are free, but were not: searches for the entries behind them may have passed there.
-        """
-        found = [np.zeros(0, np.int64)]
-        at = places + 1 & self.mask
-        while len(at := at[self.entries[at] != 0]):
-            found.append(at)
-            at = at + 1 & self.mask
-        return np.concatenate(found)
-
+from prefixd.cache.index.columns import ColumnMemory, Reserve, reserve_addresses
+from prefixd.cache.index.key_hash import Hashes, KeyHash, Keys, process_hash
+from prefixd.cache.index.probe_table import Bools, ProbeTable
+from prefixd.cache.index.probe_table import Rows as Rows
 
 KEY_BYTES = 16
 
@@ -195,7 +44,7 @@ MaskedKeys = npt.NDArray[np.uint64]
 class KeyMasks:
     """A secret number of 128 bits for each namespace, by its ordinal.
 
-    Clients choose keys (`KeyHash`): also the key that a block of another tenant has in its namespace. Were a key
+    Clients choose keys (see `KeyHash`): also the key that a block of another tenant has in its namespace. Were a key
     one block's for all namespaces of a trie, whoever has it first would keep the other from being cached. So a key
     stands in the index exclusive-or its namespace's mask. Keys of two namespaces meet there with a probability of
     2**-128, whoever chooses them: the masks are random in each process and never leave it.

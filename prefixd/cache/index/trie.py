@@ -191,31 +191,3 @@ class Trie(Structure):
 def _namespace_of(root: int) -> int:
     """The namespace whose first blocks have this root for a parent."""
     return -1 - root
-
-
-class KnownPath:
-    """The rows of a prompt's first blocks, as of the last look; a look goes on where the one before ended.
-
-    ```
-    last look    17  18  40  52        the row of 52 has its generation: all four are what they were
-    this look                    | 53   only keys behind them are looked for
-    ```
-
-    The trie is node-closed and a block keeps its row: as long as the last block is there, so are those before it.
-    """
-
-    __slots__ = ("_generations", "_rows")
-
-    def __init__(self) -> None:
-        self._rows: Rows = np.empty(0, np.int64)
-        self._generations: npt.NDArray[np.int32] = np.empty(0, np.int32)
-
-    def look(self, trie: Trie, root: int, chain: BlockChain, limit: int) -> Rows:
-        """As `Trie.nodes`, of the same prompt in the same trie each time; the prompt may have grown."""
-        rows = self._rows
-        if len(rows) and trie.generation[rows[-1]] != self._generations[-1]:
-            rows = rows[: int((trie.generation[rows] != self._generations).argmax())]
-        path = trie.nodes(root, chain, limit, rows[:limit])
-        if path is not self._rows:
-            self._rows, self._generations = path, trie.generation[path]
-        return path

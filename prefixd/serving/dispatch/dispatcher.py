@@ -20,15 +20,17 @@ from prefixd.base.pacer import give_way
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.cache.index.trie import Trie
-from prefixd.serving.dispatch.context import DispatchContext, Requests, TierShare
+from prefixd.serving.dispatch.concurrency import ConcurrencyLimit
+from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.endings import Endings
 from prefixd.serving.dispatch.frame_supply import FrameSupply
 from prefixd.serving.dispatch.hand_over import HandOver
 from prefixd.serving.dispatch.options import DispatchOptions
-from prefixd.serving.dispatch.places import ConcurrencyLimit
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.prefetcher import Prefetcher
 from prefixd.serving.dispatch.recorder import Recorder
+from prefixd.serving.dispatch.requests import Requests
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.dispatch.tracker import PrefixTracker
 from prefixd.serving.dispatch.window import DispatchWindow
 from prefixd.serving.dispatch.worker_results import WorkerResults

@@ -10,14 +10,12 @@ so many, and runs beside those for whom the others are kept; the worker has room
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenants import Tenant
 from prefixd.cache.placement.tenant_use import TenantUse
-from prefixd.cache.troubles import Troubles
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd_swap.tiers import GpuTier
@@ -154,48 +152,3 @@ class GpuQuotas:
     def _at_least(self, tenant: Tenant) -> int:
         """What a tenant's runs keep others from: what they may come to, and what it is guaranteed."""
         return max(self._held[tenant], self._use.guaranteed(tenant, self._tier))
-
-
-PART = "worker memory"
-RETRY_S = 0.5
-CALM_S = 3.0
-
-
-class ConcurrencyLimit:
-    """The limit on running requests. It falls to what the worker can map, and rises again a request at a time.
-
-    Args:
-        most: what is configured.
-        troubles: told when the limit falls, and when one more has not failed for a while.
-        wake: called when there may be a place.
-    """
-
-    def __init__(self, most: int, troubles: Troubles, wake: Callable[[], None]) -> None:
-        self.limit = most
-        self._most = most
-        self._troubles = troubles
-        self._wake = wake
-        self._timer: asyncio.TimerHandle | None = None
-
-    def shrink(self, running: int, why: str) -> None:
-        """The worker could not map a request's memory beside `running` others; `why` ends with the remedy."""
-        self.limit = max(1, running)
-        self._troubles.begin(PART, f"{self.limit} of {self._most} requests run at once: {why}")
-        self._later(RETRY_S, self._grow)
-
-    def close(self) -> None:
-        """Forgets what was to happen later."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _grow(self) -> None:
-        self.limit += 1
-        if self.limit < self._most:
-            self._later(RETRY_S, self._grow)
-        else:
-            self._later(CALM_S, lambda: self._troubles.end(PART))
-        self._wake()
-
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.close()
-        self._timer = asyncio.get_running_loop().call_later(delay_s, act)

@@ -7,17 +7,18 @@ its hold, not its blocks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError
+from prefixd.serving.dispatch.computed_by_others import computing_next_block, embeds_image, keeps_state
+from prefixd.serving.dispatch.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.endings import Endings
 from prefixd.serving.dispatch.frame_supply import FrameSupply
 from prefixd.serving.dispatch.hand_over import HandOver
-from prefixd.serving.dispatch.places import ConcurrencyLimit, GpuQuotas, Places
+from prefixd.serving.dispatch.places import GpuQuotas, Places
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.prefetcher import Prefetcher
 from prefixd.serving.dispatch.recorder import Recorder
@@ -292,51 +293,4 @@ def _never_fits(request: Request, pool: FramePool) -> ExhaustedError:
         f"prompt and output, up to {tokens} tokens, need up to {request.most_frames * frame_bytes} bytes of the GPU "
         f"tier, which was resized to {pool.lasting * frame_bytes}; shorten the prompt, lower max_tokens or resize the "
         "tier"
-    )
-
-
-def computing_next_block(request: Request, computing: Iterable[Request]) -> Request | None:
-    """The request among those that compute blocks of their prompts that computes the next block of this one's prefix,
-    or one after that; None if none does.
-
-    Asked right before a request is staged, of one that waits. Running requests are few, however long the queue is.
-    """
-    for other in computing:
-        block = request.next_uncut(max(len(request.rows), len(other.rows))) - 1
-        if block < min(request.usable_blocks, other.run.computes) and _same_prefix(request, other, block):
-            return other
-    return None
-
-
-def keeps_state(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request will keep a state from which this one can resume.
-
-    Without a state it has to compute those tokens itself, even if another computes them as well.
-    """
-    for other in running:
-        states = other.run.states
-        for blocks in () if states is None else states.keep:
-            if len(request.rows) < blocks <= request.usable_blocks and _same_prefix(request, other, blocks - 1):
-                return True
-    return False
-
-
-def embeds_image(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
-    kv = request.image_kv
-    if kv is None:
-        return False
-    holds = [other.image_holds for other in running]
-    return any(
-        other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
-        for other in holds
-        if other is not None
-    )
-
-
-def _same_prefix(request: Request, other: Request, block: int) -> bool:
-    return (
-        request.namespace is other.namespace
-        and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
-        and request.chain.key(block) == other.chain.key(block)
     )

@@ -8,11 +8,11 @@ import logging
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError, UnavailableError
+from prefixd.serving.dispatch.concurrency import ConcurrencyLimit
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.endings import Endings
 from prefixd.serving.dispatch.frame_supply import FrameSupply
 from prefixd.serving.dispatch.loader import Loader
-from prefixd.serving.dispatch.places import ConcurrencyLimit
 from prefixd.serving.dispatch.preemption import Preemption
 from prefixd.serving.dispatch.recorder import Recorder
 from prefixd.serving.dispatch.tracker import PrefixTracker

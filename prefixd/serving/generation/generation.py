@@ -27,12 +27,14 @@ from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.generation.events import Accepted, GenerationEvent
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
 from prefixd.serving.generation.params import GenerateParams, check_params, image_bytes
+from prefixd.serving.generation.prompt_ids import prompt_ids
 from prefixd.serving.generation.request_maker import RequestMaker
+from prefixd.serving.generation.request_rates import RequestRates
 from prefixd.serving.generation.sequence import SequenceOutput, answer, finished_event, found_by_search
 from prefixd.serving.generation.stop_strings import StopStrings
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.request.request import Request
-from prefixd.serving.text.tokenization import TokenIds, TooManyTokensError, need_codec
+from prefixd.serving.text.tokenization import TokenIds
 from prefixd_scheduler import QueueFullError, SharedLimit
 
 LONGEST_REQUEST_ID = 256
@@ -53,35 +55,6 @@ class Model(Protocol):
 
     async def model(self) -> ServedModel:
         """Waits for the model and returns it; raises UnavailableError when the worker was given up."""
-
-
-class RequestRates:
-    """A bucket of tokens a tenant: a request takes one, and `Quota.requests_per_s` come back each second, up to as many
-    as in one second, or one.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # by tenant: tokens, and when they were counted
-
-    def count(self, tenant: Tenant) -> None:
-        """Counts a request. Raises ExhaustedError when the tenant has sent too many."""
-        rate = tenant.quota.requests_per_s
-        if rate is None:
-            self._buckets.pop(tenant.name, None)
-            return
-        now_s, most = self._clock(), max(1.0, rate)
-        left, since_s = self._buckets.get(tenant.name, (most, now_s))
-        left = min(most, left + rate * (now_s - since_s))
-        if left < 1:
-            self._buckets[tenant.name] = left, now_s
-            wait_s = (1 - left) / rate
-            have = f"more than {rate:g} requests a second were sent"
-            raise tenant.refusal("requests_per_s", have, f"send it again in {wait_s:.3f} s")
-        self._buckets[tenant.name] = left - 1, now_s
 
 
 class Generation:
@@ -299,63 +272,3 @@ def _submit(dispatcher: Dispatcher, requests: list[Request], tenant: Tenant) -> 
 def _cancel(dispatcher: Dispatcher, requests: Iterable[Request]) -> None:
     for request in requests:
         dispatcher.cancel(request)
-
-
-async def prompt_ids(prompt: str | bytes, model: ServedModel, tenant: Tenant) -> TokenIds:
-    """Token ids of a prompt, shorter than the model's context. The work is bounded by that context.
-
-    Args:
-        prompt: text, or little-endian uint32 ids.
-        model: what runs it.
-        tenant: whose prompt it is.
-
-    Raises:
-        InvalidArgumentError: the prompt is empty, too long or has ids outside of the vocabulary.
-        UnsupportedError: the prompt is text and the model has no tokenizer.
-    """
-    limit = model.hello.max_model_tokens
-    if isinstance(prompt, str):
-        ids = await _tokenized(prompt, model, tenant)
-        _check_length(len(ids), limit)
-        return ids
-    if not prompt:
-        raise InvalidArgumentError("the prompt is empty; send text or at least one token id")
-    if len(prompt) % 4:
-        raise InvalidArgumentError(f"token_ids has {len(prompt)} bytes, no multiple of 4; send little-endian uint32")
-    ids = np.frombuffer(prompt, "<u4").astype(np.uint32, copy=False)
-    _check_length(len(ids), limit)
-    images = model.hello.images  # whose placeholder may lie behind the vocabulary (Llama 3.2 Vision)
-    worst = int(ids.max() if images is None else ids.max(initial=0, where=ids != images.placeholder_id))
-    if worst >= model.hello.vocab_size:
-        raise InvalidArgumentError(
-            f"token id {worst} is outside the model's vocabulary of {model.hello.vocab_size}; "
-            "tokenize with the model's own tokenizer"
-        )
-    return ids
-
-
-async def _tokenized(text: str, model: ServedModel, tenant: Tenant) -> TokenIds:
-    limit = model.hello.max_model_tokens
-    if not text:
-        raise InvalidArgumentError("the prompt is empty; send at least one character")
-    codec = need_codec(model.codec)
-    if len(text) > codec.longest_token * limit:
-        raise InvalidArgumentError(
-            f"the prompt has {len(text)} characters, but the model takes {limit} tokens with the output, of at "
-            f"most {codec.longest_token} characters each; send at most {codec.longest_token * (limit - 1)} "
-            "characters"
-        )
-    try:
-        return await model.threads.encode(codec, text, limit, tenant.name)
-    except TooManyTokensError as error:
-        raise InvalidArgumentError(
-            f"the prompt of {len(text)} characters has more than {error.tokens} tokens, but the model takes "
-            f"{limit} with the output; send at most {limit - 1}"
-        ) from error
-
-
-def _check_length(tokens: int, limit: int) -> None:
-    if tokens >= limit:
-        raise InvalidArgumentError(
-            f"the prompt has {tokens} tokens, but the model takes {limit} with the output; send at most {limit - 1}"
-        )

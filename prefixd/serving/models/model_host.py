@@ -18,7 +18,7 @@ from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount
-from prefixd.serving.dispatch.context import TierShare
+from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.dispatch.wiring import make_dispatcher
 from prefixd.serving.images.image_decoder import ImageDecoder
 from prefixd.serving.images.image_kv import image_namespace

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from prefixd_swap.transfers.device_queue import DeviceLimits, PathEstimate
+from prefixd_swap.transfers.device_queue import DeviceLimits
+from prefixd_swap.transfers.estimate import PathEstimate
 from prefixd_swap.transfers.pieces import (
     PIECE_BYTES,
     PIECE_ITEMS,

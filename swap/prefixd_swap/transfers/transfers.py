@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.threads import started_threads
-from prefixd_swap.transfers.device_queue import LATEST_DUE_S, DeviceLimits, DeviceQueue, PathEstimate, PathMeter, Waiter
+from prefixd_swap.transfers.device_queue import LATEST_DUE_S, DeviceLimits, DeviceQueue, Waiter
+from prefixd_swap.transfers.estimate import PathEstimate, PathMeter
 from prefixd_swap.transfers.pieces import Outcome, Piece, Result, Urgency
 
 T = TypeVar("T")

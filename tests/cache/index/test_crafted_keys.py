@@ -12,7 +12,8 @@ from benchmarks.checks.attacks.crafted_tokens import (
     key_families,
 )
 from prefixd.cache import Trie
-from prefixd.cache.index.key_index import KeyHash, KeyIndex
+from prefixd.cache.index.key_hash import KeyHash
+from prefixd.cache.index.key_index import KeyIndex
 from prefixd.cache.index.keys import BlockChain
 from tests.cache.index.entering import enter_block
 

@@ -15,7 +15,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefixd.cache.index.key_index import KeyHash, KeyIndex
+from prefixd.cache.index.key_hash import KeyHash
+from prefixd.cache.index.key_index import KeyIndex
 
 
 def crowding_hash(places: int) -> KeyHash:

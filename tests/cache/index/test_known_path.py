@@ -10,7 +10,7 @@ import pytest
 from prefixd.cache import Trie
 from prefixd.cache.index.key_index import KeyMasks
 from prefixd.cache.index.keys import BlockChain
-from prefixd.cache.index.trie import KnownPath
+from prefixd.cache.index.known_path import KnownPath
 from tests.cache.index.entering import enter_chain
 
 ROOT = -1

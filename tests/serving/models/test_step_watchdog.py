@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Sampling
 from prefixd.client.inference import Tokens
-from prefixd.serving.models.worker_process import StepWatchdog
+from prefixd.serving.models.step_watchdog import StepWatchdog
 from prefixd.v1.admin_pb2 import StatsResponse
 from tests.waiting import wait_until
 

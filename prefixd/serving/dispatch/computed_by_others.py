@@ -1,0 +1,54 @@
+"""Whether a running request computes what a waiting one needs: then the waiting one is better started later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prefixd.serving.request.request import Request
+
+
+def computing_next_block(request: Request, computing: Iterable[Request]) -> Request | None:
+    """The request among those that compute blocks of their prompts that computes the next block of this one's prefix,
+    or one after that; None if none does.
+
+    Asked right before a request is staged, of one that waits. Running requests are few, however long the queue is.
+    """
+    for other in computing:
+        block = request.next_uncut(max(len(request.rows), len(other.rows))) - 1
+        if block < min(request.usable_blocks, other.run.computes) and _same_prefix(request, other, block):
+            return other
+    return None
+
+
+def keeps_state(request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request will keep a state from which this one can resume.
+
+    Without a state it has to compute those tokens itself, even if another computes them as well.
+    """
+    for other in running:
+        states = other.run.states
+        for blocks in () if states is None else states.keep:
+            if len(request.rows) < blocks <= request.usable_blocks and _same_prefix(request, other, blocks - 1):
+                return True
+    return False
+
+
+def embeds_image(request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
+    kv = request.image_kv
+    if kv is None:
+        return False
+    holds = [other.image_holds for other in running]
+    return any(
+        other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
+        for other in holds
+        if other is not None
+    )
+
+
+def _same_prefix(request: Request, other: Request, block: int) -> bool:
+    return (
+        request.namespace is other.namespace
+        and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
+        and request.chain.key(block) == other.chain.key(block)
+    )

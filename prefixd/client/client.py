@@ -90,7 +90,7 @@ class AsyncClient:
         self._memory: MemoryMode = memory
         self._timeout_s = timeout_s
         self._connection: Connection | None = None
-        self.last_session: Session | None = None
+        self._session: Session | None = None
         self._on_new_session = self._warn_of if on_new_session is None else on_new_session
         self._tickets_refused = 0  # when the session was opened
         self._opening: asyncio.Task[Session] | None = None
@@ -113,9 +113,9 @@ class AsyncClient:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
-        if self.last_session is not None:
-            await self.last_session.close()
-            self.last_session = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
@@ -139,12 +139,12 @@ class AsyncClient:
 
         A restarted daemon has another.
         """
-        return self.last_session.arena if self.last_session is not None and self.last_session.alive else None
+        return self._session.arena if self._session is not None and self._session.alive else None
 
     @property
     def draining(self) -> bool:
         """Whether the daemon has announced that it drains: it takes no new reservations."""
-        return self.last_session is not None and self.last_session.alive and self.last_session.draining
+        return self._session is not None and self._session.alive and self._session.draining
 
     async def session(self) -> Session:
         """The open session; a new one when the last has ended.
@@ -153,8 +153,8 @@ class AsyncClient:
         waits once.
         """
         connection = self.connection
-        if self.last_session is not None and self.last_session.lost_because is None:
-            return self.last_session
+        if self._session is not None and self._session.lost_because is None:
+            return self._session
         if self._opening is None:
             self._opening = asyncio.create_task(self._open(connection), name="prefixd-open-session")
             self._opening.add_done_callback(self._opened)
@@ -167,12 +167,12 @@ class AsyncClient:
             raise
 
     async def _open(self, connection: Connection) -> Session:
-        last = self.last_session
-        self.last_session = await Session.open(connection, self._name, self._memory)
+        last = self._session
+        self._session = await Session.open(connection, self._name, self._memory)
         refused, self._tickets_refused = self._tickets_refused, connection.tickets_refused
         if last is not None:
             self._on_new_session(NewSession(last.lost_because or "it is over", refused != self._tickets_refused))
-        return self.last_session
+        return self._session
 
     def _warn_of(self, new: NewSession) -> None:
         log.warning("prefixd: a new session with the daemon at %s: %s", self.address, new)

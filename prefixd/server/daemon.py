@@ -20,7 +20,7 @@ from prefixd.cache import Troubles
 from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.identities import LocalCredentials, LocalProcess
+from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
 from prefixd.server.access.socket_access import private_umask
 from prefixd.server.background_tasks import BackgroundTasks
 from prefixd.server.draining import Drain

@@ -124,7 +124,9 @@ async def test_a_full_chunk_that_is_missing_is_stored(client: AsyncClient, reque
     keys, chunks = kv(6, 1), kv(6, 2)
     await cache.store(prompt(6), keys, parts=[0])
     assert [(await cache.match(prompt(blocks))).blocks for blocks in (5, 6)] == [3, 6]
-    assert await cache.store(prompt(6), [keys, chunks]) == StoreResult(6, 0)
+    streamed = request.node.callspec.params["client"] == "streamed"
+    sent = 3 if streamed else 6  # a stream begins with the chunk that ends where the match ends
+    assert await cache.store(prompt(6), [keys, chunks]) == StoreResult(sent, 6 - sent)
     assert await cache.store(prompt(6), [keys, chunks]) == StoreResult(0, 6)
     assert (await cache.match(prompt(5))).blocks == 5
     found, (_, got) = await load(cache, 5)

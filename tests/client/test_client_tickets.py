@@ -28,7 +28,8 @@ from prefixd.client import (
 )
 from prefixd.client.connecting.connection import Connection
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.identities import Identities, LocalCredentials, LocalProcess
+from prefixd.server.access.identities import Identities
+from prefixd.server.access.local_credentials import LocalCredentials, LocalProcess
 from prefixd.server.rpc.call_limits import CallLimits
 from prefixd.server.rpc.door import Door
 from prefixd.server.rpc.memory_listener import MemoryListener

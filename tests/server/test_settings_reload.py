@@ -13,7 +13,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Role
 from prefixd.cache import TieredCache, Troubles
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.identities import LocalCredentials
+from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
 from prefixd.server.rpc.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload

@@ -28,8 +28,6 @@ class SessionSource(Protocol):
 
     copier: Copier
     clock: Callable[[], float]
-    last_session: Session | None
-    """The session that was opened last; it may have ended."""
 
     @property
     def connection(self) -> Connection:
@@ -72,9 +70,7 @@ class RegisteredNamespace:
         more in a new one. Raises `ServerUnavailable` when that is not known any more either.
         """
         for again in (True, False):
-            session = self.client.last_session
-            if session is None or session.lost_because is not None:
-                session = await self.client.session()
+            session = await self.client.session()
             try:
                 return await self._attempt_in(session, attempt)
             except SessionUnknown as error:

@@ -11,7 +11,7 @@ from prefixd.client.connecting.session import Session
 from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.memory.buffers import BlockBuffers, StreamSink
 from prefixd.client.memory.namespace import RegisteredNamespace
-from prefixd.client.spec import MatchResult, Retention, StoreResult, retention_to_proto
+from prefixd.client.spec import MatchResult, NamespaceSpec, Retention, StoreResult, retention_to_proto
 from prefixd.v1 import cache_pb2
 
 _PIECE_BYTES = 1 << 20
@@ -115,9 +115,7 @@ async def put(
         # may be missing before `first_block`, it is the daemon that knows.
         if cached < first_block and not parts and not any(part.rule for part in namespace.spec.parts):
             raise gap_error(cached, first_block)
-        # A match does without a chunk that ends with it, but the same prompt again continues inside that chunk.
-        chunked = any(isinstance(part.rule, ChunkedWindow) for part in namespace.spec.parts)
-        start = first_block if parts or chunked else max(first_block, cached)
+        start = first_block if parts else max(first_block, _first_to_send(namespace.spec, cached))
         if start >= total:
             refused = await namespace.try_to_retain(prompt, retention)
             return None if durable else StoreResult(0, total - first_block, 0, refused)
@@ -141,6 +139,18 @@ async def put(
 
     stored = await namespace.in_session(attempt)
     return await _persisted(namespace, prompt, first_block) if stored is None else stored
+
+
+def _first_to_send(spec: NamespaceSpec, cached: int) -> int:
+    """The first block to send of a prompt of which a match has found `cached` blocks.
+
+    A match does without a chunk that ends with it, but the same prompt again continues inside that chunk. So where a
+    chunk ends there, all of it is sent: with chunks of 3 blocks and 6 cached, blocks 3 to 5.
+    """
+    tokens = cached * spec.block_tokens
+    chunks = [part.rule.tokens for part in spec.parts if isinstance(part.rule, ChunkedWindow)]
+    ended = [tokens - chunk for chunk in chunks if tokens and tokens % chunk == 0]
+    return min(ended, default=tokens) // spec.block_tokens
 
 
 def _cached_there(match: cache_pb2.MatchResponse) -> int:

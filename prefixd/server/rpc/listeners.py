@@ -14,7 +14,8 @@ import grpc
 from prefixd.base.errors import ConfigError
 from prefixd.base.tenants import Tenants
 from prefixd.server.access.audit import AuditLog
-from prefixd.server.access.identities import Identities, LocalCredentials
+from prefixd.server.access.identities import Identities
+from prefixd.server.access.local_credentials import LocalCredentials
 from prefixd.server.access.socket_access import SocketAccess
 from prefixd.server.access.token_file import TokenFile
 from prefixd.server.rpc import anonymous

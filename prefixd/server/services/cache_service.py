@@ -35,7 +35,7 @@ from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.kv_events import Watches
 from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import deliver, granting, unary
-from prefixd.server.rpc.receiving import CURRENT_CALL, current_caller
+from prefixd.server.rpc.receiving import current_caller
 from prefixd.server.rpc.status import Context, abort
 from prefixd.server.services.load_estimates import LoadEstimates
 from prefixd.server.services.put_stream import Put, give_back
@@ -141,15 +141,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """The longest cached prefix."""
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
-        trie, chain = cache.trie(namespace), cache.chain(namespace, request.token_ids)
+        chain = cache.chain(namespace, request.token_ids)
         path = (await cache.match(namespace, chain)).rows
         if request.asked:
             cache.counters.ask(len(chain) * namespace.spec.block_tokens)
         elif request.counted:
             cache.count_lookup(session, namespace, chain, path)
-        runs, prefill = await tier_runs(trie, path), request.prefill if request.HasField("prefill") else None
+        trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
         estimate = self._estimates.estimate(trie, path, 0, chain.tokens, prefill)
-        return pb.MatchResponse(blocks=len(path), runs=runs, estimate=estimate)
+        return pb.MatchResponse(blocks=len(path), runs=await tier_runs(trie, path), estimate=estimate)
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
@@ -354,9 +354,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""
-        caller = CURRENT_CALL.get().caller
-        assert caller is not None, "anonymous callers reach the health service alone"
-        return self._cache.leases.session_of(caller.tenant, session_id)
+        return self._cache.leases.session_of(current_caller().tenant, session_id)
 
     def _opened(self, session_id: str, namespace_id: bytes) -> tuple[Session, Namespace]:
         """The caller's session, and a namespace that is open to it, which it uses now."""

@@ -22,7 +22,7 @@ from prefixd.client import AsyncCache, ClientError, ExhaustedError, InvalidArgum
 from prefixd.client.connecting.portal import Portal
 from prefixd.integrations.engine import link as link_module
 from prefixd.integrations.engine.link import Link, LinkDown
-from prefixd.server.access.identities import SCHEME, LocalCredentials, LocalProcess
+from prefixd.server.access.local_credentials import SCHEME, LocalCredentials, LocalProcess
 from tests.client.conftest import StandIn, short_folder
 from tests.client.test_client_tickets import Guarded
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S

@@ -23,7 +23,7 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import TieredCache
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.server.access.identities import Caller

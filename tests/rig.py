@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import xxhash
 
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import (
     BlockChain,
     Lease,
@@ -27,7 +27,7 @@ from prefixd.cache import (
     Trie,
     check_integrity,
 )
-from prefixd.cache.index.keys import Digest, xxh3_digest
+from prefixd.cache.index.keys.block_keys import Digest, xxh3_digest
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions

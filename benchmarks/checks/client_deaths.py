@@ -34,7 +34,7 @@ from benchmarks.common.options import option, seed
 from benchmarks.load.mixed_load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess, tell_all
 from benchmarks.load.victim import SCENES, STREAMED_SCENES
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2

@@ -36,7 +36,7 @@ from benchmarks.common.options import option, seed
 from benchmarks.load.mixed_load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess, tell_all
 from benchmarks.load.world import prompts
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client
 

@@ -34,7 +34,7 @@ from benchmarks.checks.tenancy.house import House
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
 from benchmarks.load.world import NAMESPACES, Prompt, content, key_in_namespace, wrong_bytes
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import (
     AsyncCache,

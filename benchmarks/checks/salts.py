@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.common import harness
 from benchmarks.common.options import option
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache, Tiers
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client

@@ -41,7 +41,7 @@ from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
 from benchmarks.common.options import option, seed
 from benchmarks.load.mixed_load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NotFoundError, Sampling
 

@@ -17,7 +17,7 @@ from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.part import Budget, Part
 from prefixd.cache.placement.movement import Movement
 from prefixd_swap import CpuArena, FramePool, HostPin, create_copy_engine
-from prefixd_swap.copies.copies import CopyEngine, Pair, coalesce, wait_all
+from prefixd_swap.copies.copy_engine import CopyEngine, Pair, coalesce, wait_all
 from prefixd_swap.tiers import CpuTier, GpuTier, Int64s, MemoryCopies, MemoryTier
 from prefixd_swap.transfers import Transfers, Urgency
 

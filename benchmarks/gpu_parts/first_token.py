@@ -18,7 +18,7 @@ from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.part import Budget, Part
 from prefixd_swap.arena import CpuArena
-from prefixd_swap.copies.copies import CopyEngine, create_copy_engine
+from prefixd_swap.copies.copy_engine import CopyEngine, create_copy_engine
 from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.slab.index.block_record import NAMESPACE_BYTES, DiskPart, NewBlock
 from prefixd_swap.slab.store import SlabStore

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.part import Budget, Part, Unavailable
 from prefixd_swap.arena import CpuArena
-from prefixd_swap.copies.copies import CopyEngine, CudaCopyEngine, register_host, unregister_host
+from prefixd_swap.copies.copy_engine import CopyEngine, CudaCopyEngine, register_host, unregister_host
 from prefixd_swap.copies.page_copies import PackedPages, PageCopies, PageRun
 from prefixd_swap.vmem import VirtualRange
 from prefixd_swap.vmem.cuda_driver import open_device

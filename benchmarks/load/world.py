@@ -123,7 +123,7 @@ def block_key(prompt: Prompt, block: int) -> str:
 
 def key_in_namespace(namespace_id: bytes, prompt: Prompt, block: int) -> str:
     """The key of one of its blocks in the namespace that a daemon has given this id: each tenant has its own."""
-    from prefixd.cache.index.keys import BlockChain
+    from prefixd.cache.index.keys.block_keys import BlockChain
 
     seed = int.from_bytes(namespace_id, "little")
     return BlockChain(prompt.tokens.tobytes(), prompt.spec.block_tokens, seed).key(block).hex()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefixd.cache.audit.integrity import check_integrity
 from prefixd.cache.cache import TieredCache
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import NONE, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
 from prefixd.cache.sessions.sessions import Lease, Process, Reservation, Session

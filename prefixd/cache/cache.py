@@ -19,15 +19,15 @@ import numpy.typing as npt
 
 from prefixd.base import heap
 from prefixd.base.errors import InvalidArgumentError, NotFoundError, UnsupportedError
-from prefixd.base.steps import do_at_once
-from prefixd.base.tenants import Tenants
+from prefixd.base.long_work.steps import do_at_once
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.background.common_blocks import CommonBlocks
 from prefixd.cache.background.prefetches import Prefetches
 from prefixd.cache.background.refused_blocks import RefusedBlocks
 from prefixd.cache.background.scrubber import Scrubber
 from prefixd.cache.background.write_back import WriteBack
 from prefixd.cache.disk.restore import known_namespaces, remove_refused, remove_unused, restore
-from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
+from prefixd.cache.index.keys.block_keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import Match, Rows, Trie
 from prefixd.cache.moving.beginnings import Reader
 from prefixd.cache.moving.mover import Mover

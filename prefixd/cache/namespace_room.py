@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.pacer import give_way
-from prefixd.base.tenants import COMMON, Tenant, Tenants
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.tenants import COMMON, Tenant, Tenants
 from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, forget
 from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import Trie

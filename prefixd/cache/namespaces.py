@@ -17,8 +17,8 @@ from weakref import ref
 import msgspec
 
 from prefixd.base.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from prefixd.base.rules import Rule, VisionEmbedding, to_fields
-from prefixd.base.tenants import COMMON, DEFAULT
+from prefixd.base.rules.rules import Rule, VisionEmbedding, to_fields
+from prefixd.base.tenancy.tenants import COMMON, DEFAULT
 from prefixd.cache.rules import MAX_GROUPS, GroupRule
 from prefixd.cache.rules.in_blocks import in_blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixd.base.tenants import Tenant, Tenants
+from prefixd.base.tenancy.tenants import Tenant, Tenants
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec

@@ -10,13 +10,13 @@ that the daemon shares with clients on its host, and through gRPC for all others
 """
 
 from prefixd.client.connecting.forks import check_not_forked  # isort: skip  # noqa: F401 - before gRPC is imported
-from prefixd.base.rules import ChunkedWindow, CrossAttention, RecurrentState, Rule, SlidingWindow, VisionEmbedding
+from prefixd.base.rules.rules import ChunkedWindow, CrossAttention, RecurrentState, Rule, SlidingWindow, VisionEmbedding
 from prefixd.base.sampling import BeamSearch, Sampling
 from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
-from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import default_address
+from prefixd.client.connecting.mapped_arena import Arena
 from prefixd.client.connecting.session import NewSession
 from prefixd.client.errors import (
     AlreadyExistsError,

@@ -15,10 +15,10 @@ from prefixd.base.clocks import elapsed_s
 from prefixd.base.sampling import Sampling
 from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
-from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import Connection, parse_address
 from prefixd.client.connecting.credentials import Credentials
 from prefixd.client.connecting.forks import check_not_forked, forked_from
+from prefixd.client.connecting.mapped_arena import Arena
 from prefixd.client.connecting.session import MemoryMode, NewSession, Session
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
 from prefixd.client.inference import GenerateEvent, event_from_proto, generate_request

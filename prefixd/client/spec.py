@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prefixd.base.rule_messages import to_message
-from prefixd.base.rules import Rule
+from prefixd.base.rules.rule_messages import to_message
+from prefixd.base.rules.rules import Rule
 from prefixd.base.tiers import Tier
 from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.client.messages import message

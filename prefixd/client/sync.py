@@ -18,7 +18,7 @@ from prefixd.base.sampling import Sampling
 from prefixd.base.tiers import Tier
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
-from prefixd.client.connecting.arena import Arena
+from prefixd.client.connecting.mapped_arena import Arena
 from prefixd.client.connecting.portal import Blocking, Portal
 from prefixd.client.connecting.session import MemoryMode, NewSession
 from prefixd.client.errors import ClientClosed, ClientError

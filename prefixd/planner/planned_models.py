@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from prefixd.base.errors import ConfigError
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import GroupShape
 

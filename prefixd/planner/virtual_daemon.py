@@ -23,9 +23,9 @@ from prefixd.planner.simulation.store import UnbackedStoreTier
 from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
-from prefixd.serving.request.events import Event, NewTokens
 from prefixd.serving.request.kv_needs import KvNeeds
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Event, NewTokens
 from prefixd.settings import Settings
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool

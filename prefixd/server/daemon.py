@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prefixd.base import heap
 from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Troubles
 from prefixd.process.process_limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.process.signals import DaemonSignals

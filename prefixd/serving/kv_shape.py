@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.cache import PartSpec
 from prefixd.worker_protocol.protocol import GroupShape, Hello, Need, passed_blocks
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import model_validator as check_together
 
 from prefixd.base.setting_sources import default_socket
-from prefixd.base.tenants import COMMON, check_tenant_name
+from prefixd.base.tenancy.tenants import COMMON, check_tenant_name
 from prefixd.settings.field_types import (
     AbsolutePath,
     Bytes,

@@ -17,7 +17,7 @@ from pydantic import model_validator as check_together
 
 from prefixd.base.errors import ConfigError
 from prefixd.base.setting_sources import ANY_NAME, gather_layers, is_known
-from prefixd.base.tenants import COMMON, Quota, TierQuota, check_guarantees, check_tenant_name
+from prefixd.base.tenancy.tenants import COMMON, Quota, TierQuota, check_guarantees, check_tenant_name
 from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.settings.field_types import AbsolutePath, Section, default_data_dir
 from prefixd.settings.inference import SchedulerSettings, WorkerSettings

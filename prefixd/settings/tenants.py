@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from prefixd.base.tenants import Quota, TierQuota
+from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.settings.field_types import Bytes, Count, Section, UserId, listed_numbers
 

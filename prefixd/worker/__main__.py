@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         with heap.imports():
             from transformers.utils import logging
 
-            from prefixd.worker.serve import serve
+            from prefixd.worker.conversation import serve
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()

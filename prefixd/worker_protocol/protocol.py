@@ -29,7 +29,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from prefixd.base.rules import RecurrentState, Rule, SlidingWindow, from_fields, to_fields
+from prefixd.base.rules.rules import RecurrentState, Rule, SlidingWindow, from_fields, to_fields
 from prefixd.base.sampling import Sampling
 from prefixd.images.decoding import Pixels
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError

@@ -6,7 +6,7 @@ Knows blocks as bytes in slots; what they mean, and which prompt they belong to,
 from __future__ import annotations
 
 from prefixd_swap.arena import CpuArena
-from prefixd_swap.copies.copies import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
+from prefixd_swap.copies.copy_engine import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
 from prefixd_swap.copies.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
 from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.errors import (

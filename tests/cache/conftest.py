@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.base import pacer
+from prefixd.base.long_work import pacer
 from tests.rig import MakeRig, Rig
 
 

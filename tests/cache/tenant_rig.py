@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefixd.base.tenants import Quota, Tenant, TierQuota
+from prefixd.base.tenancy.tenants import Quota, Tenant, TierQuota
 from prefixd.cache import Lease, Namespace, NamespaceSpec, PartSpec, Reservation, Session
 from prefixd_swap.tiers import Tier
 from tests.rig import Rig

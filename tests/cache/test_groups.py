@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from prefixd.base import rules as in_tokens
 from prefixd.base.errors import InvalidArgumentError
+from prefixd.base.rules import rules as in_tokens
 from prefixd.cache import (
     Namespace,
     NamespaceSpec,

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from prefixd.base.errors import ExhaustedError, PreconditionError
-from prefixd.base.rules import ChunkedWindow, RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import ChunkedWindow, RecurrentState, SlidingWindow
 from prefixd.cache import (
     BlockChain,
     Lease,

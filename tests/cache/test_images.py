@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixd.base.rules import VisionEmbedding
+from prefixd.base.rules.rules import VisionEmbedding
 from prefixd.cache import Namespace, NamespaceSpec, PartSpec, check_integrity
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
 

@@ -18,7 +18,7 @@ from prefixd.base.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from prefixd.base.tenants import Quota, Tenants
+from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU
 from prefixd.cache.options import CacheOptions

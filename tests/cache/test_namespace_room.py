@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ExhaustedError, NamespaceClosedError
-from prefixd.base.tenants import Quota, Tenants
+from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Session
 from prefixd.cache.background.forgetting import find_namespaces
 from prefixd.cache.namespace_room import PART

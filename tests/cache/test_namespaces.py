@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefixd.base import rules
 from prefixd.base.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError, NotFoundError
-from prefixd.base.tenants import Quota, Tenants
+from prefixd.base.rules import rules
+from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.cache import (
     BlockChain,
     NamespaceSpec,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.base import rules as in_tokens
+from prefixd.base.rules import rules as in_tokens
 from prefixd.cache.rules import (
     ChunkedWindow,
     CrossAttention,

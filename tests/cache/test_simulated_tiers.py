@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from prefixd.base.tenants import Quota, Tenants
+from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Session, TieredCache, Tiers, check_integrity
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.options import CacheOptions

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.moving.victims import Limits, find_victims

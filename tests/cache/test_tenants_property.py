@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from prefixd.base.errors import ExhaustedError, PrefixdError
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from tests.cache.machine import RigMachine

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.cli.environment import _control_group
+from prefixd.cli.machine_checks import _control_group
 from prefixd.settings import Settings
 from prefixd.settings.checks import check_start
 from prefixd.v1 import admin_pb2, cache_pb2

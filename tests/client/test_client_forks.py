@@ -14,7 +14,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Client, ClientClosed, ForkedProcess
 from prefixd.client.connecting import forks
-from prefixd.integrations.engine.link import Link
+from prefixd.integrations.engine.daemon_link import Link
 from tests.integrations.engine.conftest import LOG
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.client import (
     AsyncCache,
     AsyncClient,

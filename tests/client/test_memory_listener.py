@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client import MemoryUnavailable
-from prefixd.client.connecting.arena import Arena, fetch_arena
+from prefixd.client.connecting.mapped_arena import Arena, fetch_arena
 from prefixd.server.rpc import memory_listener as memory_door
 from prefixd.server.rpc.memory_listener import MemoryListener
 from tests.waiting import until

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from tests.routers.conftest import BLOCK_TOKENS, Dynamo, Holder, VllmRouter, until
 
 PROMPT = list(range(1000, 1320))  # five blocks of the daemon, twenty of a router

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import SessionEndedError
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.client import Client, ClientError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.base.tenants import COMMON
+from prefixd.base.tenancy.tenants import COMMON
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Finished, NamespaceSpec, PartSpec, Sampling, StoreResult, Tokens
 from prefixd.settings import Settings

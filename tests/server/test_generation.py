@@ -33,7 +33,7 @@ from prefixd.base.errors import (
     UnsupportedError,
 )
 from prefixd.base.sampling import MOST_STOP_TOKENS, BeamSearch, Sampling
-from prefixd.base.tenants import Quota
+from prefixd.base.tenancy.tenants import Quota
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
 from prefixd.cache.placement.retention import Retention
 from prefixd.images.decoding import Pixels
@@ -52,8 +52,8 @@ from prefixd.serving.images.image_kv import image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
 from prefixd.serving.models.served_model import ServedModel
-from prefixd.serving.request.events import Ended, NewTokens
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.serving.text.tokenization import TextCodec, TextStream, TokenIds
 from prefixd.serving.text.tokenizer_threads import TokenizerThreads
 from prefixd.worker_protocol.protocol import (

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError
-from prefixd.base.fairness import SharedBytes
 from prefixd.base.sampling import Sampling
-from prefixd.base.tenants import Quota, Tenant, Tenants
+from prefixd.base.tenancy.fairness import SharedBytes
+from prefixd.base.tenancy.tenants import Quota, Tenant, Tenants
 from prefixd.cache import TieredCache
 from prefixd.serving.generation import Accepted, Finished, GenerateParams, Tokens, generation
-from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.serving.text.tokenization import TextCodec
 from prefixd.worker_protocol.protocol import BeamResult
 from prefixd_scheduler import RequestQueue, create_policy

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.tenants import Quota, Tenants
+from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.serving.generation.inbox import Inbox
-from prefixd.serving.request.events import Ended, NewTokens
+from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd_scheduler import SharedLimit
 
 

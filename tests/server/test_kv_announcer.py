@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import zmq
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
-from prefixd.base.tenants import COMMON
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
+from prefixd.base.tenancy.tenants import COMMON
 from prefixd.cache import (
     Namespace,
     NamespaceSpec,
@@ -26,10 +26,10 @@ from prefixd.cache import (
     TieredCache,
     Trie,
 )
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
 from prefixd.cache.rules import FullAttention
-from prefixd.server.kv_events import announced_rows, announcer, removals
+from prefixd.server.kv_events import announced_rows, announcer, pending_removals
 from prefixd.server.kv_events.block_hashes import block_hash
 from prefixd.server.kv_events.event_messages import (
     MEDIA,
@@ -150,10 +150,10 @@ async def test_what_was_told_is_what_is_so(
     for module, name, value in (
         (announcer, "_TURN_ROWS", 5),
         (announcer, "_TURN_COUNTED", 15),
-        (removals, "_TURN_HASHES", 4),
+        (pending_removals, "_TURN_HASHES", 4),
         (announcer, "_TURN_BLOCKS", 9),
         (announced_rows, "_WINDOW", 6),
-        (removals, "_TURN_FORGOTTEN", 3),
+        (pending_removals, "_TURN_FORGOTTEN", 3),
     ):
         monkeypatch.setattr(module, name, value)
     namespace = cache.register(NamespaceSpec("m", 6, (PartSpec("a", 0, 8), PartSpec("b", 0, 8))))

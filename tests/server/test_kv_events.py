@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from benchmarks.checks.fault_injection.faulty_daemon import FaultyDaemon
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.server.kv_events.block_hashes import block_hash
 from prefixd.v1 import admin_pb2, cache_pb2
 from tests.daemons import Remote

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.checks.attacks.crafted_tokens import BLOCK_TOKENS, block_with_key
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 from tests.daemons import Remote

@@ -10,7 +10,7 @@ import pytest
 
 from prefixd.base.clocks import boot_id, elapsed_s
 from prefixd.base.errors import ConfigError
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import TieredCache, Troubles
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.local_credentials import LocalCredentials

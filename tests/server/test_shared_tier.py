@@ -13,9 +13,9 @@ import pytest
 
 import tests.hello
 from prefixd.base.errors import ConfigError, UnavailableError
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.cache import TieredCache
-from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.dispatch.capacity.tier_share import TierShare
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.models import gpu_memory as gpu_memory_module
 from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes

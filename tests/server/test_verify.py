@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.cli.environment import check_environment
+from prefixd.cli.machine_checks import check_environment
 from prefixd.v1 import admin_pb2
 from tests.daemons import Remote
 

@@ -17,9 +17,9 @@ import numpy as np
 from prefixd.base.sampling import Sampling
 from prefixd.cache import NamespaceSpec
 from prefixd.cache.options import CacheOptions
+from prefixd.serving.dispatch.capacity.tier_share import TierShare
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.options import DispatchOptions
-from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.models.tier_resize import TierResize
 from prefixd.serving.models.worker_process import WorkerProcess

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
 
-from prefixd.serving.request.events import Ended, NewTokens
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended, NewTokens
 from tests.serving.bench import Bench, open_bench
 from tests.serving.fake_worker import next_token
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.cache import Namespace, TieredCache
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.kv_shape import KvShape

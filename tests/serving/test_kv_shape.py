@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import GroupShape
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd_swap.copies.copies import CudaCopyEngine, StreamMark
+from prefixd_swap.copies.copy_engine import CudaCopyEngine, StreamMark
 from prefixd_swap.errors import DeviceError, MemoryMisuseError
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem import VirtualMemory, create_memory

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
 from benchmarks.engines.vllm_models import VOCABULARY
-from prefixd.base.rule_messages import from_message
+from prefixd.base.rules.rule_messages import from_message
 from prefixd.client import Cache, Client, NamespaceSpec, PartSpec
 from tests.waiting import wait_until
 

@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash, maybe
 
 from prefixd.client import ExhaustedError, NamespaceSpec, PartSpec
 from prefixd.integrations.engine.geometry import Geometry, Group
-from prefixd.integrations.vllm import kv_events
-from prefixd.integrations.vllm.kv_events import BlockEvents
+from prefixd.integrations.vllm.kv_events import block_events
+from prefixd.integrations.vllm.kv_events.block_events import BlockEvents
 from prefixd.v1.cache_pb2 import TIER_CPU, TIER_DISK, BlockChange
 from tests import waiting
 
@@ -34,7 +34,7 @@ class Told:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         init_none_hash(HASH)
-        monkeypatch.setattr(kv_events, "_PAUSE_S", 0.0)
+        monkeypatch.setattr(block_events, "_PAUSE_S", 0.0)
         config = SimpleNamespace(
             cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
             model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
@@ -136,8 +136,8 @@ def test_other_hashes_than_vllms_are_not_told(told: Told, caplog: pytest.LogCapt
 
 
 def test_the_daemon_waits_for_what_vllm_has_not_taken(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "_WAITING", 1)
-    monkeypatch.setattr(kv_events, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(block_events, "_WAITING", 1)
+    monkeypatch.setattr(block_events, "_PAUSE_S", 0.001)
 
     async def tell() -> None:
         for number in (1, 2):
@@ -181,7 +181,7 @@ class Followed(Told):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        monkeypatch.setattr(kv_events, "_AWAY_S", 0.01)
+        monkeypatch.setattr(block_events, "_AWAY_S", 0.01)
         self.watches = 0
         self.opened: list[NamespaceSpec] = []
 
@@ -247,7 +247,7 @@ def test_a_watch_that_is_refused(followed: Followed, caplog: pytest.LogCaptureFi
 
 def test_a_watch_that_is_granted_opens_namespaces_again(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the daemon has nothing to tell before."""
-    monkeypatch.setattr(kv_events, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(block_events, "_ANSWER_S", 0.01)
 
     async def watch() -> AsyncGenerator[BlockChange, None]:
         await asyncio.sleep(60.0)
@@ -260,7 +260,7 @@ def test_a_watch_that_is_granted_opens_namespaces_again(followed: Followed, monk
 @pytest.mark.parametrize("cleared", [True, False])
 def test_all_is_taken_back_in_slices(told: Told, cleared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM takes it; and before what comes next."""
-    monkeypatch.setattr(kv_events, "_WAITING", 2)
+    monkeypatch.setattr(block_events, "_WAITING", 2)
     told.events._slice_blocks = 4
     tokens = [number for block in range(64) for number in [block, *range(7)]]
     for block in range(64):
@@ -295,8 +295,8 @@ def test_all_is_taken_back_in_slices(told: Told, cleared: bool, monkeypatch: pyt
 
 def test_namespaces_come_and_go(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each salt one: only those are kept of which blocks are there, and keys of those that came last."""
-    monkeypatch.setattr(kv_events, "_SPECS", 4)
-    monkeypatch.setattr(kv_events, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(block_events, "_SPECS", 4)
+    monkeypatch.setattr(block_events, "_ANSWER_S", 0.0)
     specs: dict[bytes, NamespaceSpec] = {ID: SPEC}
     told.events._link.spec_of = specs.get
     for number in range(8):
@@ -316,7 +316,7 @@ def test_namespaces_come_and_go(told: Told, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_namespace_that_was_not_known_before(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(block_events, "_ANSWER_S", 0.0)
     told.events._link.spec_of = lambda identity: None
     assert told.tell(stored=[1], tokens=range(8), tier=TIER_CPU) == []
     told.events._link.spec_of = lambda identity: SPEC

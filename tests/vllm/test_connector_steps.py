@@ -38,8 +38,8 @@ from prefixd.client import Client
 from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.vllm import scheduler_half
 from prefixd.integrations.vllm.connector import PrefixdConnector
-from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.scheduling.scheduler import find_connector
+from prefixd.integrations.vllm.step_messages import Orders, Report
 from tests.vllm.other_connectors import Handshake, beside, multi
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
 from tests.vllm.served import PATIENCE_S, make_prompt

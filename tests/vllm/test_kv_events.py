@@ -16,7 +16,7 @@ import zmq
 from vllm.distributed import kv_events as theirs
 from vllm.v1.core.kv_cache_utils import to_event_extra_keys
 
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.server.kv_events import event_messages as ours

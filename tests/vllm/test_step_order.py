@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from prefixd.integrations.vllm import PrefixdConnector
-from prefixd.integrations.vllm.messages import Orders
+from prefixd.integrations.vllm.step_messages import Orders
 from prefixd.integrations.vllm.worker_half import WorkerHalf
 
 

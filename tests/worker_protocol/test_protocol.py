@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.base.sampling import Sampling
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError, WorkerError
 from prefixd.worker_protocol.protocol import (

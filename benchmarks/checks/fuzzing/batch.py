@@ -19,7 +19,7 @@ from benchmarks.checks.fuzzing.calls import LOST, Answer, send
 from benchmarks.checks.fuzzing.messages import World, build, corrupt
 from benchmarks.checks.fuzzing.statuses import Method
 from benchmarks.load.world import NAMESPACES
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 BLOCK_TOKENS, PART_BYTES = 4, (96, 32)

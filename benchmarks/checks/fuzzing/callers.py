@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from benchmarks.checks.tenancy.house import House
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

@@ -8,7 +8,7 @@ from google.protobuf.descriptor import Descriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 _WORDS = {

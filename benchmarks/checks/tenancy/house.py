@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 
 Quotas = Mapping[str, Mapping[str, object]]

@@ -13,14 +13,14 @@ from functools import partial
 
 import numpy as np
 
-from prefixd.base.steps import Steps, do_at_once, do_in_slices, in_thread
+from prefixd.base.long_work.steps import Steps, do_at_once, do_in_slices, in_thread
 from prefixd.cache.audit.findings import Findings
 from prefixd.cache.audit.integrity_disk import compare_with_index, snapshot_of_disk
 from prefixd.cache.audit.integrity_holds import audit_grants, audit_holds, audit_slots
 from prefixd.cache.audit.integrity_tenants import audit_tenants
 from prefixd.cache.audit.integrity_trie import Bools, audit_trie
 from prefixd.cache.cache import TieredCache
-from prefixd.cache.index.key_index import Ordinals
+from prefixd.cache.index.keys.key_index import Ordinals
 from prefixd.cache.index.trie import NO_SLOT, Trie
 from prefixd_swap import IntegrityError, StorageError
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import SLICE_ROWS
-from prefixd.base.steps import Steps
+from prefixd.base.long_work.pacer import SLICE_ROWS
+from prefixd.base.long_work.steps import Steps
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.trie import NO_SLOT
 from prefixd.cache.namespaces import ID_BYTES

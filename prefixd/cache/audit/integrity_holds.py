@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from prefixd.base.steps import Steps
+from prefixd.base.long_work.steps import Steps
 from prefixd.cache.audit.findings import Findings
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.scan import memory_for_copies

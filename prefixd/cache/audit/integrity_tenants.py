@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.steps import Steps
-from prefixd.base.tenants import Tenant
+from prefixd.base.long_work.steps import Steps
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cache.audit.findings import Findings
 from prefixd.cache.cache import TieredCache

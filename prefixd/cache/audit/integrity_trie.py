@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.steps import Steps
+from prefixd.base.long_work.steps import Steps
 from prefixd.cache.audit.findings import Findings
-from prefixd.cache.index.key_index import Ordinals
+from prefixd.cache.index.keys.key_index import Ordinals
 from prefixd.cache.index.scan import memory_for_copies
 from prefixd.cache.index.trie import NO_SLOT, NONE, TIERS, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE

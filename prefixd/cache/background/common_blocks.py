@@ -40,9 +40,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import Pacer
-from prefixd.cache.index.key_index import KEY_BYTES
-from prefixd.cache.index.keys import BlockChain
+from prefixd.base.long_work.pacer import Pacer
+from prefixd.cache.index.keys.block_keys import BlockChain
+from prefixd.cache.index.keys.key_index import KEY_BYTES
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.moving.mover import Mover

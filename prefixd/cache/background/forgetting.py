@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import SLICE_ROWS, give_way
-from prefixd.base.steps import in_thread
+from prefixd.base.long_work.pacer import SLICE_ROWS, give_way
+from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.disk.records import Identity
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.scan import slices

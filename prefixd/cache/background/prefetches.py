@@ -14,8 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from prefixd.base.fairness import PacedLine
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.fairness import PacedLine
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.beginnings import Beginning, Reader
 from prefixd.cache.moving.mover import Mover

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from prefixd.base.pacer import SLICE_ROWS, give_way
+from prefixd.base.long_work.pacer import SLICE_ROWS, give_way
 from prefixd.cache.background.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.moving.mover import Mover

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import give_way
+from prefixd.base.long_work.pacer import give_way
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.disk.damaged_blocks import Damage
 from prefixd.cache.index.trie import Rows, Trie

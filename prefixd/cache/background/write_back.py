@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.fairness import SharedLimit
-from prefixd.base.pacer import Pacer
-from prefixd.base.steps import in_thread
-from prefixd.base.tenants import Tenant
+from prefixd.base.long_work.pacer import Pacer
+from prefixd.base.long_work.steps import in_thread
+from prefixd.base.tenancy.fairness import SharedLimit
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover

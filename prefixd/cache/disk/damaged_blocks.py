@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import give_way
+from prefixd.base.long_work.pacer import give_way
 from prefixd.cache.disk.records import DiskRecords, Identity
 from prefixd.cache.disk.removals import DiskRemovals
 from prefixd.cache.index.children import Descendants, MovedError

@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from prefixd.base.rules import to_fields
+from prefixd.base.rules.rules import to_fields
 from prefixd.cache.disk.records import DiskRecords
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import NamespaceRegistry

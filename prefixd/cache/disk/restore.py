@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.errors import InvalidArgumentError, PrefixdError
-from prefixd.base.rules import from_fields
+from prefixd.base.rules.rules import from_fields
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec, namespace_digest
 from prefixd.cache.placement.placement import Placement

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from prefixd.base.pacer import give_way
-from prefixd.base.tenants import Tenant
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.health import DiskHealth
 from prefixd.cache.disk.metadata import DiskMetadata

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.key_index import Rows
+from prefixd.cache.index.keys.key_index import Rows
 
 NO_ROW = -1
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.copies import ALL_TIERS, DISK, LOCAL_TIERS, CopyColumns
-from prefixd.cache.index.key_index import Rows
+from prefixd.cache.index.keys.key_index import Rows
+from prefixd.cache.index.residency import ALL_TIERS, DISK, LOCAL_TIERS, CopyColumns
 from prefixd.cache.index.trie_table import TIERS
 from prefixd.cache.rules import GroupMask, expired_groups
 

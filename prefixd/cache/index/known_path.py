@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 
 

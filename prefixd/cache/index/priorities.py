@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.block_table import BlockTable
-from prefixd.cache.index.key_index import Rows
+from prefixd.cache.index.keys.key_index import Rows
 from prefixd.cache.index.trie_table import NO_SLOT
 from prefixd.cache.rules import GroupMask, GroupRule
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.steps import Steps
-from prefixd.cache.index.key_index import Rows
+from prefixd.base.long_work.steps import Steps
+from prefixd.cache.index.keys.key_index import Rows
 
 SCANNED_AT_ONCE = 1 << 15
 """Rows that eviction and write-back look at in one turn of the event loop: 0.1 to 0.3 ms. A table with fewer rows is

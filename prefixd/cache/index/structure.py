@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.children import Descendants, link, unlink_all
-from prefixd.cache.index.copies import NONE
 from prefixd.cache.index.eviction import EvictionColumns
-from prefixd.cache.index.key_index import Ordinals, Rows
+from prefixd.cache.index.keys.key_index import Ordinals, Rows
+from prefixd.cache.index.residency import NONE
 from prefixd.cache.index.trie_table import NO_SLOT, NOWHERE
 
 _WALK_STEPS = 1 << 20

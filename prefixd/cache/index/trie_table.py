@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.columns import ColumnMemory, Reserve, reserve_addresses
-from prefixd.cache.index.key_index import KeyIndex, Rows, process_masks
+from prefixd.cache.index.keys.key_index import KeyIndex, Rows, process_masks
 
 TIERS = 4
 NO_SLOT = -1

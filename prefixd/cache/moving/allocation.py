@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from prefixd.base.pacer import give_way
-from prefixd.base.tenants import Tenant
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.moving.room import Room

@@ -15,16 +15,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from prefixd.base.pacer import give_way
-from prefixd.base.tenants import Tenants
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.disk.records import Identity
 from prefixd.cache.disk.writes import Write
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.allocation import Allocation
-from prefixd.cache.moving.copying import COPIED_AT_ONCE, Copying
 from prefixd.cache.moving.room import Room
+from prefixd.cache.moving.tier_copies import COPIED_AT_ONCE, Copying
 from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.placement.movement import Movement
 from prefixd.cache.placement.placement import Placement

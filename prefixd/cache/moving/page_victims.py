@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import Pacer
-from prefixd.base.steps import in_thread
+from prefixd.base.long_work.pacer import Pacer
+from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.moving.victims import Limits, Search, no_limits

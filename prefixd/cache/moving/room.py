@@ -31,7 +31,7 @@ from functools import partial
 
 import numpy as np
 
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.disk.copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.page_victims import find_page_victims, has_other_sizes

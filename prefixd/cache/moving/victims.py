@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixd.base.pacer import Pacer, give_way
+from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, LowestRows, Scores, slices
 from prefixd.cache.index.trie import LOCAL_TIERS, NO_SLOT, REMOTE, TIERS, Rows, Trie, lasting_copies
 from prefixd.cache.placement.tenant_use import Losses

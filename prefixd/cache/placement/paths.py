@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import give_way
-from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
+from prefixd.base.long_work.pacer import give_way
+from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold

@@ -26,9 +26,9 @@ from typing import Self
 import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError
-from prefixd.base.fairness import SharedLimit
-from prefixd.base.pacer import Pacer, give_way
-from prefixd.base.tenants import Tenant
+from prefixd.base.long_work.pacer import Pacer, give_way
+from prefixd.base.tenancy.fairness import SharedLimit
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.steps import Steps
-from prefixd.base.tenants import Tenant, Tenants
+from prefixd.base.long_work.steps import Steps
+from prefixd.base.tenancy.tenants import Tenant, Tenants
 from prefixd.base.tiers import QUOTA_TIERS
 from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.scan import slices

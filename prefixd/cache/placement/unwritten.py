@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import Pacer
+from prefixd.base.long_work.pacer import Pacer
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, LowestRows, slices
 from prefixd.cache.index.trie import Rows, Trie
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import give_way
+from prefixd.base.long_work.pacer import give_way
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement.movement import Movement

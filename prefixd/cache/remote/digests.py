@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from prefixd.base.pacer import give_way
-from prefixd.base.rules import to_fields
-from prefixd.cache.index.keys import BlockChain
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.rules.rules import to_fields
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd_swap.stores import BlockIdentity, TenantKeys

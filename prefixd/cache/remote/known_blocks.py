@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import give_way
-from prefixd.base.steps import in_thread
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.long_work.steps import in_thread
 from prefixd.cache.index.scan import slices
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows, Trie
 from prefixd.cache.placement.placement import Placement

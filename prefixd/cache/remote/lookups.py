@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixd.base.pacer import give_way
-from prefixd.cache.index.keys import BlockChain
+from prefixd.base.long_work.pacer import give_way
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.paths import find_own, find_path

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prefixd.cache.disk.checksums import Checksums
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.placement.placement import Placement

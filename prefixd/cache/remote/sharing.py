@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from prefixd.base.pacer import Pacer, give_way
+from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.cache.index.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.placement.movement import Movement

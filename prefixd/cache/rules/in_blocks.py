@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixd.base import rules
+from prefixd.base.rules import rules
 from prefixd.cache.rules.chunked_window import ChunkedWindow
 from prefixd.cache.rules.cross_attention import CrossAttention
 from prefixd.cache.rules.full_attention import FullAttention

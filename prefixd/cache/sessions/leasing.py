@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.base.pacer import give_way
-from prefixd.base.tenants import Tenant
-from prefixd.cache.index.keys import BlockChain
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.tenants import Tenant
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import NONE, TIERS, Rows, Trie
 from prefixd.cache.moving.beginnings import Beginning, Reader
 from prefixd.cache.moving.mover import Mover

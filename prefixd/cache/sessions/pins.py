@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from prefixd.base.errors import ExhaustedError, PreconditionError
-from prefixd.base.steps import do_in_slices
+from prefixd.base.long_work.steps import do_in_slices
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace

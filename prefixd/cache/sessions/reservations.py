@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError
-from prefixd.base.pacer import give_way
-from prefixd.base.tenants import Tenant
-from prefixd.cache.index.keys import BlockChain
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.tenants import Tenant
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.moving.mover import Mover

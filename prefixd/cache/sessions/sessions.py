@@ -21,9 +21,9 @@ from prefixd.base.errors import (
     SessionEndedError,
     UnavailableError,
 )
-from prefixd.base.pacer import give_way
-from prefixd.base.tenants import Tenant, Tenants
-from prefixd.cache.index.keys import BlockChain
+from prefixd.base.long_work.pacer import give_way
+from prefixd.base.tenancy.tenants import Tenant, Tenants
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.options import CacheOptions

@@ -48,7 +48,7 @@ def doctor_command(
     if calibrate is not None:
         _calibrate(calibrate, address)
         return
-    from prefixd.cli.environment import check_environment
+    from prefixd.cli.machine_checks import check_environment
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
 

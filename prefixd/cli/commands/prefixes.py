@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefixd.base.tenants import DEFAULT
+from prefixd.base.tenancy.tenants import DEFAULT
 from prefixd.cli.connect import Address, Json, connected, run
 from prefixd.cli.failures import CommandFailed, examples
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefixd.base.rules import FULL_ATTENTION
+from prefixd.base.rules.rules import FULL_ATTENTION
 from prefixd.base.sizes import as_size
 from prefixd.base.tiers import QUOTA_TIERS, Tier
 from prefixd.cli.output.figures import figure_table
@@ -18,7 +18,7 @@ from prefixd.cli.output.terminal import cleaned, shown
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from prefixd.cli.environment import Check
+    from prefixd.cli.machine_checks import Check
 
 KEY_DIGITS = 12
 _HOLDERS = 5  # shown; --json has up to 100

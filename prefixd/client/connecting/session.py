@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import grpc
 
-from prefixd.client.connecting.arena import Arena, fetch_arena
 from prefixd.client.connecting.connection import Connection
+from prefixd.client.connecting.mapped_arena import Arena, fetch_arena
 from prefixd.client.errors import MemoryUnavailable, ServerUnavailable
 from prefixd.v1 import cache_pb2
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from prefixd.client.connecting.arena import Arena
 from prefixd.client.connecting.connection import Connection
+from prefixd.client.connecting.mapped_arena import Arena
 from prefixd.client.connecting.session import Session
 from prefixd.client.errors import (
     ClientError,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from prefixd.base.rules import ChunkedWindow
+from prefixd.base.rules.rules import ChunkedWindow
 from prefixd.client.connecting.session import Session
 from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.memory.buffers import BlockBuffers, StreamSink

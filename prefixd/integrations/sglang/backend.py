@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from prefixd.client import ClientError
-from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.chains import Chain, Chains
 from prefixd.integrations.engine.pages_by_key.engine_pages import PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.page_store import Outcome, PageStore

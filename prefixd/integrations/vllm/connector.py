@@ -24,11 +24,11 @@ from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.geometry import check_failure_policy, computes_from_the_middle, read_geometry
 from prefixd.integrations.vllm.log import log
-from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.plugin import register
 from prefixd.integrations.vllm.scheduler_half import SchedulerHalf
 from prefixd.integrations.vllm.stats import PrefixdPromMetrics, PrefixdStats
+from prefixd.integrations.vllm.step_messages import Orders, Report
 from prefixd.integrations.vllm.worker_half import WorkerHalf
 from prefixd_scheduler import Distance
 

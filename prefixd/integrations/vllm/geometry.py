@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefixd.base.errors import ConfigError
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.integrations.engine.copying.group_pages import GroupPages, PageRun
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.options import DEFAULT_BLOCK_TOKENS

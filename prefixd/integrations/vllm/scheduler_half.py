@@ -18,9 +18,9 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from prefixd.client import ClientError, NamespaceSpec
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK
+from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
-from prefixd.integrations.engine.link import Link
 from prefixd.integrations.engine.saving.branches import Branches
 from prefixd.integrations.engine.saving.save_queue import EngineRequest, SaveQueue
 from prefixd.integrations.engine.step_times import StepTimes
@@ -29,17 +29,17 @@ from prefixd.integrations.engine.waiting.ready import time_to_ready
 from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.log import log
-from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.naming.environment import environment_in_name
 from prefixd.integrations.vllm.naming.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.naming.media_content import MediaContents, RequestMedia
 from prefixd.integrations.vllm.naming.model_name import Adapters, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.request_options import NO_REQUEST_OPTIONS, RequestOptions, read_request_options
+from prefixd.integrations.vllm.step_messages import Orders, Report
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
 
 if TYPE_CHECKING:
-    from prefixd.integrations.vllm.kv_events import BlockEvents
+    from prefixd.integrations.vllm.kv_events.block_events import BlockEvents
 
 _NULL_BLOCK = 0  # vLLM's id of a missing block: outside the group's window, or freed
 _PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
@@ -108,7 +108,7 @@ class SchedulerHalf:
         )
         self.events: BlockEvents | None = None
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-            from prefixd.integrations.vllm.kv_events import BlockEvents
+            from prefixd.integrations.vllm.kv_events.block_events import BlockEvents
 
             self.events = BlockEvents(vllm_config, self.link, geometry, self.saves.hash_tokens)
         self._saved_s = -math.inf

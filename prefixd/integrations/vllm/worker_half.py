@@ -10,13 +10,13 @@ import vllm
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.block_transfers import Transfers
 from prefixd.integrations.engine.copying.cuda_device import fence_of, page_copies_of
+from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry
-from prefixd.integrations.engine.link import Link
 from prefixd.integrations.vllm.geometry import layer_names, read_pages
 from prefixd.integrations.vllm.log import log
-from prefixd.integrations.vllm.messages import Orders
 from prefixd.integrations.vllm.naming.model_name import packing
 from prefixd.integrations.vllm.options import ConnectorOptions
+from prefixd.integrations.vllm.step_messages import Orders
 from prefixd_swap import create_copy_engine
 
 _IDLE_POLL_S = 0.005

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefixd.base.tenants import DEFAULT, Role, Tenant, Tenants
+from prefixd.base.tenancy.tenants import DEFAULT, Role, Tenant, Tenants
 from prefixd.server.access.local_credentials import SCHEME, LocalCredentials
 from prefixd.server.access.token_file import TokenFile
 from prefixd.settings import ServerSettings, TenantSettings

@@ -21,7 +21,7 @@ import aiofiles
 import aiofiles.os
 
 from prefixd.base.errors import ConfigError
-from prefixd.base.tenants import DEFAULT, Role, check_tenant_name
+from prefixd.base.tenancy.tenants import DEFAULT, Role, check_tenant_name
 from prefixd.cache import Troubles
 from prefixd_swap import SwapError, started_threads
 

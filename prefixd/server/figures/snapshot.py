@@ -12,8 +12,8 @@ from typing import Self
 from google.protobuf.message import Message
 
 import prefixd
-from prefixd.base.pacer import SLICE_ROWS, Pacer, give_way
-from prefixd.base.rule_messages import to_message
+from prefixd.base.long_work.pacer import SLICE_ROWS, Pacer, give_way
+from prefixd.base.rules.rule_messages import to_message
 from prefixd.base.tiers import Tier
 from prefixd.cache import Lease, PartSpec, Reservation, TieredCache
 from prefixd.cache.index.trie import TIERS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
-from prefixd.base.tenants import Quota, Tenant, TierQuota, check_guarantees
+from prefixd.base.tenancy.tenants import Quota, Tenant, TierQuota, check_guarantees
 from prefixd.base.tiers import QUOTA_TIERS, Tier
 from prefixd.cache import Session, TieredCache
 from prefixd.v1 import admin_pb2 as pb

@@ -31,7 +31,7 @@ from prefixd.server.kv_events.announced_rows import AnnouncedRows, Flags, choose
 from prefixd.server.kv_events.block_hashes import BlockHashes, salt_keys
 from prefixd.server.kv_events.engine_blocks import EngineBlocks
 from prefixd.server.kv_events.event_messages import MEDIA, AllBlocksCleared, BlockStored, Event
-from prefixd.server.kv_events.removals import RemovalQueue
+from prefixd.server.kv_events.pending_removals import RemovalQueue
 from prefixd.server.kv_events.stored_blocks import StoredBlocks
 
 log = logging.getLogger(__name__)

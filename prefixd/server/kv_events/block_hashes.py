@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from prefixd.cache import Namespace, Trie
-from prefixd.cache.index.key_index import KEY_BYTES
+from prefixd.cache.index.keys.key_index import KEY_BYTES
 from prefixd.cache.index.trie import Rows
 from prefixd.server.kv_events.announced_rows import Hashes
 

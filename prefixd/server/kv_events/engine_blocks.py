@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.columns import ColumnMemory
-from prefixd.cache.index.key_index import KEY_BYTES, KeyIndex
+from prefixd.cache.index.keys.key_index import KEY_BYTES, KeyIndex
 
 Ids = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]

@@ -14,8 +14,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Any
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.fairness import CallTurns, PacedLine
-from prefixd.base.tenants import Role, Tenant, Tenants
+from prefixd.base.tenancy.fairness import CallTurns, PacedLine
+from prefixd.base.tenancy.tenants import Role, Tenant, Tenants
 from prefixd.server.access.identities import Caller
 from prefixd.server.rpc.anonymous import AnonymousCalls
 from prefixd.server.rpc.receiving import Call, Receiving, Turns

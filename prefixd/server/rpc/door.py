@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PrefixdError
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Caller, Identities, UnknownCallerError
 from prefixd.server.rpc.anonymous import AnonymousCall

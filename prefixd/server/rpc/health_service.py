@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.server.rpc.receiving import CURRENT_CALL
 from prefixd.server.rpc.status import Context
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from prefixd.base.errors import ConfigError
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.access.identities import Identities
 from prefixd.server.access.local_credentials import LocalCredentials

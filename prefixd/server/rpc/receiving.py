@@ -20,9 +20,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
-from prefixd.base.fairness import PacedLine
-from prefixd.base.pacer import call_arrived
-from prefixd.base.tenants import Role, Tenant, Tenants
+from prefixd.base.long_work.pacer import call_arrived
+from prefixd.base.tenancy.fairness import PacedLine
+from prefixd.base.tenancy.tenants import Role, Tenant, Tenants
 from prefixd.server.access.identities import Caller
 from prefixd_scheduler import SharedLimit
 

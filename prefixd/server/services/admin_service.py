@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import asdict
 
 from prefixd.base.errors import InvalidArgumentError, PreconditionError, UnsupportedError
-from prefixd.base.pacer import Pacer
+from prefixd.base.long_work.pacer import Pacer
 from prefixd.base.tiers import Tier
 from prefixd.cache import TieredCache
 from prefixd.cache.audit.integrity import audit

@@ -22,8 +22,8 @@ from prefixd.base.errors import (
     TooSlowError,
     UnavailableError,
 )
-from prefixd.base.pacer import Pacer, give_way
-from prefixd.base.rule_messages import from_message
+from prefixd.base.long_work.pacer import Pacer, give_way
+from prefixd.base.rules.rule_messages import from_message
 from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import MAX_BLOCKS

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from prefixd.base.sampling import BeamSearch, Sampling
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.server.retention_messages import retention_requests
 from prefixd.server.rpc.door import streaming, unary
 from prefixd.server.rpc.receiving import current_call, current_caller

@@ -8,8 +8,8 @@ from contextlib import aclosing
 import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
-from prefixd.base.pacer import Pacer
-from prefixd.base.rules import FULL_ATTENTION
+from prefixd.base.long_work.pacer import Pacer
+from prefixd.base.rules.rules import FULL_ATTENTION
 from prefixd.base.tiers import Tier
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
-from prefixd.base.pacer import Pacer, give_way
+from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
-from prefixd.base.pacer import Pacer, give_way
+from prefixd.base.long_work.pacer import Pacer, give_way
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.server.services.prefix_info import describe, page_limit

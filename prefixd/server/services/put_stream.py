@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError, TooSlowError
-from prefixd.base.pacer import Pacer
+from prefixd.base.long_work.pacer import Pacer
 from prefixd.cache import Lease, Reservation, Session, TieredCache
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd.server.retention_messages import retention_requests

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.steps import in_thread
+from prefixd.base.long_work.steps import in_thread
 from prefixd.cache import Troubles
 from prefixd_swap import SetAside, SlabStore, StorageError
 

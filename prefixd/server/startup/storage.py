@@ -9,7 +9,7 @@ from functools import partial
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.base.errors import ConfigError
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers, Troubles
 from prefixd.process.process_limits import LOCK
 from prefixd.server.access.socket_access import make_private

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prefixd.base.pacer import SLICE_ROWS, Pacer
+from prefixd.base.long_work.pacer import SLICE_ROWS, Pacer
 from prefixd.cache import TieredCache
+from prefixd.serving.dispatch.capacity.tier_share import Sharer, TierShare
+from prefixd.serving.dispatch.model_requests import Requests
 from prefixd.serving.dispatch.options import DispatchOptions
-from prefixd.serving.dispatch.requests import Requests
-from prefixd.serving.dispatch.tier_share import Sharer, TierShare
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.worker_protocol.protocol import ToWorker
 from prefixd_scheduler import CostModel, LookAhead

@@ -16,23 +16,23 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from prefixd.base.errors import PrefixdError, UnavailableError
-from prefixd.base.pacer import give_way
+from prefixd.base.long_work.pacer import give_way
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.cache.index.trie import Trie
-from prefixd.serving.dispatch.concurrency import ConcurrencyLimit
+from prefixd.serving.dispatch.block_recorder import Recorder
+from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
+from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
+from prefixd.serving.dispatch.capacity.preemption import Preemption
+from prefixd.serving.dispatch.capacity.tier_share import TierShare
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.endings import Endings
-from prefixd.serving.dispatch.frame_supply import FrameSupply
 from prefixd.serving.dispatch.hand_over import HandOver
+from prefixd.serving.dispatch.model_requests import Requests
 from prefixd.serving.dispatch.options import DispatchOptions
-from prefixd.serving.dispatch.preemption import Preemption
-from prefixd.serving.dispatch.prefetcher import Prefetcher
-from prefixd.serving.dispatch.recorder import Recorder
-from prefixd.serving.dispatch.requests import Requests
-from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.dispatch.staging.prefetcher import Prefetcher
+from prefixd.serving.dispatch.staging.window import DispatchWindow
 from prefixd.serving.dispatch.tracker import PrefixTracker
-from prefixd.serving.dispatch.window import DispatchWindow
 from prefixd.serving.dispatch.worker_results import WorkerResults
 from prefixd.serving.kv_shape import ONE_FRAME
 from prefixd.serving.request.request import Request

@@ -6,9 +6,9 @@ from itertools import islice
 
 from prefixd.base.errors import PrefixdError
 from prefixd.serving.dispatch.context import DispatchContext
-from prefixd.serving.dispatch.prefetcher import Prefetcher
-from prefixd.serving.request.events import Ended, Event
+from prefixd.serving.dispatch.staging.prefetcher import Prefetcher
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended, Event
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel
 

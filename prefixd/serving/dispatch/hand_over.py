@@ -9,14 +9,14 @@ import numpy as np
 
 from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import NO_SLOT, Rows
+from prefixd.serving.dispatch.block_recorder import Recorder
+from prefixd.serving.dispatch.capacity.preemption import Preemption
 from prefixd.serving.dispatch.context import DispatchContext
-from prefixd.serving.dispatch.preemption import Preemption
-from prefixd.serving.dispatch.prefetcher import Prefetcher
-from prefixd.serving.dispatch.recorder import Recorder
+from prefixd.serving.dispatch.staging.prefetcher import Prefetcher
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.request.request import Request
-from prefixd.serving.request.run import Run, RunStates, Suspect
 from prefixd.serving.request.states import RequestState
+from prefixd.serving.request.worker_run import Run, RunStates, Suspect
 from prefixd.worker_protocol.protocol import Start
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import TieredCache, Tiers
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.remote import RemoteOptions
+from prefixd.serving.dispatch.capacity.tier_share import TierShare
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.dispatch.options import DispatchOptions
-from prefixd.serving.dispatch.tier_share import TierShare
 from prefixd.settings import Settings
 from prefixd.worker_protocol.protocol import ToWorker
 from prefixd_scheduler import CostModel, RequestQueue, create_policy

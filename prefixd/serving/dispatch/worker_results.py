@@ -8,16 +8,16 @@ import logging
 import numpy as np
 
 from prefixd.base.errors import ExhaustedError, UnavailableError
-from prefixd.serving.dispatch.concurrency import ConcurrencyLimit
+from prefixd.serving.dispatch.block_recorder import Recorder
+from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
+from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
+from prefixd.serving.dispatch.capacity.preemption import Preemption
 from prefixd.serving.dispatch.context import DispatchContext
 from prefixd.serving.dispatch.endings import Endings
-from prefixd.serving.dispatch.frame_supply import FrameSupply
-from prefixd.serving.dispatch.loader import Loader
-from prefixd.serving.dispatch.preemption import Preemption
-from prefixd.serving.dispatch.recorder import Recorder
+from prefixd.serving.dispatch.staging.loader import Loader
 from prefixd.serving.dispatch.tracker import PrefixTracker
-from prefixd.serving.request.events import Ended, Event, NewTokens
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended, Event, NewTokens
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Done, KvUsage, Step, Update
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefixd.serving.request.events import FinishReason
+from prefixd.serving.request.request_events import FinishReason
 from prefixd.worker_protocol.protocol import TokenLogprobs
 
 

@@ -19,8 +19,8 @@ from prefixd.base.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from prefixd.base.fairness import SharedBytes
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.fairness import SharedBytes
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import TieredCache
 from prefixd.cache.placement.retention import Retention, Wish
 from prefixd.serving.dispatch.dispatcher import Dispatcher

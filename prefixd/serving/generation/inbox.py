@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 
 from prefixd.base.errors import ExhaustedError
-from prefixd.base.tenants import Tenant
-from prefixd.serving.request.events import Event, EventSink, NewTokens
+from prefixd.base.tenancy.tenants import Tenant
+from prefixd.serving.request.request_events import Event, EventSink, NewTokens
 from prefixd_scheduler import SharedLimit
 
 MOST_UNREAD = 1 << 16  # tokens and logprobs; some 17 MiB, behind what gRPC has sent ahead (about 4 MiB)

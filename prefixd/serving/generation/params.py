@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError, UnsupportedError
 from prefixd.base.sampling import BeamSearch, Sampling
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache.placement.retention import Retention
 from prefixd.serving.models.served_model import ServedModel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixd.base.errors import InvalidArgumentError
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.text.tokenization import TokenIds, TooManyTokensError, need_codec
 

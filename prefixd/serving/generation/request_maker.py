@@ -8,7 +8,7 @@ import math
 import secrets
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import Namespace, TieredCache
 from prefixd.serving.generation.inbox import Inbox
 from prefixd.serving.generation.params import GenerateParams

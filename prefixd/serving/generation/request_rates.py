@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 
 
 class RequestRates:

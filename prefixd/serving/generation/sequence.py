@@ -9,8 +9,8 @@ from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.generation.events import Finished, SequenceFinished, Tokens
 from prefixd.serving.generation.inbox import Inbox
 from prefixd.serving.generation.stop_strings import StopSearch, StopStrings
-from prefixd.serving.request.events import Ended, FinishReason, NewTokens
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended, FinishReason, NewTokens
 from prefixd.serving.text.tokenization import TextStream
 from prefixd.worker_protocol.protocol import BeamResult, TokenLogprobs
 

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from prefixd.base.drawn_tokens import drawn_ids
-from prefixd.base.rules import CrossAttention
+from prefixd.base.rules.rules import CrossAttention
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.placement.holds import Hold

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.base.errors import InvalidArgumentError, UnavailableError
-from prefixd.base.fairness import TenantTurns
+from prefixd.base.tenancy.fairness import TenantTurns
 from prefixd.images.image_files import ImageLimits, image_digest
 from prefixd.images.token_counts import GridCount, ImageProcessor
 from prefixd.serving.images.image_decoder import DecodedImage

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from prefixd.base.errors import ConfigError, ExhaustedError, UnavailableError
+from prefixd.base.long_work.steps import in_thread
 from prefixd.base.model_fingerprint import fingerprint, fingerprint_of_both
 from prefixd.base.sampling import MOST_BEAMS
-from prefixd.base.steps import in_thread
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount
-from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.dispatch.capacity.tier_share import TierShare
 from prefixd.serving.dispatch.wiring import make_dispatcher
 from prefixd.serving.images.image_decoder import ImageDecoder
 from prefixd.serving.images.image_kv import image_namespace

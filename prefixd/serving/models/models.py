@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prefixd.base.errors import ConfigError
 from prefixd.cache import TieredCache
-from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.dispatch.capacity.tier_share import TierShare
 from prefixd.serving.models.embedded_model import ensure_embedded_model
 from prefixd.serving.models.gpu_memory import GpuMemory
 from prefixd.serving.models.model_host import ModelHost

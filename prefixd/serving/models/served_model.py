@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from prefixd.base.errors import UnsupportedError
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.serving.images.image_kv import ImageKv
 from prefixd.serving.images.image_reader import ImageReader

@@ -32,8 +32,8 @@ from prefixd.base.errors import (
     PrefixdError,
     UnavailableError,
 )
-from prefixd.base.steps import in_thread
-from prefixd.base.tenants import check_guarantees
+from prefixd.base.long_work.steps import in_thread
+from prefixd.base.tenancy.tenants import check_guarantees
 from prefixd.cache import TieredCache
 from prefixd.cache.moving.allocation import Claim
 from prefixd.cache.placement.movement import Movement

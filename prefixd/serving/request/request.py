@@ -16,11 +16,11 @@ from prefixd.cache.rules import GroupMask
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.load_choice import LoadChoice
 from prefixd.serving.loading.tail_load import TailLoad, TailPlan
-from prefixd.serving.request.events import Ended, Event, EventSink
 from prefixd.serving.request.footprint import Footprint
 from prefixd.serving.request.prompt import Prompt
-from prefixd.serving.request.run import Run, Suspect
+from prefixd.serving.request.request_events import Ended, Event, EventSink
 from prefixd.serving.request.states import ON_WORKER, TRANSITIONS, IllegalTransitionError, RequestState
+from prefixd.serving.request.worker_run import Run, Suspect
 from prefixd_scheduler import Distance, QueuedRequest
 
 _NO_ROWS = np.empty(0, np.int64)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from prefixd.base.errors import ExhaustedError, UnavailableError
-from prefixd.base.fairness import TenantTurns
+from prefixd.base.tenancy.fairness import TenantTurns
 from prefixd.serving.text.tokenization import Stopped, TextCodec, TokenIds
 from prefixd_scheduler import SharedLimit
 from prefixd_swap import started_threads

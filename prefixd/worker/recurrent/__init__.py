@@ -13,7 +13,7 @@ pass is run inside `RecurrentLayers.running`, which tells where each segment's s
 """
 
 from prefixd.worker.recurrent.layers import RecurrentLayers
-from prefixd.worker.recurrent.recorder import state_shapes
+from prefixd.worker.recurrent.recurrent_modules import state_shapes
 from prefixd.worker.recurrent.resume_check import check_resume
 from prefixd.worker.recurrent.segments import StateSegment, pieces
 from prefixd.worker.recurrent.state_layout import StateLayout, StateShape

@@ -12,7 +12,7 @@ import torch
 
 from prefixd.worker.recurrent.griffin import is_griffin_block
 from prefixd.worker.recurrent.mends import ResumableForward, resumable_forward
-from prefixd.worker.recurrent.recorder import record
+from prefixd.worker.recurrent.recurrent_modules import record
 from prefixd.worker.recurrent.segments import StateSegment, pieces
 from prefixd.worker.recurrent.state_cache import StateCache
 from prefixd.worker.recurrent.state_layout import StateLayout

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.worker.recurrent import StateLayout
 from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker_protocol.errors import ModelError

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from prefixd.worker.recurrent.experts import PROBE_EXPERTS, register_experts, set_experts
 from prefixd.worker.recurrent.griffin import is_griffin_block
-from prefixd.worker.recurrent.recorder import record
+from prefixd.worker.recurrent.recurrent_modules import record
 from prefixd.worker_protocol.errors import ModelError
 
 PROBE_NAME = "prefixd-probe"

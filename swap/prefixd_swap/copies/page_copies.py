@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.copies.copies import wait_all
+from prefixd_swap.copies.copy_engine import wait_all
 from prefixd_swap.copies.pinning import pieces
 from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.threads import started_threads

@@ -17,7 +17,7 @@ from prefixd_swap.tiers.memory import Account, MemoryTier
 from prefixd_swap.tiers.memory_copies import MemoryCopies
 from prefixd_swap.tiers.paged_gpu import PagedGpuTier
 from prefixd_swap.tiers.remote import RemoteLoad, RemoteSave, RemoteTier
-from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier, can_move
+from prefixd_swap.tiers.store_tier import Identity, Loads, Places, StoreTier, can_move
 
 __all__ = [
     "NO_SLOT",

@@ -16,7 +16,7 @@ from prefixd_swap.slab.index.record_columns import Records
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.threads import started_threads
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
-from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier
+from prefixd_swap.tiers.store_tier import Identity, Loads, Places, StoreTier
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
 
 C = TypeVar("C")

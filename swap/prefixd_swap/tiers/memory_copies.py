@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from prefixd_swap.copies.copies import CopyEngine, Pair
+from prefixd_swap.copies.copy_engine import CopyEngine, Pair
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.spans import Span
 from prefixd_swap.tiers.base import NO_SLOT, Int64s

@@ -20,7 +20,7 @@ from benchmarks.checks.fuzzing.callers import Caller
 from benchmarks.checks.fuzzing.calls import Answer
 from benchmarks.checks.fuzzing.statuses import all_methods
 from benchmarks.load.world import NAMESPACES
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import BlockChain
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec

@@ -21,7 +21,7 @@ from benchmarks.checks.attacks.verdict import Verdict, compare, complaints, tota
 from benchmarks.checks.tenancy.house import House
 from benchmarks.common import harness
 from prefixd.cache import BlockChain
-from prefixd.cache.index.keys import xxh3_digest
+from prefixd.cache.index.keys.block_keys import xxh3_digest
 from prefixd.settings import Settings
 from tests.benchmarks.test_benchmarks_run import run
 

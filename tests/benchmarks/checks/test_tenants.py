@@ -13,7 +13,7 @@ from benchmarks.checks.tenancy.house import House
 from benchmarks.checks.tenancy.isolation import Levels, Phase, broken, isolation, kept_shares
 from benchmarks.checks.tenancy.left_behind import left_of_tenants
 from benchmarks.common.harness import BenchmarkError
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.settings import Settings

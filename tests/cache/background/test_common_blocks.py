@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
-from prefixd.base.tenants import COMMON, Quota, Tenants, TierQuota
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
+from prefixd.base.tenancy.tenants import COMMON, Quota, Tenants, TierQuota
 from prefixd.cache import PartSpec
 from prefixd.cache.background import common_blocks
 from prefixd.cache.background.common_blocks import _ENTRY_BYTES, Computed

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig

@@ -6,7 +6,7 @@ A change here makes caches of users unreadable or unfindable: raise `VERSION` in
 
 from __future__ import annotations
 
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_digest
 from prefixd_swap.slab.data_directory import VERSION

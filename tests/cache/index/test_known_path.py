@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prefixd.cache import Trie
-from prefixd.cache.index.key_index import KeyMasks
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
+from prefixd.cache.index.keys.key_index import KeyMasks
 from prefixd.cache.index.known_path import KnownPath
 from tests.cache.index.entering import enter_chain
 

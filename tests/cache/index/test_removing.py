@@ -4,7 +4,7 @@ import numpy as np
 
 from prefixd.cache import Trie
 from prefixd.cache.index.children import Descendants
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import CPU
 from tests.cache.index.entering import enter_chain
 

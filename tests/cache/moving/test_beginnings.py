@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixd.base.rules import ChunkedWindow, RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import ChunkedWindow, RecurrentState, SlidingWindow
 from prefixd.cache import (
     Lease,
     Namespace,

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Tiers, Trie
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.moving.page_victims import _worth, find_page_victims

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Tiers, Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows
 from prefixd.cache.moving.victims import Limits, Search, can_free, find_expired, find_victims, no_limits

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
-from prefixd.cache.index.key_index import KeyMasks
-from prefixd.cache.index.keys import HASHED_AT_ONCE
+from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE
+from prefixd.cache.index.keys.key_index import KeyMasks
 from prefixd.cache.index.trie import CPU, Rows
 from prefixd.cache.placement.paths import compose, find_ancestry, find_path
 from prefixd.cache.rules import FullAttention, SlidingWindow

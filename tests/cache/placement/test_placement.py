@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import Tiers, Trie
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.placement.tenant_use import TenantUse

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, NotFoundError
-from prefixd.base.tenants import Quota, Tenant
+from prefixd.base.tenancy.tenants import Quota, Tenant
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import DISK
 from prefixd.cache.placement.retention import MOST_RANGES, Retention

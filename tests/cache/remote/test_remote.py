@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.background.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import CPU, REMOTE

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.sessions.arrivals import KEPT_S, MOST, Arrivals
 from tests.cache.moving.test_beginnings import store

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 from typer.testing import CliRunner
 
 from prefixd.cli.app import app
-from prefixd.cli.environment import Check
 from prefixd.cli.failures import CommandFailed
+from prefixd.cli.machine_checks import Check
 from prefixd.cli.output import json_values as plain
 from prefixd.cli.output import tables as render
 from prefixd.cli.output.terminal import LogFormatter, cleaned, shown

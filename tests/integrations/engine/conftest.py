@@ -13,18 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import MatchResult, Retention
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.block_transfers import Transfers
 from prefixd.integrations.engine.copying.cuda_device import Fence, computed_already
 from prefixd.integrations.engine.copying.group_pages import GroupPages, PageRun
+from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, SaveJob
-from prefixd.integrations.engine.link import Link
 from prefixd_swap import CopyEngine, PageCopies
-from prefixd_swap.copies.copies import HostCopyEngine, Pair
+from prefixd_swap.copies.copy_engine import HostCopyEngine, Pair
 from tests.waiting import wait_until
 
 DEADLINE_S = 60.0

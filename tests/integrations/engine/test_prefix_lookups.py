@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import ExhaustedError, MatchResult, NamespaceSpec, PartSpec, Tier, TierRun
+from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry, Group
-from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.waiting.prefix_lookups import _LEASES, Lookups
 from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead

@@ -12,7 +12,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.integrations.engine.pages_by_key.engine_pages import PagesUnusable
 from prefixd.integrations.vllm.offloading.naming import own_name, prefix_groups, unsure_names
 from prefixd.integrations.vllm.offloading.options import TierOptions
-from prefixd.integrations.vllm.offloading.rows import Rows
+from prefixd.integrations.vllm.offloading.row_copies import Rows
 
 ROW_BYTES = 64
 

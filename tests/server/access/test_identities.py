@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.base.tenants import COMMON, Quota, Role, Tenants
+from prefixd.base.tenancy.tenants import COMMON, Quota, Role, Tenants
 from prefixd.server.access.identities import Identities, UnknownCallerError
 from prefixd.server.access.local_credentials import GOOD_FOR_S, LocalCredentials, LocalProcess
 from prefixd.server.access.token_file import TokenFile

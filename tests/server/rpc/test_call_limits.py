@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from prefixd.base.tenants import Quota, Tenants
+from prefixd.base.tenancy.tenants import Quota, Tenants
 from prefixd.server.rpc import call_limits
 from prefixd.server.rpc.call_limits import Refusals
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.base.tenants import Role
+from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import NamespaceSpec, PartSpec, Process, Reservation, TieredCache
 from prefixd.client import Client
 from prefixd.server.access.identities import Caller

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from prefixd.base.errors import ExhaustedError, TooSlowError
-from prefixd.base.tenants import Quota, Role, Tenants
+from prefixd.base.tenancy.tenants import Quota, Role, Tenants
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.server.access.identities import Caller
 from prefixd.server.rpc import receiving

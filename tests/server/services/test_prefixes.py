@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from prefixd.base.errors import InvalidArgumentError, NotFoundError
-from prefixd.base.pacer import Pacer
-from prefixd.base.rules import SlidingWindow
+from prefixd.base.long_work.pacer import Pacer
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows
 from prefixd.server.services import prefix_info, prefix_keys, prefix_pages

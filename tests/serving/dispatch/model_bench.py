@@ -21,8 +21,8 @@ from prefixd.serving.dispatch.options import DispatchOptions
 from prefixd.serving.images.image_kv import ImageKv, image_namespace
 from prefixd.serving.images.prompt_images import PromptLayout
 from prefixd.serving.kv_shape import KvShape
-from prefixd.serving.request.events import Ended, NewTokens
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended, NewTokens
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.model import CausalModel

@@ -18,7 +18,7 @@ from prefixd.serving.loading import piece_load, tail_load
 from prefixd.serving.request.request import Request
 from prefixd.worker_protocol.protocol import Arrived, Extend, PromptImage, Start
 from tests.serving.bench import Bench, Events, Expected, MakeBench
-from tests.serving.dispatch.test_loading import pace
+from tests.serving.dispatch.staging.test_loading import pace
 from tests.serving.fake_worker import BLOCK, MODELS
 from tests.waiting import until
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import ExhaustedError, UnavailableError
-from prefixd.base.tenants import Tenants
+from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.serving.dispatch import concurrency as concurrency_limit
 from prefixd.serving.dispatch import endings, worker_results
+from prefixd.serving.dispatch.capacity import concurrency as concurrency_limit
 from prefixd.serving.generation import inbox
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, Done, Start

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from prefixd.cache.index.trie import CPU, GPU
+from prefixd.serving.dispatch.block_recorder import StateCounters
 from prefixd.serving.dispatch.options import StatePolicy
-from prefixd.serving.dispatch.recorder import StateCounters
 from prefixd.serving.request.request import Request
 from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend, Start

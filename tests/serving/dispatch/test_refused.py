@@ -16,8 +16,8 @@ from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.background.refused_blocks import NOT_FINITE
 from prefixd.cache.index.trie import GPU, NO_SLOT
-from prefixd.serving.request.events import Ended
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.serving.models.test_models import BLOCK, BLOCKS, NEW, Subject, prompt_of

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from prefixd.cache import NamespaceSpec
-from prefixd.serving.dispatch.tier_share import TierShare
+from prefixd.serving.dispatch.capacity.tier_share import TierShare
 from prefixd.serving.request.request import Request
 from tests.serving.bench import Bench
 from tests.serving.fake_worker import BLOCK, GEOMETRY

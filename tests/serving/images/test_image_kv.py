@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefixd.base.pacer import Pacer
+from prefixd.base.long_work.pacer import Pacer
 from prefixd.base.sampling import BeamSearch
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
@@ -23,8 +23,8 @@ from prefixd.server.services.prefix_info import describe
 from prefixd.server.services.prefix_keys import Prefix
 from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.images.image_kv import ImageHolds, ImageKv, image_namespace
-from prefixd.serving.request.events import Ended
 from prefixd.serving.request.request import Request
+from prefixd.serving.request.request_events import Ended
 from prefixd_swap import FrameId
 from tests.serving.dispatch.model_bench import ModelBench, open_model_bench
 from tests.waiting import until

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, UnavailableError
-from prefixd.base.fairness import SharedBytes
-from prefixd.base.tenants import Tenant
+from prefixd.base.tenancy.fairness import SharedBytes
+from prefixd.base.tenancy.tenants import Tenant
 from prefixd.images.check_image import check_image
 from prefixd.images.decoding import Pixels
 from prefixd.images.image_files import ImageLimits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefixd.base.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnavailableError
-from prefixd.base.tenants import Quota, TierQuota
+from prefixd.base.tenancy.tenants import Quota, TierQuota
 from prefixd.cache import check_integrity
 from prefixd.serving.dispatch import worker_results
 from prefixd.serving.models import tier_resize

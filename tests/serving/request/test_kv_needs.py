@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.cache.index.trie import GPU
 from prefixd.serving.dispatch.options import EVERY_BLOCK
 from prefixd.serving.request.kv_needs import KvNeeds, Unused

@@ -11,10 +11,10 @@ import pytest
 
 from prefixd.base.sampling import Sampling
 from prefixd.cache import NONE
-from prefixd.serving.request.events import Ended
 from prefixd.serving.request.request import Request
-from prefixd.serving.request.run import Run
+from prefixd.serving.request.request_events import Ended
 from prefixd.serving.request.states import IllegalTransitionError, RequestState
+from prefixd.serving.request.worker_run import Run
 from prefixd_scheduler import QueuedRequest
 
 ROWS = np.array([4, 7, 9])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefixd_swap.copies import page_copies, pinning
-from prefixd_swap.copies.copies import CudaCopyEngine
+from prefixd_swap.copies.copy_engine import CudaCopyEngine
 from prefixd_swap.copies.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
 from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, OutOfMemoryError

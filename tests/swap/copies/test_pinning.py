@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prefixd_swap.copies import pinning
-from prefixd_swap.copies.copies import CudaCopyEngine
+from prefixd_swap.copies.copy_engine import CudaCopyEngine
 from prefixd_swap.copies.pinning import HostPin, pieces
 from prefixd_swap.errors import DeviceError, OutOfMemoryError
 from prefixd_swap.spans import Span

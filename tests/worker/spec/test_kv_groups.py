@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.engines.varlen_reference import varlen_reference
-from prefixd.base.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.base.sampling import BeamSearch
 from prefixd.worker.attention.attention import GroupedAttention
 from prefixd.worker.attention.flash_attention import FlashAttention

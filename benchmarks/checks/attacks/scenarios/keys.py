@@ -26,7 +26,7 @@ class CrowdedKeys(Scenario):
     side in the index."""
 
     name = "crowded keys"
-    closed_by = "tests/cache/index/test_crafted_keys.py"
+    closed_by = "tests/cache/index/keys/test_crafted_keys.py"
     blocks = 4096
     slower = 4.0
     """So many times as long as other keys take: no noise, with medians of searches in turn."""

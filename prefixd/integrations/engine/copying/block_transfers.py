@@ -25,9 +25,9 @@ from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError
 from prefixd.integrations.engine.connector_counters import ConnectorCounters
 from prefixd.integrations.engine.copying.cuda_device import ArenaPin, Fence, computed_already
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages
+from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
-from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
 
 _BYTES_PER_S = 100e6  # a slower transfer is given up

@@ -21,7 +21,7 @@ from prefixd.client import (
     MatchResult,
     NamespaceSpec,
 )
-from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from prefixd.client import (
     NamespaceSpec,
     Tier,
 )
-from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.pages_by_key.chains import KEY_BYTES, Chain, Starts
 from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
 from prefixd.integrations.engine.pages_by_key.page_grants import Grant, PageGrants, Wanted, tokens_of

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.client import AsyncLease, ClientError, MatchResult, NamespaceSpec, Tier
+from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.integrations.engine.geometry import Geometry
-from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.waiting.ready import plan_prefix
 from prefixd.integrations.engine.waiting.seen_prefix import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance, LookAhead

@@ -26,6 +26,6 @@ def __getattr__(name: str) -> Any:
     require("vllm", name)
     check_release()
     with imports_of("vLLM", vllm.__version__, WORKS_WITH):
-        from prefixd.integrations.vllm.offloading.tier import PrefixdTier
+        from prefixd.integrations.vllm.offloading.secondary_tier import PrefixdTier
 
     return PrefixdTier

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from prefixd.base.pacer import give_way
+from prefixd.base.long_work.pacer import give_way
 from prefixd.server.kv_events.event_messages import END_OF_REPLAY
 from prefixd.server.kv_events.publishing.sockets import Socket, on_readable, open_socket, receive
 from prefixd.settings import EventSettings

@@ -1,0 +1,1 @@
+"""Long work on the event loop, in slices between which other tasks run."""

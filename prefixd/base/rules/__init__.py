@@ -1,0 +1,1 @@
+"""Rules of KV groups in tokens, and their messages in the contract."""

@@ -1,0 +1,1 @@
+"""Tenants, and how they take turns."""

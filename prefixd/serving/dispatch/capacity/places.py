@@ -1,0 +1,154 @@
+"""Places: how many requests run at once, and which of them one tenant may have.
+
+What runs is not taken back for another tenant's sake, and may run for minutes. So as long as other tenants have nothing
+that runs, a place is kept free for each of them, up to half of all; a tenant that has something running takes none of
+these. With one tenant no place is kept.
+
+A search takes a place for each beam. One that is wider than all that a tenant may have while no other has any counts as
+so many, and runs beside those for whom the others are kept; the worker has room for one such search at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+
+from prefixd.base.errors import ExhaustedError
+from prefixd.base.tenancy.tenants import Tenant
+from prefixd.cache.placement.tenant_use import TenantUse
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
+from prefixd_swap.tiers import GpuTier
+
+
+class Places:
+    """Those that are taken, and what may start beside.
+
+    Args:
+        limit: of all.
+        tenants: how many there are.
+        running: the requests that have some.
+    """
+
+    def __init__(self, limit: int, tenants: int, running: Iterable[Request]) -> None:
+        self._limit = limit
+        self._tenants = tenants
+        self._most = limit - self._kept(tenants - 1)
+        self._taken: Counter[Hashable] = Counter()
+        self._wide = False
+        self._waiting: set[Hashable] = set()
+        for request in running:
+            self.add(request)
+
+    @property
+    def free(self) -> int:
+        """How many are free; below 0 where the limit has fallen."""
+        return self._limit - self._taken.total()
+
+    def add(self, request: Request) -> None:
+        """A request runs."""
+        self._taken[request.queued.tenant] += self._needed(request)
+        self._wide |= request.places > self._most
+
+    def has_for(self, request: Request) -> bool:
+        """Whether as many are free as a request takes."""
+        return self._needed(request) <= self.free
+
+    def must_wait(self, request: Request) -> bool:
+        """True if the places that are left are kept for other tenants, or it is a second wide search. Later requests of
+        its tenant wait with it."""
+        tenant = request.queued.tenant
+        if tenant not in self._waiting and self._waits(request):
+            self._waiting.add(tenant)
+        return tenant in self._waiting
+
+    def _waits(self, request: Request) -> bool:
+        if self._wide and request.places > self._most:
+            return True
+        if not self._taken[request.queued.tenant]:
+            return False
+        kept = self._kept(self._tenants - sum(1 for taken in self._taken.values() if taken))
+        return kept > 0 and self.free - self._needed(request) < kept
+
+    def _needed(self, request: Request) -> int:
+        return min(request.places, self._most)
+
+    def _kept(self, tenants: int) -> int:
+        """How many are kept for `tenants` tenants that have none."""
+        return max(0, min(self._limit // 2, tenants))
+
+
+_STAGED = (RequestState.STAGING, RequestState.READY)
+
+
+class GpuQuotas:
+    """One look at the queue: what the tenants' runs may come to, those that are admitted here among them.
+
+    The frames of a run cannot be evicted, and others' guarantees must be there when they are wanted. So a request waits
+    until all that it, and its tenant's other runs, may come to fits into what the tenant may hold of the tier
+    (`TenantUse.room_to_hold`): until others of its tenant have ended. Requests of other tenants pass it. Without quotas
+    requests begin with less, and are preempted when frames run out.
+
+    Args:
+        use: what tenants have and may have.
+        tier: the GPU tier.
+        running: all running requests, of all models.
+    """
+
+    def __init__(self, use: TenantUse, tier: GpuTier, running: Iterable[Request]) -> None:
+        self._use = use
+        self._tier = tier
+        self._bounds = use.hold_bounds(tier)
+        self.never: list[tuple[Request, ExhaustedError]] = []
+        """Requests that would not fit if their tenants had nothing else."""
+        self.left_out = False
+        """Whether some were not admitted."""
+        if self._bounds is None:
+            return
+        self._held = {tenant: use.held_bytes(tenant, tier) for tenant in use.tenants}
+        for request in running:
+            self._held[use.tenant_of(request.namespace)] += request.growth_frames * tier.frame_bytes
+        self._together = sum(map(self._at_least, self._held))
+
+    def admits(self, request: Request) -> bool:
+        """Whether a waiting request may run beside those that run and those that were admitted before."""
+        if self._bounds is None:
+            return True
+        tenant, use, tier = self._use.tenant_of(request.namespace), self._use, self._tier
+        most, bound = request.most_frames * tier.frame_bytes, self._bounds[tenant]
+        if most > bound:
+            refusal = self._refusal(tenant, most, bound)
+            self.never.append((request, refusal))
+            return True
+        rows, wanted, trie = request.rows, request.wanted, request.trie
+        needed = trie.needed(len(rows)) if wanted is None else wanted
+        more = most - int(use.group_bytes(trie, tier)[needed].sum())
+        if request.state not in _STAGED:  # else they are held already
+            more += int(use.held.fresh_bytes(trie, tier, rows, wanted).sum())
+        others = self._together - self._at_least(tenant)
+        room = min(bound, tier.capacity_bytes - others) - self._held[tenant]
+        if more > room:
+            self.left_out = True
+            return False
+        self._together = others
+        self._held[tenant] += max(more, 0)
+        self._together += self._at_least(tenant)
+        return True
+
+    def _refusal(self, tenant: Tenant, most: int, bound: int) -> ExhaustedError:
+        """For a request of `most` bytes of a tenant that may hold `bound` bytes: by its own limit, or by others'."""
+        use, tier, remedy = self._use, self._tier, "shorten the prompt or lower max_tokens"
+        need = f"prompt and output need up to {most} bytes of the gpu tier, of which it may hold {bound}"
+        others = sum(use.guaranteed(each, tier) for each in use.tenants if each is not tenant)
+        if bound < tier.capacity_bytes - others:
+            return tenant.refusal("gpu_most", need, remedy)
+        return tenant.refusal(
+            "gpu_guaranteed",
+            f"{need}, as {others} of {tier.capacity_bytes} bytes are guaranteed to others",
+            remedy,
+            "lower what others are guaranteed or make the tier larger (`prefixd tier resize gpu`)",
+        )
+
+    def _at_least(self, tenant: Tenant) -> int:
+        """What a tenant's runs keep others from: what they may come to, and what it is guaranteed."""
+        return max(self._held[tenant], self._use.guaranteed(tenant, self._tier))

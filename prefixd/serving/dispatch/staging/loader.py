@@ -1,0 +1,226 @@
+"""Loads the cached prefixes of staged requests, by what `LoadPlanner` has chosen.
+
+What is loaded before the request runs, from the front of the prefix on, is loaded here; what is loaded from its back
+while the request runs, in `tail_load`.
+
+A load moves in pieces. One that falls so far behind that computing what is left is faster is given up for what has not
+arrived; the beginning that has arrived is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from weakref import WeakSet
+
+import numpy as np
+
+from prefixd.cache import NONE
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.dispatch.staging.load_planner import LoadPlanner
+from prefixd.serving.loading.load_choice import LoadClaims, LoadMeter
+from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
+from prefixd.serving.loading.tail_load import TailLoad, TailPlan
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
+from prefixd.worker_protocol.protocol import Arrived
+from prefixd_swap import SwapError
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.02
+_SETBACKS = 8
+_LEAST_WAIT_S = 0.002
+
+
+class Loader:
+    """Loads what the planner has chosen of the requests that are staged.
+
+    Args:
+        context: the dispatcher's.
+        staged: the requests that are staged, by id; one that was withdrawn is taken out when its load ends.
+        unstage: ends the hold of a request that waits on.
+        backlog_s: how long the worker computes what was handed over before.
+
+    Attributes:
+        planner: decides what is loaded.
+        counters: what was decided, and how well.
+        claims: blocks that are on their way to the GPU tier.
+    """
+
+    def __init__(
+        self,
+        context: DispatchContext,
+        staged: dict[int, Request],
+        unstage: Callable[[Request], None],
+        backlog_s: Callable[[], float],
+    ) -> None:
+        self.planner = LoadPlanner(context, backlog_s, self._queued_bytes)
+        self.counters = self.planner.counters
+        self.claims = LoadClaims()
+        self._cache = context.cache
+        self._mover = context.cache.mover
+        self._staged = staged
+        self._budget = context.budget
+        self._cost = context.cost
+        self._clock = context.clock
+        self._meter = LoadMeter(context.clock)
+        self._wake = context.wake
+        self._unstage = unstage
+        self._mode = context.options.load
+        self._under_way: WeakSet[PieceLoad] = WeakSet()
+        self._copies: dict[int, asyncio.Task[None]] = {}
+        self._loads: dict[int, PieceLoad] = {}
+        self.beside: dict[int, Request] = {}
+        """Running requests beside which a part of their prefixes is loaded."""
+
+    async def stop(self) -> None:
+        """Waits for the copies under way."""
+        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+
+    # -- before the request runs ------------------------------------------------------------------------------------
+
+    def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
+        """Starts bringing up what a request that is STAGING lacks; `due_s` when its turn comes."""
+        self._copies[request.id] = asyncio.create_task(self._bring(request, urgency, due_s))
+
+    def hurry(self, request: Request) -> None:
+        """A request whose prefix is on its way could run now."""
+        self.planner.want(request)
+        if (load := self._loads.get(request.id)) is not None:
+            load.hurry()
+
+    async def _bring(self, request: Request, urgency: Urgency, due_s: float | None) -> None:
+        changed = asyncio.Event()
+        load = self._load(request, urgency, changed.set)
+        load.due_s = due_s
+        self._loads[request.id] = load
+        there, late = 0, False
+        try:
+            compute = self._cache.tiers.compute
+            if (images := request.image_holds) is not None:
+                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency, due_s=due_s)
+            rows, wanted = request.rows, request.wanted
+            step = piece_blocks(self.planner.load_s(request), len(rows))
+            for start in range(0, len(rows), step):
+                part = slice(start, start + step)
+                if request.trie.lacking(rows[part], compute.level, None if wanted is None else wanted[part]).any():
+                    load.begin(rows[part], None if wanted is None else wanted[part])
+            while load.under_way and not late and request.state is not RequestState.WITHDRAWN:
+                left_s = None if self._mode == "always" else load.behind_in_s(self.planner.compute_s(request))
+                late = left_s is not None and left_s <= 0
+                if not late:
+                    changed.clear()
+                    await _wait(changed, left_s)
+            lacking = request.trie.lacking(rows, compute.level, wanted) != 0
+            there = int(lacking.argmax()) if lacking.any() else len(rows)
+        except SwapError as error:
+            log.error("the prefix of request %s could not be brought up: %s", request.name, error)
+        finally:
+            load.drop(late=late)
+            del self._loads[request.id]
+            self._arrived(request, there, late)
+
+    def _load(self, request: Request, urgency: Urgency, changed: Callable[[], None]) -> PieceLoad:
+        name = f"request {request.name}"
+        args = (self._cache, self._cost, self._meter, self.claims, self._clock, name, request.trie, urgency, changed)
+        load = PieceLoad(*args, self._queued_bytes)
+        self._under_way.add(load)
+        return load
+
+    def _queued_bytes(self) -> int:
+        """Bytes that all loads have on their way; they share what they come by."""
+        return sum(load.claimed_bytes for load in self._under_way)
+
+    def _arrived(self, request: Request, there: int, given_up: bool) -> None:
+        """A copy has ended, and the first `there` blocks of the prefix are in the GPU tier."""
+        del self._copies[request.id]
+        if request.state is RequestState.WITHDRAWN:
+            del self._staged[request.id]
+            request.let_go()
+            self._wake()
+        elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
+            request.staged()
+            self._wake()
+        elif given_up:
+            self.counters.abandoned += 1
+            log.info("the load for request %s fell behind: %d blocks are used", request.name, there)
+            self._cut(request, there)
+        else:
+            self._set_back(request, there)
+
+    def _set_back(self, request: Request, there: int) -> None:
+        """A prefix came up in part: a block was damaged, or frames were short for the moment.
+
+        It is looked up and staged again. When that does not help either, what is missing is computed.
+        """
+        request.setbacks += 1
+        if request.setbacks < _SETBACKS:
+            self._unstage(request)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._wake)
+        else:
+            self._cut(request, there)
+
+    def _cut(self, request: Request, there: int) -> None:
+        """The request makes do with the first `there` blocks and computes the rest."""
+        request.footprint.shorten(there)
+        while (blocks := request.uncut(len(request.rows))) < len(request.rows):
+            request.footprint.shorten(blocks)
+        if request.image_holds is not None:
+            request.image_holds.release_missing()
+        request.cut, request.beside = True, None
+        request.staged()
+        self._wake()
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def load_beside(self, request: Request, plan: TailPlan) -> None:
+        """A request was handed over that computes the front of its prefix: starts loading the back."""
+        first = len(request.rows)
+        load = self._load(request, Urgency.DEMAND, self._wake)
+        name = f"request {request.name}"
+        args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._wake)
+        request.footprint.begin_tail(TailLoad(*args))
+        self.beside[request.id] = request
+
+    def advance(self) -> list[tuple[Request, Arrived | None]]:
+        """Loads on beside the requests that compute. Returns these, each with what its worker is to be told when what
+        it computes and what was loaded meet."""
+        advanced: list[tuple[Request, Arrived | None]] = []
+        for request in list(self.beside.values()):
+            tail = request.tail
+            if tail is None or tail.joined:
+                del self.beside[request.id]
+            elif request.state in (RequestState.RUNNING, RequestState.STARVED):
+                meet = tail.advance(request.run.blocks, request.filled_blocks)
+                advanced.append((request, self._join(request, tail) if meet else None))
+        return advanced
+
+    def _join(self, request: Request, tail: TailLoad) -> Arrived | None:
+        rows = tail.arrived
+        self.counters.abandoned += tail.abandoned
+        if not len(rows):
+            request.footprint.end_tail()
+            return None
+        tail.joined = True
+        tiers = request.tiers_at_arrival(tail.plan.tiers[-len(rows) :], request.run.blocks)
+        frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
+        arrived = Arrived(request.id, request.run.blocks, frames)
+        request.run.frames += frames
+        if request.resumed:  # what was found of its prompt was counted when it ran first
+            return arrived
+        hits = np.bincount(tiers, minlength=NONE)[:NONE]
+        for tier, blocks in enumerate(hits.tolist()):
+            tokens = blocks * request.trie.block_tokens
+            self._cache.counters.hit_tokens[tier] += tokens
+            if request.hit_tokens is not None:
+                request.hit_tokens[tier] += tokens
+        return arrived
+
+
+async def _wait(changed: asyncio.Event, timeout_s: float | None) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(changed.wait(), None if timeout_s is None else max(timeout_s, _LEAST_WAIT_S))

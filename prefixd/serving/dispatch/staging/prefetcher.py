@@ -1,0 +1,178 @@
+"""Brings the prefixes of the requests that are next up the tiers, before their turn comes.
+
+In two stages, over the policy's order: for as many requests as the GPU tier has room for, to the GPU tier; for those
+behind them, from disk to the CPU tier (`cpu_stage`).
+
+Paper `prefix_cache_long_term_memory`, V.G: what matters for throughput is less who is evicted than that the prefixes of
+the next requests are on their way early enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.dispatch.staging.cpu_stage import CpuStage
+from prefixd.serving.dispatch.staging.loader import Loader
+from prefixd.serving.dispatch.tracker import PrefixTracker
+from prefixd.serving.images.image_kv import ImageHolds
+from prefixd.serving.request.footprint import Footprint
+from prefixd.serving.request.request import Request, hit_tiers
+from prefixd.serving.request.request_events import Event
+from prefixd.serving.request.states import RequestState
+from prefixd.serving.request.worker_run import Run
+from prefixd_scheduler import Distance
+from prefixd_swap.transfers import Urgency
+
+_RETRY_S = 0.02
+_READ_FROM = (Distance.DISK, Distance.REMOTE)
+_READS = 4
+"""Prefixes that are read from disk at once, the last of them ahead of its turn. Fewer leave the disk idle where each
+waits for its latency; more would only wait, while requests that share a prefix, or need it sooner, may still come."""
+
+
+class Prefetcher:
+    """Stages waiting requests: holds their prefixes in the GPU tier and brings up what is missing there.
+
+    Args:
+        context: the dispatcher's.
+        tracker: watches the requests that are not staged.
+        backlog_s: how long the worker computes what was handed over before.
+
+    Attributes:
+        loader: decides what is loaded.
+        cpu_stage: the second stage.
+    """
+
+    def __init__(self, context: DispatchContext, tracker: PrefixTracker, backlog_s: Callable[[], float]) -> None:
+        self._context = context
+        self._cache = context.cache
+        self._mover = context.cache.mover
+        self._tracker = tracker
+        self._clock = context.clock
+        self._look_ahead = context.look_ahead
+        self._caching = context.options.caching
+        self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
+        self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
+        self.loader = Loader(context, self._staged, self.unstage, backlog_s)
+        self.cpu_stage = CpuStage(context, self.loader.claims)
+
+    async def stop(self) -> None:
+        """Waits for the copies under way."""
+        await self.cpu_stage.stop()
+        await self.loader.stop()
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    def stage(self, request: Request, *, demanded: bool, places: int = 0) -> None:
+        """Holds the prefix that was found in the GPU tier, and starts bringing up what is missing there.
+
+        `demanded`: it could run as soon as its prefix is up; else that is a prefetch, and its turn comes when `places`
+        more requests have been handed over.
+
+        `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
+        """
+        turn_s = self._look_ahead.until_turn_s(places)
+        trie, rows = request.trie, self.loader.planner.choose(request, demanded=demanded, turn_s=turn_s)
+        tiers = trie.distances(rows)
+        if not request.resumed:
+            request.hit_tiers = hit_tiers(trie, rows, request.tiers_at_arrival(tiers))
+        self._tracker.remove(request)
+        owner, images = f"request {request.name}", None
+        if request.image_kv is not None:
+            images = ImageHolds(
+                self._cache,
+                self._context.image_budget,
+                owner,
+                request.image_kv,
+                finding=self._caching and not request.uncached,
+                keeping=self._caching and request.keeps,
+            )
+        behind = None if request.beside is None else request.beside.rows
+        request.stage(Footprint(self._cache, self._context.budget, owner, trie, rows, images, behind))
+        self._staged[request.id] = request
+        if not request.read_only:
+            if request not in self.cpu_stage:  # else it was touched when it came near
+                self._cache.placement.touch(trie, rows, request.count_use(len(rows)))
+            if images is not None:
+                images.touch()
+        missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
+        distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
+        if images is not None:
+            distances += images.tiers
+            nbytes += images.missing_bytes
+        if nbytes:
+            urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
+            distance = Distance(max(distances))
+            self._look_ahead.loads(distance, nbytes)
+            if distance in _READ_FROM:
+                self._reading.add(request.id)
+            self.loader.start(request, urgency, self._clock() + turn_s)
+        else:
+            request.staged()
+
+    def may_bring_ahead(self, request: Request) -> bool:
+        """Whether the copies of a request that waits may begin ahead of its turn: not where the disk, or a shared
+        store, is busy anyway."""
+        if request.farthest not in _READ_FROM:
+            return True
+        under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
+        staged = ((number, self._staged.get(number)) for number in self._reading)
+        self._reading = {number for number, request in staged if request is not None and request.state in under_way}
+        others = (self._reading | self.cpu_stage.reading) - {request.id}  # what is read for it already goes on
+        return len(others) < _READS
+
+    def hurry(self, request: Request) -> None:
+        """A request whose prefix is on its way could run now."""
+        self.loader.hurry(request)
+        if (images := request.image_holds) is not None:
+            self._mover.hurry(images.kv.trie, images.held, self._cache.tiers.compute)
+
+    def unstage(self, request: Request) -> None:
+        """Ends the hold of a request that waits on; its blocks stay where they are."""
+        del self._staged[request.id]
+        request.unstage()
+        self._tracker.add(request)
+
+    def withdraw(self, request: Request, event: Event) -> None:
+        """Ends a request that waits. A copy under way keeps its footprint until it has ended."""
+        self.cpu_stage.end(request)
+        if request.state is RequestState.STAGING:
+            request.withdraw(event)
+            return
+        self._tracker.remove(request)
+        self._staged.pop(request.id, None)
+        request.end(event)
+
+    def hand_over(self, request: Request, run: Run, own: list[int]) -> None:
+        """The worker gets a request that is READY."""
+        request.hand_over(run, own)
+        self.cpu_stage.end(request)
+        del self._staged[request.id]
+
+    def grew(self, request: Request) -> bool:
+        """Whether somebody computed more of the prefix, or an image of the prompt, since it was staged."""
+        if request.cut:
+            return False
+        images = request.image_holds
+        return self._tracker.has_grown_since(request) or (images is not None and images.grew)
+
+    # -- many ---------------------------------------------------------------------------------------------------
+
+    async def keep_only(self, window: Iterable[Request]) -> None:
+        """Unstages what is READY and not in the window."""
+        inside = {request.id for request in window}
+        await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
+
+    async def unstage_all_but(self, head: Request) -> None:
+        """`head` lacks frames: READY requests that wait behind it may not keep theirs. Wakes the dispatcher soon."""
+        await self.unstage_ready(request for request in self._staged.values() if request is not head)
+        asyncio.get_running_loop().call_later(_RETRY_S, self._context.wake)
+
+    async def unstage_ready(self, requests: Iterable[Request]) -> None:
+        """Unstages those of the requests that are READY."""
+        for request in list(requests):
+            if request.state is RequestState.READY:
+                self.unstage(request)
+                await self._context.pacer.worked(len(request.found))

@@ -1,0 +1,296 @@
+"""The window: the next requests in the policy's order, as many as the GPU tier has frames for, and some behind them.
+
+A round stages the requests of the window and hands those over that are ready. A request that leaves the window loses
+its hold, not its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixd.base.errors import ExhaustedError
+from prefixd.serving.dispatch.block_recorder import Recorder
+from prefixd.serving.dispatch.capacity.concurrency import ConcurrencyLimit
+from prefixd.serving.dispatch.capacity.frame_supply import FrameSupply
+from prefixd.serving.dispatch.capacity.places import GpuQuotas, Places
+from prefixd.serving.dispatch.capacity.preemption import Preemption
+from prefixd.serving.dispatch.context import DispatchContext
+from prefixd.serving.dispatch.endings import Endings
+from prefixd.serving.dispatch.hand_over import HandOver
+from prefixd.serving.dispatch.staging.computed_by_others import computing_next_block, embeds_image, keeps_state
+from prefixd.serving.dispatch.staging.prefetcher import Prefetcher
+from prefixd.serving.dispatch.tracker import PrefixTracker
+from prefixd.serving.frame_budget import FrameBudget
+from prefixd.serving.images.image_kv import NO_ROWS
+from prefixd.serving.request.request import Request
+from prefixd.serving.request.states import RequestState
+from prefixd_scheduler import QueuedRequest
+from prefixd_swap import FramePool
+
+_REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
+_NEAR_ROWS = 16  # and what looking costs at one whose prefix the CPU tier holds already
+_HAND_OVER = 4  # what handing a block over costs, in rows looked at
+_RETRY_S = 0.02
+_QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
+
+
+@dataclass(slots=True)
+class _Round:
+    """One look at the window.
+
+    Attributes:
+        window: the requests, the next one first.
+        places: how many of them could run now.
+        running: the places that are taken, and for whom others are kept.
+        quotas: what tenants' runs may come to.
+        left: frames that no request has.
+        beyond: from this place in the window on the GPU tier has no room.
+        full: a request waits for more places than are free; those behind it wait, too.
+        lacks: the next request lacks frames.
+        coming: the prefix of the next request is on its way up.
+    """
+
+    window: list[Request]
+    places: int
+    running: Places
+    quotas: GpuQuotas
+    left: int
+    beyond: int
+    full: bool = False
+    lacks: bool = False
+    coming: bool = False
+
+
+class DispatchWindow:
+    """Stages the requests that are next and hands them over.
+
+    Args:
+        context: the dispatcher's.
+        tracker: knows what is cached of waiting requests.
+        prefetcher: brings their prefixes up.
+        recorder: knows which requests compute blocks of their prompts.
+        preemption: says which preempted requests have to wait.
+        concurrency: how many run at once.
+        supply: ends a request that alone lacks frames.
+        hand_over: gives a request to the worker.
+        endings: ends requests that never fit.
+
+    Attributes:
+        newcomer: a request was queued, of a tenant of which none waited, since the last round began.
+    """
+
+    def __init__(
+        self,
+        context: DispatchContext,
+        tracker: PrefixTracker,
+        prefetcher: Prefetcher,
+        recorder: Recorder,
+        preemption: Preemption,
+        concurrency: ConcurrencyLimit,
+        supply: FrameSupply,
+        hand_over: HandOver,
+        endings: Endings,
+    ) -> None:
+        self.newcomer = False
+        self._context = context
+        self._cache = context.cache
+        self._requests = context.requests
+        self._share = context.share
+        self._tracker = tracker
+        self._prefetcher = prefetcher
+        self._recorder = recorder
+        self._preemption = preemption
+        self._concurrency = concurrency
+        self._supply = supply
+        self._hand_over = hand_over
+        self._endings = endings
+        self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
+
+    async def dispatch(self) -> None:
+        """One round: stages what there is room for, hands over what is ready, and has the next prefixes come nearer."""
+        self.newcomer = False
+        if not self._requests.waiting:
+            self._share.leave(self._context.member)
+            return
+        self._tracker.refresh()
+        tenants = self._cache.tenants.calling
+        running = Places(self._concurrency.limit, tenants, self._requests.running.values())
+        places = max(0, running.free)
+        ahead = self._context.look_ahead.requests(self._concurrency.limit)
+        quotas = GpuQuotas(self._cache.mover.use, self._cache.tiers.gpu, self._share.running())
+        window = self._choose(places, places + ahead, quotas)
+        await self._prefetcher.keep_only(window)
+        self._context.budget.begin_round()
+        self._context.image_budget.begin_round()
+        for request, refusal in quotas.never:
+            self._endings.end_waiting(request, refusal)
+        left = self._cache.tiers.frames.lasting - self._share.taken_frames
+        this = _Round(window, places, running, quotas, left, len(window))
+        for place, request in enumerate(window):
+            if not self._requests.taking or not await self._serve(this, place, request):
+                break
+        await self._keep_place(this)
+        await self._bring_near(window if ahead else [], this.beyond, places)
+
+    async def _serve(self, this: _Round, place: int, request: Request) -> bool:
+        """Stages a request of the window, or hands it over; False when the round ends with it."""
+        demanded = place < this.places  # the worker would run it now
+        if demanded and request.state is RequestState.STAGING:
+            self._prefetcher.hurry(request)
+        if request.state not in _QUEUED or not self._is_current(request):
+            return True  # it was cancelled while others ran, or its prefix is on its way up
+        frames = self._cache.tiers.frames
+        if request.most_frames > frames.lasting:  # it fitted when it came, and the tier has shrunk since
+            self._endings.end_waiting(request, _never_fits(request, frames))
+            return True
+        if self._preemption.must_wait(request):
+            this.beyond = place
+            await self._prefetcher.unstage_ready(this.window[place:])
+            return False
+        may_hand_over = self._share.may_hand_over(self._context.member)
+        this.left -= self._weigh(request) if may_hand_over else 0
+        if not may_hand_over or this.left < 0:
+            this.lacks, this.beyond = demanded, place
+            await self._prefetcher.unstage_ready(this.window[place:])
+            return False
+        if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
+            self._prefetcher.stage(request, demanded=demanded, places=place + 1 - this.places)
+        # The next request waits for as many places as it takes: others, which take fewer, do not pass it for ever. But
+        # where the free places are kept for other tenants, those pass.
+        must_wait = this.running.must_wait(request)
+        this.full = this.full or not (must_wait or this.running.has_for(request))
+        may_run = not (this.full or must_wait)
+        if request.state is RequestState.READY and may_run and not await self._hand_over.hand_over(request):
+            this.lacks, this.beyond = True, place + 1
+            await self._prefetcher.unstage_all_but(request)
+            self._supply.note_lack(request)
+            return False
+        this.coming = this.coming or (demanded and request.state is RequestState.STAGING)
+        handed_over = request.state is RequestState.RUNNING
+        if handed_over:
+            self._supply.note_success()
+            this.running.add(request)
+            if this.quotas.left_out:
+                self._requests.wake()  # others of its tenant may need less beside it: what they share is held now
+            if self.newcomer:  # room was made meanwhile, for a second if need be: it may be another tenant's turn
+                self._requests.wake()
+                this.beyond = place + 1
+                return False
+        blocks = request.blocks
+        await self._context.pacer.worked(_REQUEST_ROWS + (_HAND_OVER * blocks if handed_over else blocks))
+        return True
+
+    def _weigh(self, request: Request) -> int:
+        """Frames that a waiting request takes besides those taken, or weighed in this round."""
+        frames = request.first_frames + self._context.budget.weigh(request.trie, request.rows, request.wanted)
+        caching = self._context.caching and not request.uncached
+        return frames + _weigh_images(request, self._context.image_budget, caching=caching)
+
+    def _choose(self, places: int, n: int, quotas: GpuQuotas) -> list[Request]:
+        """The next `n` requests, where `places` are free: first those that could run in them now.
+
+        Of a tenant whose requests wait because places are kept for others, many may come before the others' first one.
+        """
+        queue, waiting, now_s = self._requests.queue, self._requests.waiting, self._context.clock()
+        tenants = self._cache.tenants.calling
+        runnable: dict[int, Request] = {}
+        if tenants > 1 and places:
+            trial = Places(self._concurrency.limit, tenants, self._requests.running.values())
+
+            def may_run(queued: QueuedRequest) -> bool:
+                request = waiting[queued.id]
+                if trial.must_wait(request) or not quotas.admits(request):
+                    return False
+                trial.add(request)
+                return True
+
+            runnable = {each.id: waiting[each.id] for each in queue.window(places, now_s, may_run)}
+        admitted = queue.window(n, now_s, lambda queued: queued.id in runnable or quotas.admits(waiting[queued.id]))
+        others = [waiting[each.id] for each in admitted if each.id not in runnable]
+        return [*runnable.values(), *others][:n]
+
+    async def _bring_near(self, window: list[Request], beyond: int, places: int) -> None:
+        """The prefetcher's second stage, of the window from the place `beyond` on."""
+        stage, until_turn_s = self._prefetcher.cpu_stage, self._context.look_ahead.until_turn_s
+        if beyond >= len(window) and not len(stage):
+            return
+        stage.begin_round(until_turn_s(beyond - places))
+        for place, request in enumerate(window[beyond:], beyond):
+            if not self._requests.taking:
+                break
+            if request.state is not RequestState.WAITING or stage.keep(request):
+                continue
+            near = request in stage  # then it is held, and looked at anew when its turn is near
+            if near or self._is_current(request):
+                due_s = self._context.clock() + until_turn_s(place + 1 - places)
+                if not stage.add(request, due_s=due_s, may_read=self._prefetcher.may_bring_ahead(request)):
+                    break
+                await self._context.pacer.worked(_NEAR_ROWS if near else _REQUEST_ROWS + request.blocks)
+        stage.end_round()
+
+    async def _keep_place(self, this: _Round) -> None:
+        """Waits in the line of the models for frames that the next request lacks, or for its prefix, which is on its
+        way up; else leaves the line."""
+        if not self._share.shared:
+            return
+        member = self._context.member
+        if this.lacks and self._requests.taking:
+            self._share.wait(member)
+            await self._share.clear(member)
+            if self._retry is None:
+                self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._wake_again)
+        elif not this.coming:
+            self._share.leave(member)
+
+    def _wake_again(self) -> None:
+        self._retry = None
+        self._requests.wake()
+
+    def _is_current(self, request: Request) -> bool:
+        """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.
+
+        What was found may have gone or come while others ran, so this is asked right before the request is staged.
+        """
+        if request.state is not RequestState.WAITING or request.uncached:
+            return True
+        if self._is_computed(request) or (
+            request.image_kv is not None
+            and self._context.caching
+            and embeds_image(request, self._requests.running.values())
+        ):
+            return False
+        return not (self._tracker.verify(request) and self._is_computed(request))
+
+    def _is_computed(self, request: Request) -> bool:
+        if request.kv.state_frames:
+            return keeps_state(request, self._requests.running.values())
+        if not self._recorder.computing:
+            return False
+        other = computing_next_block(request, self._recorder.computing.values())
+        if other is not None:
+            request.fork_of = other.id
+        return other is not None
+
+
+def _weigh_images(request: Request, budget: FrameBudget, *, caching: bool) -> int:
+    """How many more frames a queued request takes for its images, besides those taken or weighed in this round."""
+    kv, holds = request.image_kv, request.image_holds
+    if kv is None:
+        return 0
+    if holds is not None:
+        return holds.missing_blocks * kv.width + budget.weigh(kv.trie, holds.held)
+    found = [kv.find(digest) if caching else NO_ROWS for digest in kv.chains]
+    missing = sum(kv.size for rows in found if not len(rows))
+    return missing + budget.weigh(kv.trie, np.concatenate([NO_ROWS, *found]))
+
+
+def _never_fits(request: Request, pool: FramePool) -> ExhaustedError:
+    tokens, frame_bytes = request.most_blocks * request.trie.block_tokens, pool.frame_bytes
+    return ExhaustedError(
+        f"prompt and output, up to {tokens} tokens, need up to {request.most_frames * frame_bytes} bytes of the GPU "
+        f"tier, which was resized to {pool.lasting * frame_bytes}; shorten the prompt, lower max_tokens or resize the "
+        "tier"
+    )

@@ -1,7 +1,7 @@
 """The client of the prefixd daemon.
 
-`Client` blocks, `AsyncClient` does not; they offer the same. KV bytes move by one copy through the memory
-that the daemon shares with clients on its host, and through gRPC for all others; the calls are the same.
+`Client` blocks, `AsyncClient` does not; both have the same calls. On the daemon's host, KV bytes are copied once,
+through memory that the daemon shares; from other hosts the same calls send them through gRPC.
 
     with Client() as client:
         cache = client.register(NamespaceSpec("my-model", 16, (PartSpec("full", 0, 2 << 20),)))

@@ -9,7 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from os import PathLike
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self
+
+from google.protobuf.message import Message
 
 from prefixd.base.clocks import elapsed_s
 from prefixd.base.sampling import Sampling
@@ -31,16 +33,16 @@ from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
 
-_PREFIXES = 100  # listed unless more are asked for
-_PAGE = 1000  # prefixes that one call lists at the most
+_PREFIXES = 100  # listed by default
+_PAGE = 1000  # most prefixes that one call lists
 
 
 class AsyncClient:
     """A client of one daemon. `async with` it, or call `close`; belongs to one event loop.
 
-    Nothing is sent before the first call. A session is opened by `register`; when the daemon ends it or is
-    restarted, calls in flight raise `ServerUnavailable`, leases and reservations raise `LeaseLost`, and the
-    next call opens another, registers its namespace again and maps the new arena.
+    It connects at the first call. `register` opens a session. When the daemon ends the session or is restarted, calls
+    in flight raise `ServerUnavailable`, leases and reservations raise `LeaseLost`, and the next call opens another
+    session, registers its namespace again and maps the new arena.
     """
 
     address: str
@@ -63,16 +65,16 @@ class AsyncClient:
     ) -> None:
         """A client of the daemon at `address`: "unix:/path", "host:port", or None for the default socket.
 
-        `name` is what `prefixd stats` shows. `memory`: "shared" maps the daemon's arena or raises
-        `MemoryUnavailable`; "streamed" sends bytes through gRPC; "auto" shares when it can, and logs a warning where
-        the daemon is on this host and does not share. `timeout_s` bounds every call but `generate`, `flush` and
-        `drain`. `copy_threads` copy between the arena and buffers.
+        `prefixd stats` shows `name`. `memory`: "shared" maps the daemon's arena or raises `MemoryUnavailable`;
+        "streamed" sends bytes through gRPC; "auto" maps the arena if possible, and logs a warning if the daemon is on
+        this host and does not share it. `timeout_s` limits every call except `generate`, `flush` and `drain`.
+        `copy_threads` is the number of threads that copy between the arena and buffers.
 
-        For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the daemon's certificate is
-        checked; `tls_cert` and `tls_key` are PEM files to show for ourselves; `token` is one of the daemon's
-        `server.tokens`. On a unix socket all four are left alone: the socket's permissions say who may come.
+        For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the client checks the
+        daemon's certificate; `tls_cert` and `tls_key` are PEM files of the client's own certificate; `token` is one of
+        the daemon's `server.tokens`. A unix socket ignores all four: its permissions decide who may connect.
 
-        `on_new_session` is told when a session takes the place of one that is over; None: a warning in the log.
+        `on_new_session` is called when a new session replaces one that ended; None: a warning in the log.
 
         Raises `InvalidArgumentError` for arguments that cannot work, and `ForkedProcess` in a process that was forked
         while a client was open.
@@ -91,8 +93,8 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._session: Session | None = None
-        self._on_new_session = self._warn_of if on_new_session is None else on_new_session
-        self._tickets_refused = 0  # when the session was opened
+        self._on_new_session = self._log_new_session if on_new_session is None else on_new_session
+        self._tickets_refused = 0  # count at the time when the session was opened
         self._opening: asyncio.Task[Session] | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -137,27 +139,27 @@ class AsyncClient:
         """The daemon's memory as mapped here, to pin for CUDA; None without a session or when bytes are
         streamed.
 
-        A restarted daemon has another.
+        A restarted daemon has a new one.
         """
         return self._session.arena if self._session is not None and self._session.alive else None
 
     @property
     def draining(self) -> bool:
-        """Whether the daemon has announced that it drains: it takes no new reservations."""
+        """True once the daemon has announced that it drains: it takes no new reservations."""
         return self._session is not None and self._session.alive and self._session.draining
 
     async def session(self) -> Session:
-        """The open session; a new one when the last has ended.
+        """Returns the open session; opens a new one if the last has ended.
 
-        Calls that need a new one at the same time share one attempt and its failure: while the daemon is away, each
-        waits once.
+        Calls that need a new session at the same time share one attempt and its failure: so each waits only once for a
+        daemon that is away.
         """
         connection = self.connection
-        if self._session is not None and self._session.lost_because is None:
+        if self._session is not None and self._session.alive:
             return self._session
         if self._opening is None:
-            self._opening = asyncio.create_task(self._open(connection), name="prefixd-open-session")
-            self._opening.add_done_callback(self._opened)
+            self._opening = asyncio.create_task(self._open_session(connection), name="prefixd-open-session")
+            self._opening.add_done_callback(self._forget_opening)
         opening = self._opening
         try:
             return await asyncio.shield(opening)
@@ -166,37 +168,37 @@ class AsyncClient:
                 raise ClientClosed("the client was closed while its session was opened") from None
             raise
 
-    async def _open(self, connection: Connection) -> Session:
+    async def _open_session(self, connection: Connection) -> Session:
         last = self._session
         self._session = await Session.open(connection, self._name, self._memory)
         refused, self._tickets_refused = self._tickets_refused, connection.tickets_refused
         if last is not None:
-            self._on_new_session(NewSession(last.lost_because or "it is over", refused != self._tickets_refused))
+            self._on_new_session(NewSession(last.lost_because or "it has ended", refused != self._tickets_refused))
         return self._session
 
-    def _warn_of(self, new: NewSession) -> None:
+    def _log_new_session(self, new: NewSession) -> None:
         log.warning("prefixd: a new session with the daemon at %s: %s", self.address, new)
 
-    def _opened(self, opening: asyncio.Task[Session]) -> None:
+    def _forget_opening(self, opening: asyncio.Task[Session]) -> None:
         self._opening = None
         if not opening.cancelled():
-            opening.exception()  # those who waited for it have it, if they still wait
+            opening.exception()  # retrieved here, since the calls that waited for it may have been cancelled
 
     async def register(self, namespace: NamespaceSpec) -> AsyncCache:
-        """Names what must be equal for KV to be reusable, and gives the cache of it. Registering again is
-        free.
+        """Registers a namespace, which names everything that must be equal for KV to be reusable; returns its cache.
 
-        With another salt or geometry it is another namespace. Raises `ExhaustedError` when the tenant, or all together,
-        have as many namespaces as they may, `InvalidArgumentError` for a geometry that cannot be.
+        A namespace may be registered again at no cost. Another salt or geometry makes another namespace. Raises
+        `ExhaustedError` if the tenant, or all tenants together, have as many namespaces as they may,
+        `InvalidArgumentError` for an invalid geometry.
         """
         registered = RegisteredNamespace(self, namespace)
         await registered.ready()
         return AsyncCache(registered)
 
     async def renew(self, holds: Sequence[AsyncLease | AsyncReservation], ttl_s: float | None = None) -> None:
-        """Lets leases and reservations live for `ttl_s` seconds from now (None: the daemon's default).
+        """Sets the lifetime of leases and reservations to `ttl_s` seconds from now (None: the daemon's default).
 
-        All of them or, with `LeaseLost` when one is over, none.
+        Raises `LeaseLost` if one of them has ended; then none is renewed.
         """
         await renew(holds, ttl_s)
 
@@ -219,26 +221,28 @@ class AsyncClient:
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
 
-        `sampling` says how tokens are chosen and when the output ends: greedily and after 16 tokens unless it says
-        otherwise. Closing the iterator cancels the request.
+        `sampling` chooses the tokens and ends the output; by default greedily and after 16 tokens. Closing the iterator
+        cancels the request.
 
-        Of `n` sequences (which need a temperature) the events carry an `index`, and each ends with a
-        `SequenceFinished`. Of `best_of` sequences the `n` with the highest sum of logprobs come when all have ended,
-        the best as index 0. With `sampling.beam_search` the `n` best sequences that it finds come at its end, likewise.
+        With `n` > 1 sequences (which need a temperature) events have an `index`, and each sequence ends with a
+        `SequenceFinished`. With `best_of`, that many sequences are computed; the `n` with the highest sum of logprobs
+        are sent when all have ended, the best one as index 0. With `sampling.beam_search`, the `n` best sequences are
+        sent at the end of the search in the same way.
 
-        `images` are the files (PNG, JPEG, WebP) of a prompt that holds the model's placeholder once for each, as text
-        or as token id; 16 MiB with the prompt.
+        `images` are files (PNG, JPEG, WebP); the prompt has the model's placeholder once for each, as text or as token
+        id. All images and the prompt together may have 16 MiB.
 
-        Lower `priority` goes first, and under the policy "deadline" whose first token is due first, `deadline_s` after
-        it has arrived (None: never). `model` names one of several models of the daemon (empty: its first). Prompts of
-        different salts never share a cached block. `retention` gives blocks of the prompt priorities in the cache; with
-        `read_only` the request uses what is cached and leaves nothing of its own there. Priorities beyond the tenant's
-        quota are left out, and `Accepted` says so. The whole answer may take `timeout_s` seconds (None: any time).
+        A lower `priority` runs first. Under the policy "deadline" the request with the earliest deadline runs first;
+        `deadline_s` counts from the request's arrival to its first token (None: no deadline). `model` names one of
+        several models of the daemon (empty: its first). Prompts of different salts never share a cached block.
+        `retention` gives blocks of the prompt priorities in the cache; with `read_only` the request uses cached blocks
+        and adds none. Priorities beyond the tenant's quota are left out, and `Accepted` reports it. `timeout_s` limits
+        the seconds of the whole answer (None: no limit).
 
-        Raises `UnsupportedError` when the daemon has no model, or one of text alone and images for it, `ExhaustedError`
-        when its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
-        sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that runs already, `NotFoundError`
-        for a `model` that there is not, and `CallTimeout`.
+        Raises `UnsupportedError` if the daemon has no model, or a model without images is sent some, `ExhaustedError`
+        if its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
+        sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that already runs, `NotFoundError`
+        for an unknown `model`, and `CallTimeout`.
         """
         request = generate_request(
             prompt,
@@ -260,10 +264,10 @@ class AsyncClient:
                 yield event_from_proto(response)
 
     async def watch_blocks(self) -> AsyncGenerator[cache_pb2.BlockChange, None]:
-        """What the daemon's tiers have of the namespaces that are registered here: first all blocks, then what changes.
+        """The blocks that the daemon's tiers have of the namespaces that are registered here: all blocks, then changes.
 
-        Ends with `ClientError` when the session does; what it told does not hold then. Raises `UnsupportedError` with a
-        daemon of an earlier version.
+        It raises `ClientError` when the session ends; what it reported is then outdated. Raises `UnsupportedError` with
+        a daemon of an earlier version.
         """
         session, connection = await self.session(), self.connection
         request = cache_pb2.WatchBlocksRequest(session_id=session.session_id)
@@ -273,21 +277,20 @@ class AsyncClient:
                     yield change
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancels a generation; False when no such request waits or runs."""
-        response = await self.connection.call(
-            self.connection.inference.Cancel, inference_pb2.CancelRequest(request_id=request_id)
-        )
+        """Cancels a generation; False if no such request waits or runs."""
+        request = inference_pb2.CancelRequest(request_id=request_id)
+        response = await self.connection.call(self.connection.inference.Cancel, request)
         return bool(response.cancelled)
 
     async def stats(self) -> admin_pb2.StatsResponse:
-        """Tiers, sessions, namespaces, worker and scheduler in numbers."""
-        response = await self.connection.call(self.connection.admin.Stats, admin_pb2.StatsRequest())
-        return cast(admin_pb2.StatsResponse, response)
+        """Figures of tiers, sessions, namespaces, worker and scheduler."""
+        stats: admin_pb2.StatsResponse = await self._admin("Stats", admin_pb2.StatsRequest())
+        return stats
 
     async def prefixes(self, namespace_id: bytes = b"", limit: int = 0) -> admin_pb2.ListPrefixesResponse:
-        """Cached prefixes, most recently used first; of all namespaces, and 100 of them, unless said otherwise.
+        """Cached prefixes, most recently used first: of one namespace or all (empty), at most `limit` (0: 100).
 
-        More than a thousand come in several calls: one that is used meanwhile may be missing or be there twice.
+        More than a thousand take several calls: a prefix that is used between them may be missing or listed twice.
         """
         wanted = limit or _PREFIXES
         found = admin_pb2.ListPrefixesResponse()
@@ -298,7 +301,7 @@ class AsyncClient:
                 limit=min(wanted - len(found.prefixes), _PAGE),
                 page_token=found.next_page_token,
             )
-            page = await self.connection.call(self.connection.admin.ListPrefixes, request)
+            page = await self._admin("ListPrefixes", request)
             found.prefixes.extend(page.prefixes)
             found.total, found.next_page_token = page.total, page.next_page_token
             found.pinned_blocks, found.pinned_bytes = page.pinned_blocks, page.pinned_bytes
@@ -306,10 +309,10 @@ class AsyncClient:
                 return found
 
     async def inspect(self, key: str) -> admin_pb2.InspectResponse:
-        """One prefix, block by block. `key` is its last block's, or an unambiguous beginning.
+        """One prefix, block by block. `key` is the key of its last block, or an unambiguous beginning of it.
 
-        A prefix of more than a thousand blocks comes in several calls. Raises `NotFoundError`, also when it is evicted
-        meanwhile.
+        A prefix of more than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is
+        evicted between them.
         """
         found = await self._inspect(key, 0)
         while len(found.blocks) < found.prefix.blocks:
@@ -321,24 +324,22 @@ class AsyncClient:
 
     async def _inspect(self, key: str, first_block: int) -> admin_pb2.InspectResponse:
         request = admin_pb2.InspectRequest(key=key, first_block=first_block)
-        return cast(admin_pb2.InspectResponse, await self.connection.call(self.connection.admin.Inspect, request))
+        page: admin_pb2.InspectResponse = await self._admin("Inspect", request)
+        return page
 
     async def pin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.PinResponse:
-        """Keeps a prefix in the cache until `unpin`; returns its blocks, when they are on disk. `NotFoundError`.
+        """Keeps a prefix in the cache until `unpin`; returns once its blocks are on disk. Raises `NotFoundError`.
 
-        `durable` in the answer says whether it outlasts a restart, `reason` why it does not, as without a disk tier.
+        In the answer, `durable` is True if the pin outlasts a restart; else `reason` has the cause, such as no disk
+        tier.
         """
-        response = await self.connection.call(
-            self.connection.admin.Pin, admin_pb2.PinRequest(key=key), timeout_s=timeout_s
-        )
-        return cast(admin_pb2.PinResponse, response)
+        pinned: admin_pb2.PinResponse = await self._admin("Pin", admin_pb2.PinRequest(key=key), timeout_s)
+        return pinned
 
     async def unpin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.UnpinResponse:
-        """Undoes `pin`; returns the prefix's blocks. If not `durable`, they are pinned again after a restart."""
-        response = await self.connection.call(
-            self.connection.admin.Unpin, admin_pb2.UnpinRequest(key=key), timeout_s=timeout_s
-        )
-        return cast(admin_pb2.UnpinResponse, response)
+        """Undoes `pin`. If the answer is not `durable`, the blocks are pinned again after a restart."""
+        unpinned: admin_pb2.UnpinResponse = await self._admin("Unpin", admin_pb2.UnpinRequest(key=key), timeout_s)
+        return unpinned
 
     async def evict(
         self,
@@ -349,11 +350,11 @@ class AsyncClient:
         shared: bool = False,
         on_progress: Callable[[admin_pb2.EvictResponse], None] | None = None,
     ) -> admin_pb2.EvictResponse:
-        """Drops a prefix and what continues it, a namespace, or everything: exactly one of the three.
+        """Drops a prefix with all blocks behind it (`key`), a namespace, or everything: exactly one of the three.
 
-        What is held or pinned stays and is counted. With `shared` the blocks are deleted from the shared store, too,
-        where other hosts may be using them. `on_progress` is called with what has been done so far, every tenth of a
-        second. A cancelled call leaves what it has not come to. Raises `InvalidArgumentError` for none or several.
+        Held and pinned blocks stay and are counted. With `shared` the blocks are also deleted from the shared store,
+        where other hosts may be using them. `on_progress` is called with the counts so far, every tenth of a second. A
+        cancelled call leaves the blocks that it has not reached. Raises `InvalidArgumentError` for none or several.
         """
         if bool(key) + bool(namespace_id) + all != 1:
             raise InvalidArgumentError("evict takes exactly one of key, namespace_id and all=True")
@@ -364,14 +365,8 @@ class AsyncClient:
             request.namespace_id = namespace_id
         else:
             request.all = True
-        connection = self.connection
-        async with aclosing(connection.stream(connection.admin.Evict, request)) as answers:
-            async for answer in answers:
-                if answer.done:
-                    return cast(admin_pb2.EvictResponse, answer)
-                if on_progress is not None:
-                    on_progress(answer)
-        raise ServerError("the daemon ended the eviction without saying that it is done; look at its log")
+        evicted: admin_pb2.EvictResponse = await self._follow("Evict", request, on_progress)
+        return evicted
 
     async def resize_tier(
         self,
@@ -381,29 +376,23 @@ class AsyncClient:
         wait_s: float = 0.0,
         on_progress: Callable[[admin_pb2.ResizeTierResponse], None] | None = None,
     ) -> admin_pb2.ResizeTierResponse:
-        """Changes the size of a tier, only the GPU tier for now, while requests run: to as many whole blocks as fit.
+        """Changes the size of a tier while requests run, to as many whole blocks as fit; only of the GPU tier for now.
 
-        When no memory becomes free for `wait_s` (0: the daemon's 60 s), it ends; what is left to do is in `unfinished`.
-        `on_progress` is called with how far it is, every tenth of a second. A cancelled call leaves the tier at the
-        size that it has come to. Raises `InvalidArgumentError` below two blocks, `ExhaustedError` when the device has
-        not so much, `PreconditionError` while another resize or a drain is under way, `UnsupportedError` for
-        another tier or without a model.
+        It ends if no memory becomes free for `wait_s` seconds (0: the daemon's 60 s); `unfinished` in the answer then
+        has the rest. `on_progress` is called with the progress every tenth of a second. A cancelled call leaves the
+        tier at the size that it has reached. Raises `InvalidArgumentError` below two blocks, `ExhaustedError` if the
+        device has less memory, `PreconditionError` during another resize or a drain, `UnsupportedError` for another
+        tier or without a model.
         """
         if not isinstance(tier, Tier):
             raise InvalidArgumentError(f"tier is {tier!r}; it must be Tier.GPU, the only one that can be resized")
         request = message(admin_pb2.ResizeTierRequest, tier=tier.wire, nbytes=nbytes, wait_s=wait_s)
-        connection = self.connection
-        async with aclosing(connection.stream(connection.admin.ResizeTier, request)) as answers:
-            async for answer in answers:
-                if answer.done:
-                    return cast(admin_pb2.ResizeTierResponse, answer)
-                if on_progress is not None:
-                    on_progress(answer)
-        raise ServerError("the daemon ended the resize without saying that it is done; look at its log")
+        resized: admin_pb2.ResizeTierResponse = await self._follow("ResizeTier", request, on_progress)
+        return resized
 
     async def tenants(self) -> list[admin_pb2.TenantStats]:
-        """All tenants: what each has and may have. For operators."""
-        response = await self.connection.call(self.connection.admin.ListTenants, admin_pb2.ListTenantsRequest())
+        """All tenants with their use and their quotas. For operators."""
+        response = await self._admin("ListTenants", admin_pb2.ListTenantsRequest())
         return list(response.tenants)
 
     async def set_tenant(
@@ -413,13 +402,14 @@ class AsyncClient:
         tiers: Mapping[str, tuple[int | None, int | None]] | None = None,
         limits: Mapping[str, float | None] | None = None,
     ) -> admin_pb2.TenantStats:
-        """Changes what a tenant may have until the settings are read again, and returns what it has. For operators.
+        """Changes a tenant's quota until the settings are read again; returns its figures. For operators.
 
         Args:
-            name: of the tenant. tiers: by tier ("gpu", "cpu", "disk") bytes that are guaranteed, and the most; None:
-            as before, -1: no limit. limits: by the limit's name, such as "sessions"; None: no limit.
+            name: the tenant.
+            tiers: (guaranteed bytes, most bytes) by tier ("gpu", "cpu", "disk"); None: as before, -1: no limit.
+            limits: values by the limit's name, such as "sessions"; None: no limit.
 
-        Raises `InvalidArgumentError` for limits that cannot be, and `NotFoundError` for a tenant that is not known.
+        Raises `InvalidArgumentError` for invalid limits, and `NotFoundError` for an unknown tenant.
         """
         counts = dict(limits or {})
         unlimited = [limit for limit, value in counts.items() if value is None]
@@ -443,27 +433,25 @@ class AsyncClient:
             },
         )
         request = message(admin_pb2.SetTenantRequest, name=name, quota=quota, unlimited=unlimited)
-        response = await self.connection.call(self.connection.admin.SetTenant, request)
-        return cast(admin_pb2.TenantStats, response)
+        stats: admin_pb2.TenantStats = await self._admin("SetTenant", request)
+        return stats
 
     async def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
-        """Returns when every block has a durable copy on disk. `PreconditionError` without a disk tier."""
-        response = await self.connection.call(
-            self.connection.admin.Flush, admin_pb2.FlushRequest(), timeout_s=timeout_s
-        )
-        return cast(admin_pb2.FlushResponse, response)
+        """Returns when every block has a durable copy on disk. Raises `PreconditionError` without a disk tier."""
+        flushed: admin_pb2.FlushResponse = await self._admin("Flush", admin_pb2.FlushRequest(), timeout_s)
+        return flushed
 
     async def drain(self, *, shutdown: bool = False, timeout_s: float = 3600.0) -> admin_pb2.DrainResponse:
-        """Has the daemon take no new work, finish what runs and write back; with `shutdown` it then ends."""
-        response = await self.connection.call(
-            self.connection.admin.Drain, admin_pb2.DrainRequest(shutdown=shutdown), timeout_s=timeout_s
-        )
-        return cast(admin_pb2.DrainResponse, response)
+        """Drains the daemon: it takes no new work, finishes running work and writes back; with `shutdown` it ends."""
+        request = admin_pb2.DrainRequest(shutdown=shutdown)
+        drained: admin_pb2.DrainResponse = await self._admin("Drain", request, timeout_s)
+        return drained
 
     async def verify(self) -> AsyncGenerator[admin_pb2.VerifyProgress, None]:
-        """Has the daemon read everything on disk and compare checksums; the last progress has `done` set.
+        """Makes the daemon read all blocks on disk and compare checksums; the last progress has `done` set.
 
-        Closing the iterator ends it. `PreconditionError` without a disk tier, or when its device fails.
+        Closing the iterator ends the verification. Raises `PreconditionError` without a disk tier, or if its device
+        fails.
         """
         connection = self.connection
         async with aclosing(connection.stream(connection.admin.Verify, admin_pb2.VerifyRequest())) as responses:
@@ -471,8 +459,24 @@ class AsyncClient:
                 yield response
 
     async def check_integrity(self, timeout_s: float = 600.0) -> admin_pb2.CheckIntegrityResponse:
-        """Has the daemon account for every slot, lease and reservation; what does not add up is in `violations`."""
-        response = await self.connection.call(
-            self.connection.admin.CheckIntegrity, admin_pb2.CheckIntegrityRequest(), timeout_s=timeout_s
+        """Makes the daemon account for every slot, lease and reservation; `violations` has all contradictions."""
+        found: admin_pb2.CheckIntegrityResponse = await self._admin(
+            "CheckIntegrity", admin_pb2.CheckIntegrityRequest(), timeout_s
         )
-        return cast(admin_pb2.CheckIntegrityResponse, response)
+        return found
+
+    async def _admin(self, method: str, request: Message, timeout_s: float | None = None) -> Any:
+        """The answer to a call of the service Admin."""
+        connection = self.connection
+        return await connection.call(getattr(connection.admin, method), request, timeout_s)
+
+    async def _follow(self, method: str, request: Message, on_progress: Callable[[Any], None] | None) -> Any:
+        """The last answer to a call of the service Admin that reports its progress."""
+        connection = self.connection
+        async with aclosing(connection.stream(getattr(connection.admin, method), request)) as answers:
+            async for answer in answers:
+                if answer.done:
+                    return answer
+                if on_progress is not None:
+                    on_progress(answer)
+        raise ServerError(f"the daemon ended {method} without reporting that it is done; see its log")

@@ -1,4 +1,26 @@
-"""What can go wrong for a client. One class per thing a caller can do about it."""
+"""The errors of the client: a class for each way in which a caller can react.
+
+ClientError
+    InvalidArgumentError         the call is wrong in any state of the daemon
+        BufferSizeError
+    NotFoundError                no such namespace, prefix or request
+        SessionUnknown           internal: the call is repeated in a new session
+    AlreadyExistsError           the name is taken
+    ExhaustedError               no room, or a limit is reached: try again later
+    PreconditionError            not possible in the daemon's present state
+    UnsupportedError             the daemon was not configured for it
+    PermissionDeniedError        the daemon refuses this caller
+        Unauthenticated
+        NamespaceClosed          internal: the namespace is registered again
+    ServerUnavailable            the daemon is away: the next call tries again
+    CallTimeout                  no answer in time
+    ServerError                  the daemon failed; see its log
+    LeaseLost                    a lease or reservation ended too early
+    MemoryUnavailable            the arena cannot be mapped
+    SocketUntrusted              the default socket may belong to another user
+    ClientClosed
+        ForkedProcess
+"""
 
 from __future__ import annotations
 
@@ -8,35 +30,36 @@ import grpc
 
 
 class ClientError(Exception):
-    """Base of every error this package raises on purpose; carries the daemon's message where there is one."""
+    """Base of all errors of this package; has the daemon's message if the daemon sent one."""
 
 
 class InvalidArgumentError(ClientError, ValueError):
-    """The call is wrong whatever the daemon's state; repeating it cannot help."""
+    """The call is wrong in any state of the daemon; repeating it does not help."""
 
 
 class BufferSizeError(InvalidArgumentError):
-    """A buffer does not have the bytes that the blocks need; the message names both sizes."""
+    """A buffer has another size than the blocks need; the message names both sizes."""
 
 
 class NotFoundError(ClientError):
-    """The daemon knows no such namespace, prefix or request."""
+    """The daemon has no such namespace, prefix or request."""
 
 
 class SessionUnknown(NotFoundError):
-    """The daemon does not know the session, for it was restarted: what was asked can be asked again in a new one."""
+    """The daemon was restarted and does not know the session; the call can be repeated in a new session."""
 
 
 class AlreadyExistsError(ClientError):
-    """The name is taken: by a running request with the same id, or by chance by another namespace."""
+    """The name is taken: a running request has the same id, or another namespace has the same hash by chance."""
 
 
 class ExhaustedError(ClientError):
-    """No room, and nothing may be evicted; or a queue or session limit is reached. Try again later."""
+    """There is no room and no block may be evicted, or a limit of the queue or of sessions is reached; try again
+    later."""
 
 
 class PreconditionError(ClientError):
-    """What was asked cannot be done in the daemon's present state."""
+    """The call is not possible in the daemon's present state."""
 
 
 class UnsupportedError(ClientError):
@@ -44,48 +67,48 @@ class UnsupportedError(ClientError):
 
 
 class PermissionDeniedError(ClientError):
-    """The daemon refuses this caller: its role, or a namespace that it has not registered."""
+    """The daemon refuses this caller because of its role, or because it has not registered the namespace."""
 
 
 class Unauthenticated(PermissionDeniedError):
-    """The daemon does not know this caller: a missing or unknown token, or a ticket that it has not given."""
+    """The daemon does not know this caller: its token is missing or unknown, or another daemon issued its ticket."""
 
 
 class NamespaceClosed(PermissionDeniedError):
-    """The daemon has closed the namespace, which was not used for long, to make room: register it again."""
+    """The daemon has closed the namespace, which was not used for a long time, to make room; register it again."""
 
 
 class ServerUnavailable(ClientError):
-    """The daemon is not running, died during the call, or drains. The next call tries again.
+    """The daemon is not running, ended during the call, or drains. The next call tries again.
 
     Attributes:
-        answered: the daemon itself said so, and the message is its answer.
+        answered: True if the message is the daemon's own answer.
     """
 
     answered = False
 
 
 class CallTimeout(ClientError, TimeoutError):
-    """The daemon did not answer within the call's time, or gave up a stream whose client was too slow."""
+    """The daemon did not answer within the call's time limit, or ended a stream because the client was too slow."""
 
 
 class ServerError(ClientError):
-    """The daemon failed or broke the contract; its log says more."""
+    """The daemon failed or broke the contract; see its log."""
 
 
 class LeaseLost(ClientError):
-    """A lease or reservation ended before its holder was done: it expired, or its session ended.
+    """A lease or reservation expired, or its session ended, before it was released or committed.
 
-    Bytes read since then are not to be trusted; bytes written since then are kept by nobody.
+    Bytes that were read since then may be wrong; bytes that were written since then are lost.
     """
 
 
 class MemoryUnavailable(ClientError):
-    """The daemon's arena cannot be mapped here though `memory="shared"` asks for it."""
+    """The daemon's arena cannot be mapped here, and `memory="shared"` requires it."""
 
 
 class SocketUntrusted(ClientError):
-    """The default socket lies where another user could have put it; nothing was sent there."""
+    """Another user could have made the default socket; nothing was sent there."""
 
 
 class ClientClosed(ClientError):
@@ -93,7 +116,7 @@ class ClientClosed(ClientError):
 
 
 class ForkedProcess(ClientClosed):
-    """The client, or gRPC, was in use when this process was forked, and works in the parent alone: use "spawn"."""
+    """The client, or gRPC, was in use when this process was forked, and works only in the parent; use "spawn"."""
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
@@ -107,13 +130,13 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
-    # A daemon that shuts down cancels what still runs; a call that we cancel never gets here.
+    # A daemon that shuts down cancels running calls. A call that the client cancels raises CancelledError instead.
     grpc.StatusCode.CANCELLED: ServerUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: CallTimeout,
 }
 
 
-# gRPC names the socket three times before it says what is wrong with it.
+# gRPC's text repeats the socket three times before the cause.
 _NO_SOCKET = re.compile(r"failed to connect to all addresses; .* addr: unix:.* error: (?P<reason>.+)", re.DOTALL)
 _SESSION_ENDED = ("prefixd-session", "ended")
 _NAMESPACE_CLOSED = ("prefixd-namespace", "closed")
@@ -121,7 +144,7 @@ _ANSWERED = ("prefixd-answered", "yes")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
-    """The client error for a failed call to `address`."""
+    """Returns the client error for a failed call to `address`."""
     kind = _BY_STATUS.get(error.code(), ServerError)
     detail = error.details() or f"the daemon gave {error.code().name} and no reason"
     trailers = tuple(error.trailing_metadata() or ())
@@ -129,10 +152,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
         return CallTimeout(detail)
     if kind is CallTimeout:
         return CallTimeout(
-            f"no answer from the daemon at {address} in time ({detail}); what was asked for may still be done; "
-            "give the client a larger timeout_s"
+            f"no answer from the daemon at {address} in time ({detail}); it may still carry out the call; give the "
+            "client a larger timeout_s"
         )
-    if detail == grpc.StatusCode.CANCELLED.name:  # all that gRPC says when a server ends
+    if detail == grpc.StatusCode.CANCELLED.name:  # gRPC's only text when a server ends
         detail = "it is ending; try again when it is back"
     if kind is ServerUnavailable and _ANSWERED in trailers:
         refused = ServerUnavailable(f"the daemon at {address} answers: {detail}")

@@ -1,4 +1,4 @@
-"""Text generation: what a request says and the events that answer it."""
+"""Text generation: the message of a request, and the events of the answer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Accepted:
     request_id: str
     prompt_tokens: int
     retention_refused: str = ""
-    """Why the prompt's blocks are cached without the priorities that were wished for; empty if they have them."""
+    """Why the prompt's blocks are cached without the requested priorities; empty if they have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities: of the sampled token, and of the most likely ones by id, best first."""
+    """Natural logarithms of probabilities: of the sampled token, and of the most likely tokens by id, best first."""
 
     logprob: float
     top: dict[int, float]
@@ -45,8 +45,8 @@ class TokenLogprobs:
 class Tokens:
     """Newly sampled tokens of a sequence, and the text that became complete with them.
 
-    `logprobs` has one entry a token if the request asks for them. Text that was held back to the end comes without
-    tokens.
+    `logprobs` has one entry for each token if the request asks for them. Text that was held back until the end comes
+    in an event without tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -57,10 +57,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
-    """The last event of one of several sequences; a request for one has `Finished` alone.
+    """The last event of one of several sequences; a request for one sequence has only `Finished`.
 
-    `cumulative_logprob` is the sum of its tokens' logprobs; None unless they were asked for, or `best_of` was. Of a
-    beam search it is the score: that sum, divided by the length to the power of `length_penalty`.
+    `cumulative_logprob` is the sum of the tokens' logprobs; None if the request asks neither for logprobs nor for
+    `best_of`. In a beam search it is the score: the sum divided by the length to the power of `length_penalty`.
     """
 
     index: int
@@ -71,15 +71,20 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Always the last event. `hit_tokens` are the prompt tokens not computed, by the tier they were in.
+    """Always the last event.
 
-    `queue_s` and `ttft_s` are seconds from the call's arrival in the daemon, before it waits for the model or
-    tokenizes, to the hand-over to the worker and to the first token; `resumed` is how often the request was put back
-    into the queue: after a preemption, after a worker's death, or because the worker had no memory for it while others
-    ran. Of several sequences `reason` is CANCELLED if one was
-    cancelled, else LENGTH if one came to its length, else STOP, and `output_tokens` counts all that were computed.
-    `cumulative_logprob` is that of a single sequence, as in `SequenceFinished`. `encoded_images` embeddings of its
-    images were computed; those of the others were known.
+    Attributes:
+        reason: of several sequences: CANCELLED if one was cancelled, else LENGTH if one reached its length, else STOP.
+        prompt_tokens: tokens of the prompt.
+        output_tokens: all computed tokens of the output, of all sequences.
+        hit_tokens: prompt tokens that were not computed, by the tier in which they were.
+        queue_s: seconds from the call's arrival in the daemon (before it waits for the model or tokenizes) until the
+            request was handed to the worker.
+        ttft_s: seconds from the call's arrival until the first token.
+        resumed: how often the request returned to the queue: after a preemption, after a worker's death, or because the
+            worker had no memory for it while others ran.
+        cumulative_logprob: of a single sequence, as in `SequenceFinished`.
+        encoded_images: images with embeddings that were computed; the embeddings of the others were cached.
     """
 
     reason: FinishReason
@@ -104,9 +109,9 @@ def generate_request(
     retention: Sequence[Retention] = (),
     **fields: object,
 ) -> inference_pb2.GenerateRequest:
-    """The message for a prompt given as text or as token ids; `fields` are of the message as they are.
+    """Returns the message for a prompt given as text or as token ids; `fields` are further fields of the message.
 
-    Raises `InvalidArgumentError` for a value that does not fit into it.
+    Raises `InvalidArgumentError` for a value that a field cannot hold.
     """
     check_salt(salt)
     if not isinstance(sampling, Sampling):
@@ -145,7 +150,7 @@ def _token_ids(tokens: TokenIds | bytes) -> inference_pb2.TokenIds:
 
 
 def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
-    """The event in the client's words. Raises `ServerError` for one this version does not know."""
+    """Returns the event of a message. Raises `ServerError` for an event that this version does not know."""
     match response.WhichOneof("event"):
         case "accepted":
             accepted = response.accepted
@@ -159,7 +164,7 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
                 index=ended.index,
                 reason=_reason(ended.reason),
                 output_tokens=ended.output_tokens,
-                cumulative_logprob=_sum(ended),
+                cumulative_logprob=_cumulative_logprob(ended),
             )
         case "finished":
             finished = response.finished
@@ -172,7 +177,7 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
                 queue_s=finished.queue_s,
                 ttft_s=finished.ttft_s,
                 resumed=finished.resumed,
-                cumulative_logprob=_sum(finished),
+                cumulative_logprob=_cumulative_logprob(finished),
                 encoded_images=finished.encoded_images,
             )
         case unknown:
@@ -183,7 +188,7 @@ def _logprobs(logprobs: inference_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(logprobs.logprob, dict(zip(logprobs.top_ids, logprobs.top_logprobs, strict=False)))
 
 
-def _sum(ended: inference_pb2.SequenceFinished | inference_pb2.Finished) -> float | None:
+def _cumulative_logprob(ended: inference_pb2.SequenceFinished | inference_pb2.Finished) -> float | None:
     return ended.cumulative_logprob if ended.HasField("cumulative_logprob") else None
 
 

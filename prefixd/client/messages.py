@@ -1,4 +1,4 @@
-"""Messages and token ids of the contract from a caller's values; a value that does not fit is named."""
+"""Makes messages and token ids of the contract from a caller's values; an error names the value that does not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any]
 _LIMIT = 1 << 32
 _ARRAY_IS_WIRE_FORMAT = sys.byteorder == "little" and array("I").itemsize == 4
 
-# What protobuf raises for a value that a field cannot hold; UnicodeError is a ValueError.
+# Raised by protobuf for a value that a field cannot hold; UnicodeError is a ValueError.
 _REFUSALS = (TypeError, ValueError, OverflowError)
 _INTEGER = "an integer from {} to {}"
 _POSSIBLE = {
@@ -35,10 +35,10 @@ _POSSIBLE = {
 
 
 def message(kind: type[M], **fields: object) -> M:
-    """A message of this kind with these fields; None leaves a field unset.
+    """Returns a message of this kind with these fields; None leaves a field unset.
 
     Raises:
-        InvalidArgumentError: a field cannot hold its value. It names the field, the value and what is possible.
+        InvalidArgumentError: a field cannot hold its value; it names the field, the value and the possible values.
     """
     try:
         return kind(**fields)
@@ -71,7 +71,7 @@ def _refusal(kind: type[Message], name: str, value: object) -> str:
 
 
 def token_bytes(tokens: TokenIds) -> bytes:
-    """Token ids as little-endian uint32, 4 bytes each.
+    """Returns token ids as little-endian uint32, 4 bytes each.
 
     Raises `InvalidArgumentError` for anything but a flat sequence of integers in [0, 2**32).
     """

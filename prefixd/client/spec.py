@@ -1,4 +1,4 @@
-"""What a client says about its model, and what the daemon says about a prefix."""
+"""Values of the client's calls: the namespace of a model, matches and estimates, priorities, results of a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixd.v1 import cache_pb2
 
 
 def check_salt(salt: object) -> None:
-    """Raises `InvalidArgumentError` for a salt that is no bytes: encoded in two ways, a text would be two salts."""
+    """Raises `InvalidArgumentError` unless the salt is bytes: a text encoded in two ways would be two salts."""
     if not isinstance(salt, bytes):
         raise InvalidArgumentError(
             f"salt is of type {type(salt).__name__}; it must be bytes, of a text `text.encode()`"
@@ -26,7 +26,7 @@ _MOST_RUNS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """The bytes of one block that belong to one (KV group, tensor-parallel rank): `nbytes` of them.
+    """A part of each block: the `nbytes` bytes of one KV group on one tensor-parallel rank.
 
     `rule`: which part of a prefix the group's layers need; None for full attention, which needs all of it.
     """
@@ -37,19 +37,19 @@ class PartSpec:
     rule: Rule | None = None
 
     def to_proto(self) -> cache_pb2.Part:
-        """The part as the contract has it."""
+        """Returns the contract's message."""
         return cache_pb2.Part(group=self.group, rank=self.rank, nbytes=self.nbytes, rule=to_message(self.rule))
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
-    """What must be equal for KV to be reusable.
+    """Everything that must be equal for KV to be reusable.
 
-    `name` is the engine's fingerprint of the model: it changes with weights, dtype, quantization and packing.
-    Prompts of different `salt` never share a block. `parts` is the order in which a block's bytes are given.
+    `name` is the engine's fingerprint of the model: it changes with weights, dtype, quantization and packing. Prompts
+    of different `salt` never share a block. The bytes of a block are in the order of `parts`.
 
     Raises:
-        InvalidArgumentError: the salt is no bytes, but text.
+        InvalidArgumentError: the salt is not bytes.
     """
 
     name: str
@@ -68,10 +68,10 @@ class NamespaceSpec:
         return sum(part.nbytes for part in self.parts)
 
     def to_proto(self) -> cache_pb2.Namespace:
-        """The message that RegisterNamespace takes.
+        """Returns the contract's message.
 
         Raises:
-            InvalidArgumentError: a number does not fit into it.
+            InvalidArgumentError: a field cannot hold its number.
         """
         try:
             return cache_pb2.Namespace(
@@ -90,7 +90,7 @@ class NamespaceSpec:
 
 @dataclass(frozen=True, slots=True)
 class TierRun:
-    """`blocks` consecutive blocks whose nearest copy is in `tier`."""
+    """`blocks` consecutive blocks with their nearest copy in `tier`."""
 
     tier: Tier
     blocks: int
@@ -98,12 +98,12 @@ class TierRun:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What computing prompt tokens takes on an engine, for the daemon's estimates. 0 for what is not known.
+    """The time that an engine takes to compute prompt tokens, for the daemon's estimates; 0: not known.
 
     Attributes:
         token_s: seconds for each token.
-        pass_s: for each pass of the model.
-        pair_s: for each pair of a token and one that it attends to.
+        pass_s: seconds for each pass of the model.
+        pair_s: seconds for each pair of a token and a token that it attends to.
     """
 
     token_s: float
@@ -111,20 +111,20 @@ class Prefill:
     pair_s: float = 0.0
 
     def to_proto(self) -> cache_pb2.Prefill:
-        """The contract's message."""
+        """Returns the contract's message."""
         return cache_pb2.Prefill(token_s=self.token_s, pass_s=self.pass_s, pair_s=self.pair_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEstimate:
-    """The daemon's estimate, as of the call, by what the last loads have taken; of `acquire`: before it loaded.
+    """The daemon's estimate at the time of the call, by the times of recent loads; `acquire` makes it before it loads.
 
     Attributes:
-        load_s: seconds until all blocks of the answer can be read; None while nothing like it has been loaded.
-        compute_s: seconds to compute the prompt instead, behind what the caller has. None without a `Prefill`.
-        best_blocks: the fastest is to use so many cached blocks, counted from the prompt's start, and to compute the
-            rest. None without a `Prefill`.
-        best_s: seconds to the first token that way.
+        load_s: seconds until all blocks of the answer can be read; None before the first load of that kind.
+        compute_s: seconds to compute the prompt instead, behind the caller's own blocks. None without a `Prefill`.
+        best_blocks: number of cached blocks, from the prompt's start, with which the first token comes soonest if the
+            rest is computed. None without a `Prefill`.
+        best_s: seconds to the first token with `best_blocks`.
     """
 
     load_s: float | None = None
@@ -134,30 +134,30 @@ class LoadEstimate:
 
     @classmethod
     def from_proto(cls, message: cache_pb2.LoadEstimate) -> LoadEstimate:
-        """The estimate in the client's words."""
+        """Returns the estimate of a message."""
         return cls(**{field.name: value for field, value in message.ListFields()})
 
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """The longest cached prefix: its length in blocks, where it is, from the start of the prompt, and what loading
-    takes."""
+    """The longest cached prefix: its length in blocks, the tiers of its blocks from the prompt's start, and an estimate
+    of loading it."""
 
     blocks: int
     runs: tuple[TierRun, ...]
     estimate: LoadEstimate = field(default_factory=LoadEstimate)
 
     def to_found(self) -> list[cache_pb2.TierRun]:
-        """The runs as Acquire and Get take them: where the prompt's blocks were when it was asked about."""
+        """Returns the runs as Acquire and Get take them: the tiers of the blocks at the time of the match."""
         return [cache_pb2.TierRun(tier=run.tier.wire, blocks=run.blocks) for run in self.runs[:_MOST_RUNS]]
 
     def blocks_in(self, tier: Tier) -> int:
-        """Blocks of the prefix whose nearest copy is in `tier`."""
+        """Number of blocks of the prefix with their nearest copy in `tier`."""
         return sum(run.blocks for run in self.runs if run.tier == tier)
 
     @classmethod
     def from_proto(cls, response: cache_pb2.MatchResponse) -> MatchResult:
-        """The result in the client's words. Raises `ServerError` for a tier that this version does not know."""
+        """Returns the result of a message. Raises `ServerError` for a tier that this version does not know."""
         try:
             runs = tuple(TierRun(Tier.from_wire(run.tier), run.blocks) for run in response.runs)
             return cls(response.blocks, runs, LoadEstimate.from_proto(response.estimate))
@@ -167,30 +167,30 @@ class MatchResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """What became of the blocks given to `store`: the three numbers add up to the blocks offered."""
+    """The result of `store`, in blocks: the three numbers add up to the blocks that were given."""
 
     committed: int
     duplicates: int
     """Cached already, or committed by another client meanwhile."""
     dropped: int = 0
-    """Not kept because the daemon had no room for them."""
+    """Not stored because the daemon had no room for them."""
     retention_refused: str = ""
-    """Why they were stored without the priorities that were wished for; empty if they have them."""
+    """Why they were stored without the requested priorities; empty if they have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A wish for the blocks of a range of a prompt's tokens: a full tier evicts those of lower priority first.
+    """The priority of the blocks of a range of a prompt's tokens: a full tier evicts blocks of lower priority first.
 
     Examples: `Retention(50, ttl_s=3600)` for all of a prompt, `Retention(50, 0, 1024)` for a system prompt of 1,024
-    tokens, `Retention(-10, 1024)` for what follows it and will not be asked for again.
+    tokens, `Retention(-10, 1024)` for the tokens behind it, which no other prompt has.
 
     Attributes:
-        priority: from -100, first to go, to 100; blocks without a wish have 0. Those above 0 count against the tenant's
+        priority: from -100 (evicted first) to 100; blocks have 0 by default. Blocks above 0 count against the tenant's
             quota (`retained_bytes`).
-        start_token: the range's first token. A block belongs to the range in which its last token lies.
+        start_token: the range's first token. A block belongs to the range that has its last token.
         end_token: the first token behind the range; None: the prompt's end.
-        ttl_s: seconds until the priority is 0 again; None: it stays, until a restart of the daemon.
+        ttl_s: seconds until the priority is 0 again; None: until a restart of the daemon.
     """
 
     priority: int
@@ -199,7 +199,7 @@ class Retention:
     ttl_s: float | None = None
 
     def to_proto(self) -> cache_pb2.Retention:
-        """The contract's message. Raises `InvalidArgumentError` for a value that does not fit into it."""
+        """Returns the contract's message. Raises `InvalidArgumentError` for a value that a field cannot hold."""
         for name, value in (("end_token", self.end_token), ("ttl_s", self.ttl_s)):
             if value == 0:
                 raise InvalidArgumentError(f"{name} is 0 in {self}; give more, or None for no end")
@@ -213,8 +213,8 @@ class Retention:
 
 
 def retention_to_proto(retention: Sequence[Retention]) -> list[cache_pb2.Retention]:
-    """The contract's messages. Raises `InvalidArgumentError`."""
-    for wish in retention:
-        if not isinstance(wish, Retention):
-            raise InvalidArgumentError(f"retention has {wish!r}; each must be a Retention, as Retention(50, ttl_s=60)")
-    return [wish.to_proto() for wish in retention]
+    """Returns the contract's messages. Raises `InvalidArgumentError`."""
+    for each in retention:
+        if not isinstance(each, Retention):
+            raise InvalidArgumentError(f"retention has {each!r}; each must be a Retention, as Retention(50, ttl_s=60)")
+    return [each.to_proto() for each in retention]

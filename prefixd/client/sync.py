@@ -31,9 +31,9 @@ from prefixd.v1 import admin_pb2, cache_pb2
 
 
 class Lease(Blocking[AsyncLease]):
-    """Blocks that neither move nor go while it lasts. `with` it, or call `release`.
+    """Blocks that the daemon neither moves nor evicts while the lease lasts. `with` it, or call `release`.
 
-    `blocks` is 0 when nothing was cached, or had room; there is then nothing to release.
+    `blocks` is 0 if no block was cached, or there was no room for one; there is then nothing to release.
     """
 
     @property
@@ -43,7 +43,7 @@ class Lease(Blocking[AsyncLease]):
 
     @property
     def blocks(self) -> int:
-        """How many blocks are here."""
+        """Number of blocks here."""
         return self._inner.blocks
 
     @property
@@ -58,21 +58,21 @@ class Lease(Blocking[AsyncLease]):
         return self._inner.part_bytes
 
     def view(self, block: int, part: int = 0) -> memoryview:
-        """The bytes of a part, read-only, in the arena itself; gone with the lease.
+        """The bytes of a part, read-only, in the arena itself; valid until the lease ends.
 
         `block` counts from the lease's first, `part` from the first part asked for. Raises `LeaseLost`.
         """
         return self._inner.view(block, part)
 
     def release(self) -> None:
-        """Ends the lease. That it succeeds is the proof that the bytes read under it were the right ones.
+        """Ends the lease. If it succeeds, the bytes that were read under the lease were the right ones.
 
-        Raises `LeaseLost` when it had ended before; a second call does nothing.
+        Raises `LeaseLost` if the lease had ended before; a second call does nothing.
         """
         self._portal.run(self._inner.release())
 
     def renew(self, ttl_s: float | None = None) -> None:
-        """Lets it live for `ttl_s` seconds from now (None: the daemon's default). Raises `LeaseLost`."""
+        """Sets its lifetime to `ttl_s` seconds from now (None: the daemon's default). Raises `LeaseLost`."""
         self._portal.run(self._inner.renew(ttl_s))
 
     @property
@@ -88,26 +88,26 @@ class Lease(Blocking[AsyncLease]):
         return self._inner.offset(block, part)
 
     def has(self, block: int, part: int = 0) -> bool:
-        """Whether part `part` of block `block` is here: of a sliding-window group a lease has the window only."""
+        """Whether part `part` of block `block` is here. Of a sliding-window group, a lease has only the window."""
         return self._inner.has(block, part)
 
     @property
     def estimate(self) -> LoadEstimate:
-        """What the daemon expected of loading the blocks, before it did."""
+        """The daemon's estimate, made before it loaded the blocks."""
         return self._inner.estimate
 
     @property
     def cached_blocks(self) -> int:
-        """How much of the prompt is cached, from its first block on and as far as was asked for: more than
-        `first_block + blocks` where the daemon's memory has no room for all; 0 from a daemon that does not say."""
+        """Cached blocks of the prompt, from its first block on and as far as was asked for: more than
+        `first_block + blocks` if the daemon's memory has no room for all; 0 from a daemon that does not report it."""
         return self._inner.cached_blocks
 
     def copy_into(self, into: Buffer) -> int:
         """Copies every block to `into` (whole blocks, or a list with one buffer per part); returns their number.
 
-        Of KV groups with a rule, what the rule does not need is left as it was in `into`.
+        Parts that the rule of their KV group does not need are not written to `into`.
 
-        Raises `BufferSizeError`, `LeaseLost`. The bytes count once `release` has returned.
+        Raises `BufferSizeError`, `LeaseLost`. The bytes are valid once `release` has returned.
         """
         return self._portal.run(self._inner.copy_into(into))
 
@@ -122,11 +122,11 @@ class Lease(Blocking[AsyncLease]):
 
 
 class Reservation(Blocking[AsyncReservation]):
-    """Slots to fill for blocks that are not cached. Nothing in them is visible before `commit`.
+    """Slots for blocks that are not cached; the caller fills them. No reader sees their bytes before `commit`.
 
-    `with` gives back what was not committed. `blocks` is 0 when all was cached already. Where it ends
-    against its holder's will (it expires, the connection breaks), the daemon gives the slots to nobody else until
-    `release` tells it that nothing here writes into them any more, or until this process ends.
+    `with` gives slots back that were not committed. `blocks` is 0 if all blocks were cached already. If the
+    reservation expires or the connection breaks, the daemon does not reuse the slots until `release` reports that this
+    process does not write into them any more, or until this process ends.
     """
 
     @property
@@ -136,7 +136,7 @@ class Reservation(Blocking[AsyncReservation]):
 
     @property
     def blocks(self) -> int:
-        """How many blocks are here."""
+        """Number of blocks here."""
         return self._inner.blocks
 
     @property
@@ -151,7 +151,7 @@ class Reservation(Blocking[AsyncReservation]):
         return self._inner.part_bytes
 
     def view(self, block: int, part: int = 0) -> memoryview:
-        """The bytes of a slot, writable, in the arena itself; gone with the reservation.
+        """The bytes of a slot, writable, in the arena itself; valid until the reservation ends.
 
         `block` counts from the reservation's first, `part` from the first part asked for. Raises `LeaseLost`.
         """
@@ -160,12 +160,12 @@ class Reservation(Blocking[AsyncReservation]):
     def release(self) -> None:
         """Gives the slots back without committing, once the copies under way have stopped.
 
-        The holder's word that nothing writes into them any more, through a `view` either. A second call does nothing.
+        The caller must not write into the slots any more, nor through a `view`. A second call does nothing.
         """
         self._portal.run(self._inner.release())
 
     def renew(self, ttl_s: float | None = None) -> None:
-        """Lets it live for `ttl_s` seconds from now (None: the daemon's default). Raises `LeaseLost`."""
+        """Sets its lifetime to `ttl_s` seconds from now (None: the daemon's default). Raises `LeaseLost`."""
         self._portal.run(self._inner.renew(ttl_s))
 
     @property
@@ -181,12 +181,11 @@ class Reservation(Blocking[AsyncReservation]):
         return self._inner.offset(block, part)
 
     def has(self, block: int, part: int = 0) -> bool:
-        """Whether part `part` of block `block` is here: of a sliding-window group a lease has the window only."""
+        """Whether part `part` of block `block` is here. Of a sliding-window group, a lease has only the window."""
         return self._inner.has(block, part)
 
     def copy_from(self, source: Buffer) -> int:
-        """Fills every slot from `source` (whole blocks, or a list with one buffer per part); returns the
-        blocks.
+        """Fills every slot from `source` (whole blocks, or a list with one buffer per part); returns their number.
 
         Raises `BufferSizeError`, `LeaseLost`.
         """
@@ -197,11 +196,11 @@ class Reservation(Blocking[AsyncReservation]):
     ) -> StoreResult:
         """Makes the first `blocks` slots (None: all) matchable and ends the reservation, even if it fails.
 
-        With `durable`, returns when they and the prefix before them are on disk, also where all was cached
-        already. `retention` gives blocks priorities, from the prompt's first to the last one committed: see
-        `Cache.retain`. Raises `LeaseLost` when the reservation had ended before; `PreconditionError` for `durable`
-        without a disk tier, or when blocks that were cached already are not any more. Priorities beyond the tenant's
-        quota are left out (`StoreResult.retention_refused`).
+        With `durable`, returns when they and the prefix before them are on disk, even if all blocks were cached
+        already. `retention` gives priorities to the prompt's blocks up to the last committed one, as
+        `Cache.retain` does. Raises `LeaseLost` if the reservation had ended before; `PreconditionError` for
+        `durable` without a disk tier, or if blocks that were cached already were evicted meanwhile. Priorities beyond
+        the tenant's quota are left out (`StoreResult.retention_refused`).
         """
         return self._portal.run(self._inner.commit(blocks, durable=durable, retention=retention))
 
@@ -218,48 +217,50 @@ class Reservation(Blocking[AsyncReservation]):
 class Cache(Blocking[AsyncCache]):
     """A registered namespace. Made by `Client.register`.
 
-    Every call takes the token ids of the prompt from its start: a sequence of int, or a numpy array, which is
-    faster. Blocks are counted from the start of the prompt; only full ones exist, of a prompt without tokens none.
-    Every call raises `ServerUnavailable` when the daemon is away, and works again once it is back; `CallTimeout` when
-    there is no answer within the client's `timeout_s`.
+    Every call takes the token ids of the prompt from its start: a sequence of int, or a numpy array, which is faster.
+    Blocks are counted from the start of the prompt. Only full blocks exist, so a prompt without tokens has none. Every
+    call raises `ServerUnavailable` if the daemon is away, and works again once it is back; `CallTimeout` if there is no
+    answer within the client's `timeout_s`.
     """
 
     @property
     def spec(self) -> NamespaceSpec:
-        """What was registered."""
+        """The namespace as it was registered."""
         return self._inner.spec
 
     @property
     def namespace_id(self) -> bytes:
-        """8 bytes, the same for the same namespace of the same tenant in every daemon."""
+        """8 bytes; one namespace of one tenant has the same id in every daemon."""
         return self._inner.namespace_id
 
     def match(self, tokens: TokenIds, *, counted: bool = False, prefill: Prefill | None = None) -> MatchResult:
-        """The longest cached prefix. It takes nothing and promises nothing: all may be evicted a moment
-        later.
+        """The longest cached prefix. It holds no block: all of them may be evicted a moment later.
 
-        `counted`: this is the first lookup of the prompt, and counts it in the daemon's hit rates as asked for; pass
-        the result to `acquire` as `found`, which counts what it leases as found. `prefill`: what computing takes, for
-        the estimate in the answer.
+        `counted`: this is the first lookup of the prompt, and counts the prompt in the daemon's hit rates as asked for;
+        pass the result to `acquire` as `found`, which counts the leased blocks as found. `prefill`: the cost of
+        computing, for the estimate in the answer.
         """
         return self._portal.run(self._inner.match(tokens, counted=counted, prefill=prefill))
 
     def prefetch(self, tokens: TokenIds) -> int:
-        """Has the prefix brought up to CPU memory ahead of `acquire`; returns the blocks on their way."""
+        """Makes the daemon bring the prefix to CPU memory before `acquire`; returns the number of blocks on their
+        way."""
         return self._portal.run(self._inner.prefetch(tokens))
 
     def persist(self, tokens: TokenIds) -> int:
-        """Returns when the cached prefix of `tokens` is on disk, whoever committed it: its length in blocks.
+        """Waits until the cached prefix of `tokens` is on disk, also blocks of other clients; returns its length in
+        blocks.
 
-        Raises `PreconditionError` without a disk tier, `ExhaustedError` when the disk tier has no room.
+        Raises `PreconditionError` without a disk tier, `ExhaustedError` if the disk tier has no room.
         """
         return self._portal.run(self._inner.persist(tokens))
 
     def retain(self, tokens: TokenIds, retention: Sequence[Retention]) -> int:
-        """Gives the blocks of the cached prefix of `tokens` priorities; returns how many have one other than 0 then.
+        """Gives priorities to the blocks of the cached prefix of `tokens`; returns the number of blocks that then have
+        another priority than 0.
 
-        Where ranges overlap, the later one counts; blocks in none of them stay as they are. Without any range all
-        blocks lose their priorities. Raises `ExhaustedError`, and changes nothing, beyond the tenant's quota.
+        Of overlapping ranges the last one counts; blocks outside of all ranges stay as they are. An empty sequence
+        removes the priorities of all blocks. Raises `ExhaustedError`, and changes nothing, beyond the tenant's quota.
         """
         return self._portal.run(self._inner.retain(tokens, retention))
 
@@ -278,17 +279,16 @@ class Cache(Blocking[AsyncCache]):
     ) -> Lease:
         """Leases the longest cached prefix from `first_block` on, at most `max_blocks` blocks (0: all of it).
 
-        Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. Where the daemon's memory
-        has no room for all, the lease has the longest beginning that fits (`Lease.cached_blocks`): copy it,
-        release it, and ask for what is behind it. With `prefix_blocks` the blocks are a slice of a prefix of this
-        length, which is read with several leases; with 0 the prompt goes on behind the leased ones. `load` does all of
-        that.
+        The daemon first reads blocks that are on disk. If no prefix is cached, the lease has 0 blocks. If the daemon's
+        memory has no room for all blocks, the lease has as many of the first ones as fit (compare
+        `Lease.cached_blocks`): copy them, release the lease, and ask for the blocks behind them. With
+        `prefix_blocks` the blocks are a slice of a prefix of this length, which is read with several leases; 0: the
+        engine computes the tokens behind the leased blocks. `load` does all of that.
 
         The lease lives for `ttl_s` seconds (None: the daemon's default). `parts` are indexes into the namespace's parts
-        (None: all). `counted`: it enters the daemon's hit rates, which count each prompt once; `found`: the `match`
-        that has counted the prompt as asked for, so that what is leased here counts as found. Raises
-        `MemoryUnavailable` for a client that streams: use `load`. `prefill`: what computing takes, for
-        `Lease.estimate`.
+        (None: all). `counted`: this call counts in the daemon's hit rates, which count each prompt once. `found`: the
+        `match` that has counted the prompt as asked for; the leased blocks then count as found. `prefill`: the cost of
+        computing, for `Lease.estimate`. Raises `MemoryUnavailable` for a client that streams: use `load`.
         """
         return Lease(
             self._portal.run(
@@ -310,18 +310,19 @@ class Cache(Blocking[AsyncCache]):
     def reserve(
         self, tokens: TokenIds, *, first_block: int = 0, ttl_s: float | None = None, parts: Sequence[int] | None = None
     ) -> Reservation:
-        """Slots for the blocks of `tokens` that are not cached, from the first missing one on.
+        """Reserves slots for the blocks of `tokens` that are not cached, from the first missing one on.
 
-        `first_block` says from where on the caller has bytes: of the blocks before it, bytes may be missing that longer
-        prefixes do not need (windows, chunks, states). A reservation that begins before it cannot be filled: other
-        bytes of these blocks are not cached either.
+        The caller has bytes from block `first_block` on. Earlier blocks may lack bytes that longer prefixes do not need
+        (windows, chunks, states). If the reservation begins before `first_block`, the caller cannot fill it: other
+        bytes of these blocks are missing too.
 
-        `parts` are indexes into the namespace's parts (None: all). A block that is cached without them gets slots for
-        them alone: so a state is given for the few blocks that have one, after the other parts of all blocks.
+        `parts` are indexes into the namespace's parts (None: all). A block that is cached without these parts gets
+        slots for them alone. So store the other parts of all blocks first, then the states of the few blocks that have
+        one.
 
-        There may be fewer slots than blocks when room is short; `ExhaustedError` when there is room for none. Waits
-        while the daemon has as much to write to disk as it may. The reservation lives for `ttl_s` seconds (None: the
-        daemon's default). Raises `MemoryUnavailable` for a client that streams: use `store`.
+        If memory is short, there are fewer slots than blocks; `ExhaustedError` if there is none. The call waits while
+        the daemon's queue to the disk is full. The reservation lives for `ttl_s` seconds (None: the daemon's default).
+        Raises `MemoryUnavailable` for a client that streams: use `store`.
         """
         return Reservation(
             self._portal.run(self._inner.reserve(tokens, first_block=first_block, ttl_s=ttl_s, parts=parts)),
@@ -337,13 +338,13 @@ class Cache(Blocking[AsyncCache]):
         max_blocks: int = 0,
         parts: Sequence[int] | None = None,
     ) -> int:
-        """Copies the cached prefix from `first_block` on to `into` and returns how many blocks that was.
+        """Copies the cached prefix from `first_block` on to `into`; returns the number of copied blocks.
 
-        `into` takes whole blocks one after the other, or is a list with one buffer per part. It must hold
-        `max_blocks` blocks (0: every full block of `tokens` from `first_block` on); what is not cached, or not needed
-        by the rule of its KV group, is left as it was. A prefix longer than the daemon's memory comes in slices. What
-        others hold of that memory is waited for, two seconds at the most. Raises `BufferSizeError`, and `LeaseLost`
-        when the bytes copied are not to be trusted.
+        `into` is one buffer for whole blocks one after the other, or a list with one buffer per part. It must hold
+        `max_blocks` blocks (0: every full block of `tokens` from `first_block` on). Parts that are not cached, or that
+        the rule of their KV group does not need, are not written. A prefix that is longer than the daemon's memory is
+        copied in slices; the call waits up to two seconds for memory that others hold. Raises `BufferSizeError`, and
+        `LeaseLost` if the copied bytes may be wrong.
         """
         return self._portal.run(
             self._inner.load(tokens, into, first_block=first_block, max_blocks=max_blocks, parts=parts)
@@ -359,14 +360,14 @@ class Cache(Blocking[AsyncCache]):
         durable: bool = False,
         retention: Sequence[Retention] = (),
     ) -> StoreResult:
-        """Gives the cache the blocks of `tokens` from `first_block` on; those it has already are skipped.
+        """Stores the blocks of `tokens` from `first_block` on; skips those that are cached already.
 
-        `source` has exactly these blocks, one after the other, or is a list with one buffer per part. With
-        `durable`, returns when they and the prefix before them are on disk, those that were cached already too.
-        `retention` gives blocks priorities, those that were cached already too: see `retain`.
-        Priorities beyond the tenant's quota are left out (`StoreResult.retention_refused`).
-        Raises `BufferSizeError`; `ExhaustedError` when there is room for none; `PreconditionError` when the blocks
-        before `first_block` are not cached (any more), or when `durable` meets a daemon without a disk tier.
+        `source` has exactly these blocks, one after the other, or is a list with one buffer per part. With `durable`,
+        returns when they and the prefix before them are on disk. `retention` gives priorities to the prompt's blocks as
+        `retain` does. Both apply to blocks that were cached already, too. Priorities beyond the tenant's quota are left
+        out (`StoreResult.retention_refused`). Raises `BufferSizeError`; `ExhaustedError` if there is room for no block;
+        `PreconditionError` if the blocks before `first_block` are not cached (any more), or for `durable` if the daemon
+        has no disk tier.
         """
         return self._portal.run(
             self._inner.store(
@@ -378,9 +379,9 @@ class Cache(Blocking[AsyncCache]):
 class Client(Blocking[AsyncClient]):
     """A client of one daemon. `with` it, or call `close`; usable from several threads at once.
 
-    Nothing is sent before the first call. A session is opened by `register`; when the daemon ends it or is
-    restarted, calls in flight raise `ServerUnavailable`, leases and reservations raise `LeaseLost`, and the
-    next call opens another, registers its namespace again and maps the new arena.
+    It connects at the first call. `register` opens a session. When the daemon ends the session or is restarted, calls
+    in flight raise `ServerUnavailable`, leases and reservations raise `LeaseLost`, and the next call opens another
+    session, registers its namespace again and maps the new arena.
     """
 
     @property
@@ -405,16 +406,16 @@ class Client(Blocking[AsyncClient]):
     ) -> None:
         """A client of the daemon at `address`: "unix:/path", "host:port", or None for the default socket.
 
-        `name` is what `prefixd stats` shows. `memory`: "shared" maps the daemon's arena or raises
-        `MemoryUnavailable`; "streamed" sends bytes through gRPC; "auto" shares when it can, and logs a warning where
-        the daemon is on this host and does not share. `timeout_s` bounds every call but `generate`, `flush` and
-        `drain`. `copy_threads` copy between the arena and buffers.
+        `prefixd stats` shows `name`. `memory`: "shared" maps the daemon's arena or raises `MemoryUnavailable`;
+        "streamed" sends bytes through gRPC; "auto" maps the arena if possible, and logs a warning if the daemon is on
+        this host and does not share it. `timeout_s` limits every call except `generate`, `flush` and `drain`.
+        `copy_threads` is the number of threads that copy between the arena and buffers.
 
-        For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the daemon's certificate is
-        checked; `tls_cert` and `tls_key` are PEM files to show for ourselves; `token` is one of the daemon's
-        `server.tokens`. On a unix socket all four are left alone: the socket's permissions say who may come.
+        For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the client checks the
+        daemon's certificate; `tls_cert` and `tls_key` are PEM files of the client's own certificate; `token` is one of
+        the daemon's `server.tokens`. A unix socket ignores all four: its permissions decide who may connect.
 
-        `on_new_session` is told when a session takes the place of one that is over; None: a warning in the log.
+        `on_new_session` is called when a new session replaces one that ended; None: a warning in the log.
 
         Raises `InvalidArgumentError` for arguments that cannot work, and `ForkedProcess` in a process that was forked
         while a client was open.
@@ -447,28 +448,28 @@ class Client(Blocking[AsyncClient]):
         """The daemon's memory as mapped here, to pin for CUDA; None without a session or when bytes are
         streamed.
 
-        A restarted daemon has another.
+        A restarted daemon has a new one.
         """
         return self._inner.arena
 
     @property
     def draining(self) -> bool:
-        """Whether the daemon has announced that it drains: it takes no new reservations."""
+        """True once the daemon has announced that it drains: it takes no new reservations."""
         return self._inner.draining
 
     def register(self, namespace: NamespaceSpec) -> Cache:
-        """Names what must be equal for KV to be reusable, and gives the cache of it. Registering again is
-        free.
+        """Registers a namespace, which names everything that must be equal for KV to be reusable; returns its cache.
 
-        With another salt or geometry it is another namespace. Raises `ExhaustedError` when the tenant, or all together,
-        have as many namespaces as they may, `InvalidArgumentError` for a geometry that cannot be.
+        A namespace may be registered again at no cost. Another salt or geometry makes another namespace. Raises
+        `ExhaustedError` if the tenant, or all tenants together, have as many namespaces as they may,
+        `InvalidArgumentError` for an invalid geometry.
         """
         return Cache(self._portal.run(self._inner.register(namespace)), self._portal)
 
     def renew(self, holds: Sequence[Lease | Reservation], ttl_s: float | None = None) -> None:
-        """Lets leases and reservations live for `ttl_s` seconds from now (None: the daemon's default).
+        """Sets the lifetime of leases and reservations to `ttl_s` seconds from now (None: the daemon's default).
 
-        All of them or, with `LeaseLost` when one is over, none.
+        Raises `LeaseLost` if one of them has ended; then none is renewed.
         """
         self._portal.run(self._inner.renew([each._inner for each in holds], ttl_s))
 
@@ -491,26 +492,28 @@ class Client(Blocking[AsyncClient]):
     ) -> Iterator[GenerateEvent]:
         """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
 
-        `sampling` says how tokens are chosen and when the output ends: greedily and after 16 tokens unless it says
-        otherwise. Closing the iterator cancels the request.
+        `sampling` chooses the tokens and ends the output; by default greedily and after 16 tokens. Closing the iterator
+        cancels the request.
 
-        Of `n` sequences (which need a temperature) the events carry an `index`, and each ends with a
-        `SequenceFinished`. Of `best_of` sequences the `n` with the highest sum of logprobs come when all have ended,
-        the best as index 0. With `sampling.beam_search` the `n` best sequences that it finds come at its end, likewise.
+        With `n` > 1 sequences (which need a temperature) events have an `index`, and each sequence ends with a
+        `SequenceFinished`. With `best_of`, that many sequences are computed; the `n` with the highest sum of logprobs
+        are sent when all have ended, the best one as index 0. With `sampling.beam_search`, the `n` best sequences are
+        sent at the end of the search in the same way.
 
-        `images` are the files (PNG, JPEG, WebP) of a prompt that holds the model's placeholder once for each, as text
-        or as token id; 16 MiB with the prompt.
+        `images` are files (PNG, JPEG, WebP); the prompt has the model's placeholder once for each, as text or as token
+        id. All images and the prompt together may have 16 MiB.
 
-        Lower `priority` goes first, and under the policy "deadline" whose first token is due first, `deadline_s` after
-        it has arrived (None: never). `model` names one of several models of the daemon (empty: its first). Prompts of
-        different salts never share a cached block. `retention` gives blocks of the prompt priorities in the cache; with
-        `read_only` the request uses what is cached and leaves nothing of its own there. Priorities beyond the tenant's
-        quota are left out, and `Accepted` says so. The whole answer may take `timeout_s` seconds (None: any time).
+        A lower `priority` runs first. Under the policy "deadline" the request with the earliest deadline runs first;
+        `deadline_s` counts from the request's arrival to its first token (None: no deadline). `model` names one of
+        several models of the daemon (empty: its first). Prompts of different salts never share a cached block.
+        `retention` gives blocks of the prompt priorities in the cache; with `read_only` the request uses cached blocks
+        and adds none. Priorities beyond the tenant's quota are left out, and `Accepted` reports it. `timeout_s` limits
+        the seconds of the whole answer (None: no limit).
 
-        Raises `UnsupportedError` when the daemon has no model, or one of text alone and images for it, `ExhaustedError`
-        when its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
-        sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that runs already, `NotFoundError`
-        for a `model` that there is not, and `CallTimeout`.
+        Raises `UnsupportedError` if the daemon has no model, or a model without images is sent some, `ExhaustedError`
+        if its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
+        sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that already runs, `NotFoundError`
+        for an unknown `model`, and `CallTimeout`.
         """
         yield from self._portal.each(
             self._inner.generate(
@@ -531,45 +534,46 @@ class Client(Blocking[AsyncClient]):
         )
 
     def watch_blocks(self) -> Iterator[cache_pb2.BlockChange]:
-        """What the daemon's tiers have of the namespaces that are registered here: first all blocks, then what changes.
+        """The blocks that the daemon's tiers have of the namespaces that are registered here: all blocks, then changes.
 
-        Ends with `ClientError` when the session does; what it told does not hold then. Raises `UnsupportedError` with a
-        daemon of an earlier version.
+        It raises `ClientError` when the session ends; what it reported is then outdated. Raises `UnsupportedError` with
+        a daemon of an earlier version.
         """
         yield from self._portal.each(self._inner.watch_blocks())
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels a generation; False when no such request waits or runs."""
+        """Cancels a generation; False if no such request waits or runs."""
         return self._portal.run(self._inner.cancel(request_id))
 
     def stats(self) -> admin_pb2.StatsResponse:
-        """Tiers, sessions, namespaces, worker and scheduler in numbers."""
+        """Figures of tiers, sessions, namespaces, worker and scheduler."""
         return self._portal.run(self._inner.stats())
 
     def prefixes(self, namespace_id: bytes = b"", limit: int = 0) -> admin_pb2.ListPrefixesResponse:
-        """Cached prefixes, most recently used first; of all namespaces, and 100 of them, unless said otherwise.
+        """Cached prefixes, most recently used first: of one namespace or all (empty), at most `limit` (0: 100).
 
-        More than a thousand come in several calls: one that is used meanwhile may be missing or be there twice.
+        More than a thousand take several calls: a prefix that is used between them may be missing or listed twice.
         """
         return self._portal.run(self._inner.prefixes(namespace_id, limit))
 
     def inspect(self, key: str) -> admin_pb2.InspectResponse:
-        """One prefix, block by block. `key` is its last block's, or an unambiguous beginning.
+        """One prefix, block by block. `key` is the key of its last block, or an unambiguous beginning of it.
 
-        A prefix of more than a thousand blocks comes in several calls. Raises `NotFoundError`, also when it is evicted
-        meanwhile.
+        A prefix of more than a thousand blocks takes several calls. Raises `NotFoundError`, also if the prefix is
+        evicted between them.
         """
         return self._portal.run(self._inner.inspect(key))
 
     def pin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.PinResponse:
-        """Keeps a prefix in the cache until `unpin`; returns its blocks, when they are on disk. `NotFoundError`.
+        """Keeps a prefix in the cache until `unpin`; returns once its blocks are on disk. Raises `NotFoundError`.
 
-        `durable` in the answer says whether it outlasts a restart, `reason` why it does not, as without a disk tier.
+        In the answer, `durable` is True if the pin outlasts a restart; else `reason` has the cause, such as no disk
+        tier.
         """
         return self._portal.run(self._inner.pin(key, timeout_s))
 
     def unpin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.UnpinResponse:
-        """Undoes `pin`; returns the prefix's blocks. If not `durable`, they are pinned again after a restart."""
+        """Undoes `pin`. If the answer is not `durable`, the blocks are pinned again after a restart."""
         return self._portal.run(self._inner.unpin(key, timeout_s))
 
     def evict(
@@ -581,11 +585,11 @@ class Client(Blocking[AsyncClient]):
         shared: bool = False,
         on_progress: Callable[[admin_pb2.EvictResponse], None] | None = None,
     ) -> admin_pb2.EvictResponse:
-        """Drops a prefix and what continues it, a namespace, or everything: exactly one of the three.
+        """Drops a prefix with all blocks behind it (`key`), a namespace, or everything: exactly one of the three.
 
-        What is held or pinned stays and is counted. With `shared` the blocks are deleted from the shared store, too,
-        where other hosts may be using them. `on_progress` is called with what has been done so far, every tenth of a
-        second. A cancelled call leaves what it has not come to. Raises `InvalidArgumentError` for none or several.
+        Held and pinned blocks stay and are counted. With `shared` the blocks are also deleted from the shared store,
+        where other hosts may be using them. `on_progress` is called with the counts so far, every tenth of a second. A
+        cancelled call leaves the blocks that it has not reached. Raises `InvalidArgumentError` for none or several.
         """
         return self._portal.run(
             self._inner.evict(key=key, namespace_id=namespace_id, all=all, shared=shared, on_progress=on_progress)
@@ -599,18 +603,18 @@ class Client(Blocking[AsyncClient]):
         wait_s: float = 0.0,
         on_progress: Callable[[admin_pb2.ResizeTierResponse], None] | None = None,
     ) -> admin_pb2.ResizeTierResponse:
-        """Changes the size of a tier, only the GPU tier for now, while requests run: to as many whole blocks as fit.
+        """Changes the size of a tier while requests run, to as many whole blocks as fit; only of the GPU tier for now.
 
-        When no memory becomes free for `wait_s` (0: the daemon's 60 s), it ends; what is left to do is in `unfinished`.
-        `on_progress` is called with how far it is, every tenth of a second. A cancelled call leaves the tier at the
-        size that it has come to. Raises `InvalidArgumentError` below two blocks, `ExhaustedError` when the device has
-        not so much, `PreconditionError` while another resize or a drain is under way, `UnsupportedError` for
-        another tier or without a model.
+        It ends if no memory becomes free for `wait_s` seconds (0: the daemon's 60 s); `unfinished` in the answer then
+        has the rest. `on_progress` is called with the progress every tenth of a second. A cancelled call leaves the
+        tier at the size that it has reached. Raises `InvalidArgumentError` below two blocks, `ExhaustedError` if the
+        device has less memory, `PreconditionError` during another resize or a drain, `UnsupportedError` for another
+        tier or without a model.
         """
         return self._portal.run(self._inner.resize_tier(tier, nbytes, wait_s=wait_s, on_progress=on_progress))
 
     def tenants(self) -> list[admin_pb2.TenantStats]:
-        """All tenants: what each has and may have. For operators."""
+        """All tenants with their use and their quotas. For operators."""
         return self._portal.run(self._inner.tenants())
 
     def set_tenant(
@@ -620,33 +624,35 @@ class Client(Blocking[AsyncClient]):
         tiers: Mapping[str, tuple[int | None, int | None]] | None = None,
         limits: Mapping[str, float | None] | None = None,
     ) -> admin_pb2.TenantStats:
-        """Changes what a tenant may have until the settings are read again, and returns what it has. For operators.
+        """Changes a tenant's quota until the settings are read again; returns its figures. For operators.
 
         Args:
-            name: of the tenant. tiers: by tier ("gpu", "cpu", "disk") bytes that are guaranteed, and the most; None:
-            as before, -1: no limit. limits: by the limit's name, such as "sessions"; None: no limit.
+            name: the tenant.
+            tiers: (guaranteed bytes, most bytes) by tier ("gpu", "cpu", "disk"); None: as before, -1: no limit.
+            limits: values by the limit's name, such as "sessions"; None: no limit.
 
-        Raises `InvalidArgumentError` for limits that cannot be, and `NotFoundError` for a tenant that is not known.
+        Raises `InvalidArgumentError` for invalid limits, and `NotFoundError` for an unknown tenant.
         """
         return self._portal.run(self._inner.set_tenant(name, tiers=tiers, limits=limits))
 
     def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
-        """Returns when every block has a durable copy on disk. `PreconditionError` without a disk tier."""
+        """Returns when every block has a durable copy on disk. Raises `PreconditionError` without a disk tier."""
         return self._portal.run(self._inner.flush(timeout_s))
 
     def drain(self, *, shutdown: bool = False, timeout_s: float = 3600.0) -> admin_pb2.DrainResponse:
-        """Has the daemon take no new work, finish what runs and write back; with `shutdown` it then ends."""
+        """Drains the daemon: it takes no new work, finishes running work and writes back; with `shutdown` it ends."""
         return self._portal.run(self._inner.drain(shutdown=shutdown, timeout_s=timeout_s))
 
     def verify(self) -> Iterator[admin_pb2.VerifyProgress]:
-        """Has the daemon read everything on disk and compare checksums; the last progress has `done` set.
+        """Makes the daemon read all blocks on disk and compare checksums; the last progress has `done` set.
 
-        Closing the iterator ends it. `PreconditionError` without a disk tier, or when its device fails.
+        Closing the iterator ends the verification. Raises `PreconditionError` without a disk tier, or if its device
+        fails.
         """
         yield from self._portal.each(self._inner.verify())
 
     def check_integrity(self, timeout_s: float = 600.0) -> admin_pb2.CheckIntegrityResponse:
-        """Has the daemon account for every slot, lease and reservation; what does not add up is in `violations`."""
+        """Makes the daemon account for every slot, lease and reservation; `violations` has all contradictions."""
         return self._portal.run(self._inner.check_integrity(timeout_s))
 
     def __enter__(self) -> Self:

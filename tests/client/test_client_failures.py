@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 import time
@@ -239,8 +240,41 @@ async def test_wrong_buffers_and_indexes_are_refused_before_anything_is_asked(
 
 
 @pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda cache: cache.acquire(TOKENS, ttl_s="x"), "ttl_s is 'x'; it must be a number"),
+        (lambda cache: cache.reserve(TOKENS, ttl_s="x"), "ttl_s is 'x'; it must be a number"),
+        (lambda cache: cache.acquire(TOKENS, max_blocks="x"), "max_blocks is 'x'; it must be an integer from 0 to"),
+        (lambda cache: cache.reserve(TOKENS, first_block=-1), "first_block is -1; it must be an integer from 0 to"),
+        (lambda cache: cache.load(TOKENS, bytearray(256), max_blocks=0.5), "max_blocks is 0.5; it must be an integer"),
+        (lambda cache: cache.store(TOKENS, bytes(256), first_block="x"), "first_block is 'x'; it must be an integer"),
+        (lambda cache: cache.acquire(TOKENS, parts=["x"]), "there is no part 'x': the namespace has"),
+    ],
+)
+async def test_a_value_of_the_wrong_type_is_refused_by_name(
+    stand_in: Any, spec: NamespaceSpec, call: Any, says: str
+) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        with pytest.raises(InvalidArgumentError, match=re.escape(says)):
+            await call(cache)
+
+
+async def test_a_lifetime_or_count_of_the_wrong_type_leaves_a_hold_as_it_is(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        async with await cache.reserve(TOKENS) as reservation:
+            before_s = reservation.remaining_s
+            with pytest.raises(InvalidArgumentError, match="ttl_s is 'x'; it must be a number"):
+                await reservation.renew("x")  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match="blocks is 'x'; it must be an integer"):
+                await reservation.commit("x")  # type: ignore[arg-type]
+            assert before_s - 1 < reservation.remaining_s <= before_s
+
+
+@pytest.mark.parametrize(
     ("blocks", "data", "what"),
-    [(2, [bytes(200)], "56 bytes before"), (2, [bytes(300)], "44 bytes more"), (3, [], "3 blocks where 2")],
+    [(2, [bytes(200)], "56 bytes before"), (2, [bytes(300)], "44 bytes more"), (3, [], "3 blocks, of 2 asked for")],
 )
 async def test_a_stream_that_breaks_the_contract_is_an_error(
     stand_in: Any, spec: NamespaceSpec, blocks: int, data: list[bytes], what: str

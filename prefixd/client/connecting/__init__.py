@@ -1,1 +1,1 @@
-"""The way to a daemon: channel, session, credentials, and event loops in threads and after forks."""
+"""Connects to a daemon: channel, session, credentials, and event loops in threads and after forks."""

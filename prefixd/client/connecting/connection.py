@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 _AGREED = "prefixd-agreed"
 _LOST_REASONS = ("Internal error from Core", "Locally cancelled by application!")
-"""gRPC's asyncio client says so where a status came while it sent."""
+"""Texts of gRPC's asyncio client in place of a status that arrived while it was sending."""
 _MAX_BACKOFF_S = 1.0
-_LATE_S = 60.0  # how long after its caller has given up a call for a grant may still be answered
+_LATE_S = 60.0  # time for the answer to a call for a grant after its caller has given up
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -42,17 +42,17 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.lookahead_bytes", 8 << 20),
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name the time that one attempt may take: a daemon that is busy loading a model greets late.
+    # Despite its name, this is the time limit of one attempt: a daemon that is loading a model answers late.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", int(_MAX_BACKOFF_S * 1000)),
-    # Channels of one process otherwise share connections and each other's backoff.
+    # Otherwise channels of one process share connections and backoff.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
 
 
 def default_address() -> str:
-    """Where a daemon with default settings listens; `PREFIXD_SERVER__SOCKET` moves it for both sides."""
+    """The address of a daemon with default settings; `PREFIXD_SERVER__SOCKET` changes it for daemon and clients."""
     configured = os.environ.get("PREFIXD_SERVER__SOCKET")
     if configured:
         return f"unix:{Path(configured).expanduser()}"
@@ -68,7 +68,7 @@ def parse_address(address: str | None) -> str:
         return default_address()
     try:
         address.encode()
-    except UnicodeEncodeError as error:  # Python decodes other bytes of a path into what no text has
+    except UnicodeEncodeError as error:  # Python decodes bytes of a path that are not UTF-8 into surrogates
         raise InvalidArgumentError(
             f"{address!r} is no address: gRPC takes a socket's path in UTF-8 alone; start Python with PYTHONUTF8=1, or "
             "choose a path in ASCII"
@@ -84,7 +84,7 @@ def parse_address(address: str | None) -> str:
 
 
 class Connection:
-    """One channel with the three services on it. It reconnects by itself; failures leave as `ClientError`."""
+    """One channel with the three services. It reconnects by itself and turns failures into `ClientError`."""
 
     def __init__(self, address: str | None, timeout_s: float, credentials: Credentials = Credentials()) -> None:  # noqa: B008
         self.address = parse_address(address)
@@ -93,27 +93,27 @@ class Connection:
         self._closed = False
         self._pid = os.getpid()
         self.tickets_refused = 0
-        """How often a daemon refused our ticket and gave another: as often as one with another key took its place."""
+        """Refused tickets that were replaced: the number of times that a daemon with another key replaced the last."""
         self._default = default_socket() if self.address == f"unix:{default_socket()}" else None
         self._channel = credentials.channel(self.address, _OPTIONS)
         local = self.address.startswith("unix:")
         self._ticket = Ticket(self.address.removeprefix("unix:"), elapsed_s) if local else None
-        base: Any = _ChannelWithMetadata(self._channel, credentials if self._ticket is None else self._ticket)
+        base: Any = _ChannelWithMetadata(self._channel, self._ticket or credentials)
         self.cache: Any = PrefixCacheStub(base)
         self.inference: Any = InferenceStub(base)
         self.admin: Any = AdminStub(base)
 
     async def call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        """One answer to one request."""
-        return await self._admitted(
-            lambda: method(request, timeout=self.timeout_s if timeout_s is None else timeout_s), _finish
+        """Sends one request; returns the answer."""
+        return await self._run_call(
+            lambda: method(request, timeout=self.timeout_s if timeout_s is None else timeout_s), _result
         )
 
     async def upload(self, method: Any, first: Any, rest: Iterable[Any]) -> Any:
-        """One answer to a stream: `first` and, when the daemon has agreed to it, `rest`.
+        """Sends a stream: `first` and, once the daemon has agreed to it, `rest`; returns the answer.
 
-        A refusal that comes while we send is lost: gRPC's asyncio client reports an internal error instead. After what
-        the daemon has agreed to, it is the end of the session or of the daemon: `ServerUnavailable`.
+        A status that arrives while we send is lost: gRPC's asyncio client reports an internal error instead. A daemon
+        that has agreed fails the call only if the session or the daemon ends: then `ServerUnavailable` is raised.
         """
 
         def begin() -> Any:
@@ -138,20 +138,20 @@ class Connection:
                     ) from error
                 raise
 
-        return await self._admitted(begin, finish)
+        return await self._run_call(begin, finish)
 
     async def call_for_grant(self, method: Any, request: Any, give_back: Callable[[Any], Awaitable[None]]) -> Any:
-        """As `call`, for an answer that grants something.
+        """As `call`, for an answer that grants a lease or a reservation.
 
-        For a caller that is cancelled or out of time the call goes on: what it is granted then, `give_back` gets.
-        Otherwise nobody could ever end it.
+        If the caller is cancelled or out of time, the call goes on, and `give_back` is called with its answer. Without
+        that the grant would last until it expires.
         """
         call = asyncio.ensure_future(self.call(method, request, self.timeout_s + _LATE_S))
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await asyncio.shield(call)
         except (TimeoutError, asyncio.CancelledError) as error:
-            late = asyncio.create_task(_end_late(call, give_back))
+            late = asyncio.create_task(_give_back_late(call, give_back))
             self._late.add(late)
             late.add_done_callback(self._late.discard)
             if isinstance(error, TimeoutError):
@@ -159,7 +159,7 @@ class Connection:
             raise
 
     async def stream(self, method: Any, request: Any, timeout_s: float | None = None) -> AsyncGenerator[Any, None]:
-        """The messages that answer one request; closing the iterator cancels the call."""
+        """Sends one request; yields the messages of the answer. Closing the iterator cancels the call."""
         call, message = await self.begin(method, request, timeout_s)
         try:
             while message is not grpc.aio.EOF:
@@ -171,7 +171,7 @@ class Connection:
             call.cancel()
 
     async def begin(self, method: Any, request: Any, timeout_s: float | None = None) -> tuple[Any, Any]:
-        """The call that answers one request with a stream, and its first message; `grpc.aio.EOF` for none."""
+        """Sends one request; returns the call, which answers with a stream, and its first message or `grpc.aio.EOF`."""
 
         async def first(call: Any) -> tuple[Any, Any]:
             try:
@@ -180,37 +180,36 @@ class Connection:
                 call.cancel()
                 raise
 
-        return await self._admitted(lambda: method(request, timeout=timeout_s), first)
+        return await self._run_call(lambda: method(request, timeout=timeout_s), first)
 
-    async def _admitted(self, begin: Callable[[], Any], finish: Callable[[Any], Awaitable[T]]) -> T:
-        """What `finish` makes of the call that `begin` starts. All calls go through here.
+    async def _run_call(self, begin: Callable[[], Any], finish: Callable[[Any], Awaitable[T]]) -> T:
+        """Starts a call with `begin`; returns the result of `finish`. All calls run through this method.
 
-        A daemon that refuses the call's ticket has read nothing of the call. It has another key, for it took the place
-        of the one that signed the ticket: another one is fetched, and the call begun once more.
+        A daemon refuses a ticket that was signed with another key: it has replaced the daemon that signed it. It has
+        read nothing of the call then, so this method fetches another ticket and starts the call once more.
         """
         if os.getpid() != self._pid:
             raise forked_from(self._pid)
         for again in (True, False):
-            await self._wait_out_backoff()
+            await self._prepare_call()
             ticket = self._ticket
-            shown = () if ticket is None else ticket.metadata
+            sent = () if ticket is None else ticket.metadata
             try:
                 return await finish(begin())
             except grpc.aio.AioRpcError as error:
                 refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
-                if again and refused and ticket is not None and await ticket.replace(shown):
+                if again and refused and ticket is not None and await ticket.replace(sent):
                     self.tickets_refused += 1
                     continue
                 raise from_rpc_error(error, self.address) from error
         raise AssertionError("both attempts end by themselves")
 
-    async def _wait_out_backoff(self) -> None:
-        """Before a call: checks whose the default socket is, fetches a ticket where one is needed, and after a failed
-        connection gives the channel its next attempt.
+    async def _prepare_call(self) -> None:
+        """Checks the owner of the default socket, fetches a ticket if one is needed, and waits for the channel's next
+        attempt after a failed connection.
 
-        Without this the first call after a daemon's restart would be refused by the channel without being
-        tried, or share the fate of an attempt that began before the daemon was back. Raises `ClientClosed` where the
-        connection is closed meanwhile.
+        Without the wait, the first call after a daemon's restart would fail without an attempt, or with an attempt that
+        began before the daemon was back. Raises `ClientClosed` if the connection is closed meanwhile.
         """
         if self._default is not None:
             check_default_socket(self._default)
@@ -218,7 +217,7 @@ class Connection:
             await ticket.fetch()
         waiting = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.CONNECTING)
         state = self._channel.get_state(try_to_connect=True)
-        with suppress(TimeoutError, grpc.aio.UsageError):  # the latter of a channel that is closed
+        with suppress(TimeoutError, grpc.aio.UsageError):  # UsageError: the channel was closed
             async with asyncio.timeout(_MAX_BACKOFF_S + 0.2):
                 while state in waiting:
                     await self._channel.wait_for_state_change(state)
@@ -235,26 +234,26 @@ class Connection:
 
 
 class _ChannelWithMetadata:
-    """The part of a channel that stubs use; each call carries the metadata that `shown` has by then."""
+    """The part of a channel that stubs use; adds the present metadata of `source` to each call."""
 
-    def __init__(self, channel: grpc.aio.Channel, shown: Ticket | Credentials) -> None:
+    def __init__(self, channel: grpc.aio.Channel, source: Ticket | Credentials) -> None:
         self._channel = channel
-        self._shown = shown
+        self._source = source
 
     def __getattr__(self, kind: str) -> Any:
         make = getattr(self._channel, kind)  # unary_unary and the like
 
         def method(*arguments: Any, **options: Any) -> Any:
             call = make(*arguments, **options)
-            return lambda request, **how: call(request, metadata=self._shown.metadata, **how)
+            return lambda request, **how: call(request, metadata=self._source.metadata, **how)
 
         return method
 
 
-async def _finish(call: Any) -> Any:
+async def _result(call: Any) -> Any:
     return await call
 
 
-async def _end_late(call: asyncio.Future[Any], give_back: Callable[[Any], Awaitable[None]]) -> None:
-    with suppress(ClientError):  # then nothing was granted, or it has ended with its session
+async def _give_back_late(call: asyncio.Future[Any], give_back: Callable[[Any], Awaitable[None]]) -> None:
+    with suppress(ClientError):  # nothing was granted, or the grant has ended with its session
         await give_back(await call)

@@ -1,4 +1,4 @@
-"""What a client shows to a daemon on another host, and by what it knows that daemon."""
+"""Credentials of a client: tickets for a unix socket; certificates and a token for another host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import grpc
 from prefixd.client.errors import InvalidArgumentError
 
 DOOR_SUFFIX = "-memory"
-"""Beside the daemon's socket lies its local door, under the socket's name and this."""
-_FRESH_S = 3600.0  # a ticket is good for a day
+"""The name of the daemon's local door is the name of its socket and this suffix."""
+_FRESH_S = 3600.0  # a ticket is valid for a day
 _FETCH_S = 5.0
 _ANSWER_LIMIT = 4096
 
@@ -25,10 +25,10 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class Ticket:
-    """Fetched before the first call, again once an hour, and when a daemon refuses it.
+    """A ticket from the daemon's local door. It is fetched before the first call, once an hour, and after a refusal.
 
-    Where there is no door (the socket alone was mounted into a container), calls go without one, and the daemon takes
-    us for a client of its default tenant, if it lets us in at all.
+    Without a door (only the socket was mounted into a container) calls have no ticket; the daemon treats the client as
+    one of its default tenant, or refuses it.
 
     Args:
         socket: path of the daemon's unix socket.
@@ -39,20 +39,21 @@ class Ticket:
         self._door = socket + DOOR_SUFFIX
         self._clock = clock
         self.metadata: Metadata = ()
-        """What a call carries."""
+        """The metadata of a call."""
         self.fresh_until_s = 0.0
-        """When it has to be fetched again, by the clock."""
+        """Time of the next fetch, by the clock."""
         self._fetching = asyncio.Lock()
 
     async def fetch(self) -> None:
-        """Fetches it, unless it is fresh or there is nobody to ask."""
+        """Fetches the ticket unless it is fresh. Without a door it stays as it is."""
         async with self._fetching:
             if self._clock() >= self.fresh_until_s:
                 await self._fetch()
 
     async def replace(self, refused: Metadata) -> bool:
-        """The daemon refused a call that carried `refused`: it has another key than the one that signed it. Fetches
-        another ticket, once for all calls that were refused together; False where there is none to be had.
+        """Fetches another ticket after the daemon has refused a call with `refused`; False if there is none.
+
+        Calls that were refused together share one fetch.
         """
         async with self._fetching:
             if self.metadata == refused:
@@ -75,24 +76,24 @@ class Ticket:
             writer.close()
         try:
             said = json.loads(answer)
-        except ValueError:  # a daemon that knows no tickets hangs up
+        except ValueError:  # a daemon without tickets hangs up
             return ""
         return str(said.get("ticket", "")) if isinstance(said, dict) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """For connections to `host:port`. At a unix socket a client shows a ticket instead, see `Ticket`.
+    """Credentials for `host:port`. At a unix socket a client sends a `Ticket` instead.
 
     Args:
-        tls_ca: file of the authorities, PEM, one of which signed the daemon's certificate. Without it the connection is
-            plain TCP: what travels, the token too, can be read and changed on the way.
-        tls_cert: file of our own certificate, PEM, for a daemon with `server.tls_client_ca`.
-        tls_key: file of its key.
+        tls_ca: file of authorities, PEM, one of which signed the daemon's certificate. Without it the connection is
+            plain TCP: others can read and change the traffic on the way, also the token.
+        tls_cert: file of the client's certificate, PEM, for a daemon with `server.tls_client_ca`.
+        tls_key: file of the certificate's key.
         token: for a daemon with `server.tokens`.
 
     Raises:
-        InvalidArgumentError: they do not go together, or the token is none.
+        InvalidArgumentError: some of them are missing, or the token has other characters than visible ASCII.
     """
 
     tls_ca: str | os.PathLike[str] | None = None
@@ -109,14 +110,14 @@ class Credentials:
             raise InvalidArgumentError("the token has characters that are not visible ASCII; give the token alone")
 
     def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel to `address`. Raises InvalidArgumentError for a file that cannot be used."""
+        """Makes a channel to `address`. Raises InvalidArgumentError for a file that cannot be used."""
         if address.startswith("unix:") or self.tls_ca is None:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._tls(), options=options)
 
     @property
     def metadata(self) -> Metadata:
-        """What each call carries: the token where there is one."""
+        """The metadata of each call: the token, if there is one."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def _tls(self) -> grpc.ChannelCredentials:
@@ -126,7 +127,7 @@ class Credentials:
             None if path is None else _read(name, Path(path))
             for name, path in (("tls_ca", self.tls_ca), ("tls_key", self.tls_key), ("tls_cert", self.tls_cert))
         ]
-        # gRPC itself would try again and again with files that are no good, and say little.
+        # gRPC itself would retry without end with a wrong file, and would not report the cause.
         try:
             check = ssl.create_default_context(cafile=self.tls_ca)
             if self.tls_cert is not None:

@@ -1,9 +1,9 @@
-"""Whether the default socket can be this user's daemon: else somebody could collect prompts and hand out bytes.
+"""Checks that no other user can have made the default socket: such a user could read prompts and serve wrong bytes.
 
-The default path can be guessed, and lies in /tmp where XDG_RUNTIME_DIR is not set: whoever makes the directory first
-has it. So a client goes there only where the directory and the socket are this user's or root's, and nobody else can
-put others in their place. A path that was given, as an argument or by PREFIXD_SERVER__SOCKET, is not checked: the
-daemon may be another user's, and who gives the path knows whose.
+Another user can guess the default path, and can make the directory first if it lies in /tmp (without XDG_RUNTIME_DIR).
+So a client connects there only if the directory and the socket belong to this user or to root, and no other user can
+replace them. A path that the caller gives, as an argument or by PREFIXD_SERVER__SOCKET, is not checked: the daemon may
+belong to another user then.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _OTHERS_WRITE = 0o022
 
 
 def check_default_socket(path: Path) -> None:
-    """Raises an error unless this user can trust the socket at the default `path`.
+    """Checks that this user can trust the socket at the default `path`.
 
     Raises:
         ServerUnavailable: there is no such directory.
-        SocketUntrusted: it, or the socket in it, is or may become another user's.
+        SocketUntrusted: the directory, or the socket in it, belongs to another user, or another user can replace it.
     """
     folder = path.parent
     try:
         around, found = folder.parent.stat(), folder.lstat()
-    except OSError as error:  # it must not be reached later either, when somebody may have made it
+    except OSError as error:  # gRPC must not connect later either: another user may make the directory meanwhile
         raise ServerUnavailable(f"no answer from the daemon at unix:{path}: {error.strerror}") from error
     if not stat.S_ISDIR(found.st_mode):
         raise _untrusted(path, f"{folder} is no directory but was put there by user {found.st_uid}")
@@ -38,16 +38,16 @@ def check_default_socket(path: Path) -> None:
         raise _untrusted(path, f"other users can replace {folder}, as they can write to the directory around it")
     try:
         found = path.lstat()
-    except FileNotFoundError:  # in a directory that is ours
+    except FileNotFoundError:  # only this user can make it
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise _untrusted(path, f"{path} is no socket")
     _check_owner(path, path, found)
 
 
-def _check_owner(path: Path, what: Path, found: os.stat_result) -> None:
+def _check_owner(path: Path, checked: Path, found: os.stat_result) -> None:
     if found.st_uid not in (0, os.getuid()):
-        raise _untrusted(path, f"{what} belongs to user {found.st_uid}, and this process to user {os.getuid()}")
+        raise _untrusted(path, f"{checked} belongs to user {found.st_uid}, and this process to user {os.getuid()}")
 
 
 def _untrusted(path: Path, why: str) -> SocketUntrusted:

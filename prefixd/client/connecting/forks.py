@@ -1,13 +1,14 @@
 """Forked processes: gRPC's asyncio client does not survive a fork while it is in use.
 
     parent has an open client, forks   the child has gRPC's state without its threads: calls hang, no client works there
-    parent has made none yet           the child makes clients of its own
-    spawned processes                  as any other
+    parent has made none yet           the child can make clients of its own
+    spawned processes                  can make clients
 
-So what a fork finds is noted, and a client that cannot work says so as it is made. gRPC's own handlers for forks, which
-are for its other clients, start its threads again in the child: in one of three children they end it by SIGSEGV, though
-it makes no call (grpc 1.76). They are off where this package is the first to import gRPC and
-`GRPC_ENABLE_FORK_SUPPORT` says nothing else.
+So each fork records whether gRPC was in use, and the constructor of a client that could not work raises an error.
+
+gRPC's own fork handlers, which its other clients need, start its threads again in the child. One of three children dies
+from that by SIGSEGV, even if it makes no call (grpc 1.76). This package switches the handlers off, unless gRPC was
+imported before or `GRPC_ENABLE_FORK_SUPPORT` is set.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ REMEDY = (
     "client is made"
 )
 _POLLER = "_poll_wrapper"
-"""In the name of the thread that serves all event loops of a process while gRPC's asyncio client is in use."""
+"""Part of the name of the thread that serves all event loops of a process while gRPC's asyncio client is in use."""
 
 
 class _Fork:
-    """What the forks that led to this process found. A fork's child keeps what its parent found just before."""
+    """Records whether gRPC was in use at a fork that led to this process; children inherit the record."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -54,11 +55,11 @@ os.register_at_fork(before=_fork.before, after_in_child=_fork.in_child)
 
 
 def check_not_forked() -> None:
-    """Raises `ForkedProcess` where no client can work: gRPC was in use when this process was forked."""
+    """Raises `ForkedProcess` if gRPC was in use when this process was forked: no client can work then."""
     if _fork.broken:
         raise ForkedProcess(f"no client works in this process: gRPC was in use when it was forked; {REMEDY}")
 
 
 def forked_from(pid: int) -> ForkedProcess:
-    """The error of a client that was made in process `pid` and is used in another one."""
+    """The error for a client that was made in process `pid` and is used in another one."""
     return ForkedProcess(f"the client was made in process {pid}, before this one was forked; {REMEDY}")

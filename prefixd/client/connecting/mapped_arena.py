@@ -20,11 +20,11 @@ _ANSWER_LIMIT = 4096
 class Arena:
     """A mapping of the arena; blocks are at the byte offsets that leases and reservations name.
 
-    `address` and `nbytes` are what `cudaHostRegister` needs of an engine that copies from here to its GPU.
+    An engine that copies from here to its GPU registers `address` and `nbytes` with `cudaHostRegister`.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Maps `nbytes` of `fd`, which stays the caller's to close. Raises `MemoryUnavailable`."""
+        """Maps `nbytes` of `fd`, which the caller closes. Raises `MemoryUnavailable`."""
         size = os.fstat(fd).st_size
         if not 0 < nbytes <= size:
             raise MemoryUnavailable(f"the daemon announces an arena of {nbytes} bytes and hands over one of {size}")
@@ -48,20 +48,19 @@ class Arena:
         return self._bytes[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Gives the mapping up. Where someone still holds a view, it goes with the last view."""
+        """Unmaps the memory, at once or with the last view of it."""
         self._bytes = None
         if self._map is not None:
-            # A view that is alive keeps the mapping; unmapping under it would crash its holder.
+            # BufferError: a view is alive. Reading it would crash the process if the memory were unmapped now.
             with suppress(BufferError):
                 self._map.close()
             self._map = None
 
 
 def fetch_arena(door: str, session_id: str, timeout_s: float) -> Arena:
-    """Asks the daemon's memory socket at path `door` for the arena and maps it. Blocks: call it from a
-    thread.
+    """Asks the daemon's memory socket at path `door` for the arena and maps it. It blocks: call it in a thread.
 
-    Raises `MemoryUnavailable` when the socket cannot be reached or the daemon refuses.
+    Raises `MemoryUnavailable` if the socket cannot be reached or the daemon refuses.
     """
     descriptors: list[int] = []
     try:
@@ -88,15 +87,15 @@ def fetch_arena(door: str, session_id: str, timeout_s: float) -> Arena:
 
 
 def _send_line(connection: socket.socket, session_id: str) -> None:
-    """Sends the session's id, with a descriptor of this process.
+    """Sends the session's id, with a descriptor of this process (pidfd).
 
-    The daemon waits for our end before it gives slots that we may still write into to others, and a kernel before 6.5
-    does not tell it who we are in a PID namespace of our own.
+    The daemon reuses slots that this process may still write into only after the process has ended, so it watches the
+    process. A kernel before 6.5 does not identify a process in another PID namespace; the descriptor does.
     """
     line = session_id.encode() + b"\n"
     try:
         pidfd = os.pidfd_open(os.getpid())
-    except OSError:  # Linux before 5.3, or a seccomp profile: the daemon may still see us by our number
+    except OSError:  # Linux before 5.3, or a seccomp profile: the daemon may still find this process by its pid
         connection.sendall(line)
         return
     try:

@@ -1,4 +1,4 @@
-"""An event loop in a thread, for callers that have none."""
+"""An event loop in a thread, for callers without one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class Portal:
-    """Runs coroutines in its own thread's event loop. Usable from several threads at once, in the process it is of.
+    """Runs coroutines in the event loop of its own thread. Several threads of its process may use it at once.
 
-    Raises ExhaustedError when the system gives no thread.
+    Raises ExhaustedError if the system gives no thread.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Portal:
         self._pid = os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. An interrupt here cancels it there. Raises `ClientClosed` after `stop`."""
+        """Runs `work` and returns its result; an interrupt cancels `work`. Raises `ClientClosed` after `stop`."""
         future = self.start(work)
         try:
             return future.result()
@@ -48,7 +48,7 @@ class Portal:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Has `work` done, and does not wait for it. Raises `ClientClosed` after `stop`, `ForkedProcess` in a child."""
+        """Starts `work` without waiting. Raises `ClientClosed` after `stop`, `ForkedProcess` in a forked child."""
         if os.getpid() != self._pid:
             work.close()
             raise forked_from(self._pid)
@@ -59,7 +59,7 @@ class Portal:
             raise ClientClosed("the client is closed") from error
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Waits for `work`, unless this is the portal's own thread, where garbage collection may end an iterator."""
+        """Runs `work`. In the portal's own thread, where garbage collection may end an iterator, it does not wait."""
         if threading.current_thread() is self._thread:
             self._endings.add(ending := self._loop.create_task(work))
             ending.add_done_callback(self._endings.discard)
@@ -67,7 +67,7 @@ class Portal:
             self.run(work)
 
     def each(self, answers: AsyncGenerator[T, None]) -> Iterator[T]:
-        """What an asynchronous generator yields, one by one; it ends when the iterator is closed."""
+        """Yields the items of an asynchronous generator; closing the iterator closes the generator."""
 
         async def following() -> T | None:
             return await anext(answers, None)
@@ -84,7 +84,7 @@ class Portal:
                 self.finish(close())
 
     def stop(self) -> None:
-        """Cancels what runs and ends the thread; a second call does nothing."""
+        """Cancels all running work and ends the thread; a second call does nothing."""
         if self._loop.is_closed() or os.getpid() != self._pid:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -104,7 +104,7 @@ class Portal:
 
 
 class Blocking(Generic[T]):
-    """An object that blocks: its calls run those of an asynchronous one in the portal."""
+    """The base of blocking classes: they run the calls of an asynchronous object in a portal."""
 
     def __init__(self, inner: T, portal: Portal) -> None:
         self._inner = inner
@@ -112,8 +112,8 @@ class Blocking(Generic[T]):
 
 
 def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio has one wake-up pipe for the event loops of all threads; the loop that comes second finds it
-    # empty. See https://github.com/grpc/grpc/issues/25364; nothing is lost.
+    # grpc.aio has one wake-up pipe for the event loops of all threads. The loop that reads it second finds it empty and
+    # loses nothing (https://github.com/grpc/grpc/issues/25364).
     if isinstance(context.get("exception"), BlockingIOError):
         return
     loop.default_exception_handler(context)

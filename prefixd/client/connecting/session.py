@@ -1,4 +1,4 @@
-"""A session: the stream whose end is this client's death to the daemon, and what hangs on it."""
+"""A session: a stream to the daemon. When the stream ends, the daemon ends the client's leases and reservations."""
 
 from __future__ import annotations
 
@@ -27,31 +27,30 @@ MemoryMode: TypeAlias = Literal["auto", "shared", "streamed"]
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """A session was opened in place of one that is over.
+    """A session was opened to replace one that has ended.
 
     Attributes:
-        lost_because: how the last one ended.
-        other_data: the daemon refused our ticket since the last one was opened: it has another data directory.
+        lost_because: why the last session ended.
+        other_data: the daemon has refused our ticket since the last session was opened: it has another data directory.
     """
 
     lost_because: str
     other_data: bool
 
     def __str__(self) -> str:
-        """One line for a log."""
         if self.other_data:
-            return "it was replaced by a daemon with another data directory, which has nothing of what was cached"
+            return "it was replaced by a daemon with another data directory, which has none of the cached blocks"
         return self.lost_because
 
 
 class Holder(Protocol):
-    """A lease or reservation that must hear of its session's end."""
+    """A lease or reservation, which a session informs of its end."""
 
     def on_session_lost(self, reason: str) -> None:
-        """The session is gone; so is the right to read or fill."""
+        """The session has ended: the holder must not read or fill blocks any more."""
 
     async def before_close(self) -> None:
-        """The session has been lost on purpose; what the daemon has to be told in it can be told now."""
+        """The client is being closed, after `on_session_lost`; the holder can still call the daemon in the session."""
 
 
 class Session:
@@ -61,10 +60,7 @@ class Session:
         self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, connection: Connection
     ) -> None:
         self.session_id = opened.session_id
-        self.server_version = opened.server_version
         self.default_ttl_s = opened.default_ttl_s
-        self.max_ttl_s = opened.max_ttl_s
-        self.tenant = opened.tenant
         self.arena_bytes = opened.arena_bytes
         self.arena = arena
         self.draining = False
@@ -76,9 +72,9 @@ class Session:
 
     @classmethod
     async def open(cls, connection: Connection, name: str, memory: MemoryMode) -> Session:
-        """Opens a session and maps the arena as `memory` says.
+        """Opens a session and maps the arena, depending on `memory`.
 
-        Raises `ServerUnavailable`, or `MemoryUnavailable` when shared memory is demanded and cannot be had.
+        Raises `ServerUnavailable`, or `MemoryUnavailable` if `memory` is "shared" and the arena cannot be mapped.
         """
         request = cache_pb2.OpenSessionRequest(client_name=name, pid=os.getpid(), reopens_namespaces=True)
         late = f"the daemon at {connection.address} opened no session within {connection.timeout_s:g} s"
@@ -96,19 +92,19 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """Whether the daemon still honours what this session holds, as far as is known here."""
+        """True until the end of the session is known here."""
         return self.lost_because is None
 
     def add(self, holder: Holder) -> None:
-        """Tells `holder` when the session ends."""
+        """Informs `holder` when the session ends."""
         self._holders.add(holder)
 
     def discard(self, holder: Holder) -> None:
-        """`holder` has ended by itself."""
+        """Forgets a holder that has ended before the session."""
         self._holders.discard(holder)
 
     def disown(self, reason: str) -> None:
-        """The daemon does not know the session: its end is certain before its stream has told of it."""
+        """Ends a session that the daemon does not know, before its stream reports the end."""
         self._lose(reason)
         self._stream.cancel()
 
@@ -166,11 +162,11 @@ async def _map_arena(opened: cache_pb2.SessionOpened, memory: MemoryMode, timeou
     try:
         return await asyncio.to_thread(fetch_arena, opened.memory_socket, opened.session_id, timeout_s)
     except (MemoryUnavailable, RuntimeError) as error:
-        # Another mount or user namespace, or no thread to ask in: the same bytes can still be streamed.
+        # Another mount or user namespace, or no thread for the call: bytes can still be streamed.
         why = str(error)
         if isinstance(error, RuntimeError):
             why = f"the arena cannot be fetched ({error}); raise the limit of processes (`ulimit -u`)"
         if memory == "shared":
             raise MemoryUnavailable(why) from error
-        log.warning("prefixd: bytes are streamed, which is slower, since the daemon's memory cannot be had: %s", why)
+        log.warning("prefixd: bytes are streamed, which is slower: the daemon's memory cannot be mapped: %s", why)
         return None

@@ -1,1 +1,1 @@
-"""The daemon's arena as this process sees it: buffers, copies, leases and reservations."""
+"""Access to the daemon's arena: buffers, copies, leases and reservations; and streams, for clients without it."""

@@ -1,4 +1,4 @@
-"""A caller's buffers as blocks and parts, and the copies between them and the arena."""
+"""Divides a caller's buffers into blocks and parts, and lists the copies between them and the arena."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Buffer: TypeAlias = Any
 """Anything contiguous with the buffer protocol: bytes, bytearray, memoryview, numpy array."""
 
 NO_OFFSET = 2**64 - 1
-"""Stands for the offset of a part that a prefix of this length does not need."""
+"""The offset of a part that a prefix of this length does not need."""
 
 RUN_BYTES = 32 << 20
-"""Neighbouring parts are copied together up to this size, so that an expired lease is noticed in time."""
+"""Neighbouring parts are copied together up to this size. The lease is checked before each copy, so an expired lease is
+noticed in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,16 @@ class CopyRun:
 class BlockBuffers:
     """One buffer with whole blocks one after the other, or one buffer per part.
 
-    In the first form the parts of a block follow each other; in the second, buffer `p` has part `p` of every
-    block.
+    In the first form the parts of a block follow each other; in the second, buffer `p` has part `p` of every block.
     """
 
     def __init__(self, buffers: Buffer, part_bytes: Sequence[int], blocks: int, *, writable: bool) -> None:
-        """`buffers` for at least (`writable`) or exactly (to read from) `blocks` blocks.
+        """Checks that `buffers` have room for `blocks` blocks (`writable`), or have exactly their bytes.
 
-        Raises `BufferSizeError` naming both sizes, `InvalidArgumentError` for what is no usable buffer.
+        Raises `BufferSizeError`, which names both sizes, `InvalidArgumentError` for an unusable buffer.
         """
         self._part_bytes = tuple(part_bytes)
-        self.block_bytes = sum(part_bytes)
-        """Bytes of a block, the chosen parts together."""
+        block_bytes = sum(part_bytes)
         separate = isinstance(buffers, list | tuple)
         if separate and len(buffers) != len(self._part_bytes):
             raise BufferSizeError(
@@ -52,7 +51,7 @@ class BlockBuffers:
                 "give one buffer per part, or one buffer for whole blocks"
             )
         arrays = [_as_bytes(b, writable) for b in (buffers if separate else [buffers])]
-        strides = self._part_bytes if separate else (self.block_bytes,)
+        strides = self._part_bytes if separate else (block_bytes,)
         for array, stride in zip(arrays, strides, strict=True):
             need = blocks * stride
             if array.nbytes < need or (not writable and array.nbytes != need):
@@ -64,7 +63,7 @@ class BlockBuffers:
         """(buffer, offset of the part in the first block, bytes from block to block) of each part."""
         start = 0
         for index, nbytes in enumerate(self._part_bytes):
-            self._starts.append((index, 0, nbytes) if separate else (0, start, self.block_bytes))
+            self._starts.append((index, 0, nbytes) if separate else (0, start, block_bytes))
             start += nbytes
 
     def part(self, block: int, part: int) -> Bytes:
@@ -74,7 +73,7 @@ class BlockBuffers:
         return self._arrays[buffer][begin : begin + self._part_bytes[part]]
 
     def runs(self, offsets: Sequence[int], first: int, blocks: int) -> Iterator[CopyRun]:
-        """The copies for buffer blocks `first` onwards, whose parts are at `offsets` in the arena (block-major).
+        """Yields the copies of the blocks `first` onwards, whose parts have `offsets` in the arena, block-major.
 
         Parts at `NO_OFFSET` are left out.
         """
@@ -99,7 +98,7 @@ class BlockBuffers:
             yield CopyRun(off, self._arrays[b][at : at + n])
 
     def pieces(self, first: int, blocks: int, piece_bytes: int) -> Iterator[Bytes]:
-        """Blocks `first` onwards in the order of the wire, in pieces of at most `piece_bytes`."""
+        """Yields blocks `first` onwards, in the order of the stream, in pieces of at most `piece_bytes`."""
         for block in range(first, first + blocks):
             for part in range(len(self._part_bytes)):
                 data = self.part(block, part)
@@ -107,9 +106,9 @@ class BlockBuffers:
                     yield data[begin : begin + piece_bytes]
 
     def messages(self, first: int, blocks: int, piece_bytes: int, joined_bytes: int) -> Iterator[bytes]:
-        """Copies of the same pieces, several together while they have at most `joined_bytes`.
+        """Yields copies of the same pieces; joins small ones up to `joined_bytes`.
 
-        A message takes a tenth of a millisecond of the daemon's event loop, however small it is.
+        Any message takes a tenth of a millisecond of the daemon's event loop, also a small one.
         """
         held: list[memoryview] = []
         room = joined_bytes
@@ -124,17 +123,17 @@ class BlockBuffers:
 
 
 class StreamSink:
-    """Fills `blocks` blocks of `buffers`, from block `first` on, with the bytes of a stream, whatever its pieces.
+    """Fills `blocks` blocks of `buffers`, from block `first` on, with the bytes of a stream in pieces of any size.
 
-    `sent` says which parts the stream has: a byte for each, block-major, 0 for one that is left out; empty for all.
-    Raises `ServerError` when that does not fit the blocks.
+    `sent` has a byte for each part, block-major: 0 if the stream leaves the part out. It is empty if the stream has all
+    parts. Raises `ServerError` if it has another number of parts than the blocks.
     """
 
     def __init__(self, buffers: BlockBuffers, first: int, blocks: int, sent: bytes = b"") -> None:
         targets = list(buffers.pieces(first, blocks, 1 << 62))
         if sent and len(sent) != len(targets):
             raise ServerError(
-                f"the daemon says of {len(sent)} parts whether it sends them, where there are {len(targets)}"
+                f"the daemon reports for {len(sent)} parts whether it sends them, and the blocks have {len(targets)}"
             )
         if sent:
             targets = [target for target, is_sent in zip(targets, sent, strict=True) if is_sent]
@@ -143,7 +142,7 @@ class StreamSink:
         self._target: Bytes = np.empty(0, np.uint8)
 
     def write(self, data: bytes) -> None:
-        """Takes the next bytes. Raises `ServerError` when there are more than the blocks hold."""
+        """Writes the next bytes. Raises `ServerError` if there are more than the blocks hold."""
         source = np.frombuffer(data, np.uint8)
         if source.nbytes > self.missing_bytes:
             raise ServerError(f"the stream has {source.nbytes - self.missing_bytes} bytes more than its blocks hold")

@@ -1,4 +1,4 @@
-"""Copies in threads that never outlive the right to make them."""
+"""Copies in threads; each copy ends before the caller goes on, so none runs after its lease was released."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _INLINE_BYTES = 64 << 10
 
 
 class Copier:
-    """Copies on `threads` threads, off the event loop. numpy gives up the GIL while it copies.
+    """Copies in `threads` threads beside the event loop; numpy releases the GIL while it copies.
 
-    While the system gives this process no threads, copies are made on the event loop.
+    If the system gives this process no threads, it copies on the event loop.
     """
 
     def __init__(self, threads: int) -> None:
@@ -29,20 +29,20 @@ class Copier:
         self._executor: ThreadPoolExecutor | None = None  # from the first copy that needs it
 
     async def copy(self, pairs: Sequence[CopyPair], check: Callable[[], None]) -> None:
-        """Copies every pair, calling `check` before each; `check` raises when the copy may no longer be made.
+        """Copies every pair; calls `check` before each, which raises if the copy is no longer allowed.
 
-        When the caller is cancelled, the copies under way are finished first: afterwards the daemon may give
-        the same bytes of the arena to someone else.
+        If the caller is cancelled, it waits for the copies under way: after that the daemon may give these bytes of the
+        arena to another client.
         """
         if sum(source.nbytes for _, source in pairs) <= _INLINE_BYTES:
             _copy_all(pairs, check)
             return
         loop = asyncio.get_running_loop()
-        self._executor = self._executor or _started(self._threads)
+        self._executor = self._executor or _start_threads(self._threads)
         if self._executor is None:
             _copy_all(pairs, check)
             return
-        shares = _shares(pairs, self._threads)
+        shares = _split(pairs, self._threads)
         copies = [loop.run_in_executor(self._executor, _copy_all, share, check) for share in shares]
         cancelled: asyncio.CancelledError | None = None
         pending: set[asyncio.Future[None]] = set(copies)
@@ -63,10 +63,10 @@ class Copier:
             self._executor.shutdown(wait=False)
 
 
-def _started(threads: int) -> ThreadPoolExecutor | None:
-    """A pool whose threads all run; None while the system gives none.
+def _start_threads(threads: int) -> ThreadPoolExecutor | None:
+    """Returns a pool with all its threads running; None if the system gives no threads.
 
-    A pool that cannot start a thread for a job keeps the job all the same: it would copy later, without the right to.
+    A pool that cannot start a thread for a job keeps the job, and would copy later, when it is no longer allowed.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix="prefixd-copy")
     meeting = threading.Barrier(threads + 1)
@@ -87,8 +87,8 @@ def _copy_all(pairs: Sequence[CopyPair], check: Callable[[], None]) -> None:
         np.copyto(destination, source)
 
 
-def _shares(pairs: Sequence[CopyPair], threads: int) -> list[Sequence[CopyPair]]:
-    """`pairs` in at most `threads` shares of about the same number of bytes; large pairs are split."""
+def _split(pairs: Sequence[CopyPair], threads: int) -> list[Sequence[CopyPair]]:
+    """Splits `pairs` into at most `threads` shares of about the same number of bytes; splits large pairs too."""
     if threads == 1:
         return [pairs]
     target = -(-sum(source.nbytes for _, source in pairs) // threads)

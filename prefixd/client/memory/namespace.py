@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol, TypeVar
 
 from prefixd.client.connecting.connection import Connection
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class SessionSource(Protocol):
-    """Where a namespace gets its connection and its session from: the client."""
+    """The part of the client that namespaces, leases and reservations use."""
 
     copier: Copier
     clock: Callable[[], float]
@@ -34,12 +35,12 @@ class SessionSource(Protocol):
         """The gRPC channel and its stubs."""
 
     async def session(self) -> Session:
-        """The open session; a new one when the last has ended."""
+        """Returns the open session; opens a new one if the last has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response, the session it belongs to, and the client's clock before the question left."""
+    """A response, its session, and the client's clock before the request was sent."""
 
     session: Session
     response: Any
@@ -47,7 +48,7 @@ class Answer:
 
 
 class RegisteredNamespace:
-    """Asks the daemon about one namespace, in whatever session is open."""
+    """Calls the daemon for one namespace, in the open session; registers the namespace in each new session."""
 
     def __init__(self, client: SessionSource, spec: NamespaceSpec) -> None:
         self.client = client
@@ -56,7 +57,7 @@ class RegisteredNamespace:
         self._registered_in: Session | None = None
 
     async def ready(self) -> Session:
-        """An open session in which the namespace is registered."""
+        """Returns an open session in which the namespace is registered."""
 
         async def itself(session: Session) -> Session:
             return session
@@ -64,10 +65,10 @@ class RegisteredNamespace:
         return await self.in_session(itself)
 
     async def in_session(self, attempt: Callable[[Session], Awaitable[T]]) -> T:
-        """What `attempt` comes to in an open session in which the namespace is registered.
+        """Runs `attempt` in an open session in which the namespace is registered; returns its result.
 
-        A daemon that does not know the session was restarted meanwhile, at any moment since it was opened: then once
-        more in a new one. Raises `ServerUnavailable` when that is not known any more either.
+        If the daemon does not know the session, because it was restarted, runs it once more in a new session. Raises
+        `ServerUnavailable` if the daemon does not know that one either.
         """
         for again in (True, False):
             session = await self.client.session()
@@ -80,7 +81,7 @@ class RegisteredNamespace:
         raise AssertionError("both attempts end by themselves")
 
     async def _attempt_in(self, session: Session, attempt: Callable[[Session], Awaitable[T]]) -> T:
-        """What `attempt` comes to; once more where the daemon has closed the namespace to make room for others."""
+        """Runs `attempt`; runs it once more if the daemon has closed the namespace to make room for others."""
         await self._register_in(session)
         try:
             return await attempt(session)
@@ -109,13 +110,13 @@ class RegisteredNamespace:
         nothing: Callable[[], Any],
         grant_id: Callable[[Any], str] | None = None,
     ) -> Answer:
-        """The answer of the RPC `method`, with the prompt, the session and the namespace set in `request`.
+        """Calls the RPC `method` with the prompt, the session and the namespace set in `request`; returns the answer.
 
-        A prompt without a token has no blocks: the daemon is not asked, `nothing` makes the answer.
+        For a prompt without tokens, which has no blocks, the answer is `nothing()`, without a call.
 
-        `grant_id` finds in the answer the id of the lease or reservation that it grants: such an answer is not
-        lost with a caller that is cancelled, but given back. Raises `MemoryUnavailable` when the bytes of such a
-        grant would have to be streamed.
+        `grant_id` returns the id of the lease or reservation in a response; if the caller is cancelled, the grant is
+        released. Raises `MemoryUnavailable` if a lease or reservation is asked for and this client does not map the
+        daemon's memory.
         """
 
         async def attempt(session: Session) -> Answer:
@@ -141,12 +142,12 @@ class RegisteredNamespace:
         return await self.in_session(attempt)
 
     async def persist(self, prompt: bytes) -> int:
-        """Returns when the cached prefix of `prompt` is on disk: its length in blocks."""
+        """Waits until the cached prefix of `prompt` is on disk; returns its length in blocks."""
         answer = await self.ask("Persist", cache_pb2.PersistRequest(), prompt, nothing=cache_pb2.PersistResponse)
         return int(answer.response.blocks)
 
     async def try_to_retain(self, prompt: bytes, retention: Sequence[Retention]) -> str:
-        """`retain`, if anything is wished for; returns why it was refused, empty if it was not."""
+        """As `retain`, if `retention` is not empty; returns why the daemon refused it, or an empty text."""
         if retention:
             try:
                 await self.retain(prompt, retention)
@@ -155,21 +156,23 @@ class RegisteredNamespace:
         return ""
 
     async def retain(self, prompt: bytes, retention: Sequence[Retention]) -> int:
-        """Gives the cached blocks of `prompt` priorities; how many have one other than 0 then."""
+        """Gives priorities to the cached blocks of `prompt`; returns the number of blocks with another one than 0."""
         request = cache_pb2.RetainRequest(retention=retention_to_proto(retention))
         answer = await self.ask("Retain", request, prompt, nothing=cache_pb2.RetainResponse)
         return int(answer.response.blocks)
 
     def full_blocks(self, prompt: bytes) -> int:
-        """Full blocks of a prompt given as little-endian uint32 token ids."""
+        """Number of full blocks of a prompt, given as little-endian uint32 token ids."""
         return len(prompt) // (4 * self.spec.block_tokens)
 
     def part_bytes(self, parts: Sequence[int] | None) -> tuple[int, ...]:
-        """Bytes of each of `parts` (None: all) in a block. Raises `InvalidArgumentError` for others."""
+        """Bytes in a block of each of `parts` (None: all). Raises `InvalidArgumentError` for an unknown part."""
         known = self.spec.parts
         if not parts:
             return tuple(part.nbytes for part in known)
         for index in parts:
-            if not 0 <= index < len(known):
-                raise InvalidArgumentError(f"there is no part {index}: the namespace has {len(known)} parts")
+            if not isinstance(index, Integral) or not 0 <= index < len(known):
+                raise InvalidArgumentError(
+                    f"there is no part {index!r}: the namespace has the parts 0 to {len(known) - 1}"
+                )
         return tuple(known[index].nbytes for index in parts)

@@ -1,4 +1,4 @@
-"""Bytes through gRPC, for clients that cannot map the daemon's memory."""
+"""Loads and stores through gRPC, for clients that cannot map the daemon's memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _JOINED_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one call has read.
+    """The result of one call that reads blocks.
 
     Attributes:
-        blocks: from the first one asked for.
-        cached_blocks: of the prompt, as far as was asked for; 0: the daemon is older and does not say.
+        blocks: number of blocks that were read, from the first one wanted.
+        cached_blocks: cached blocks of the prompt, as far as was asked for; 0 from an older daemon, which does not
+            report it.
     """
 
     blocks: int
@@ -33,13 +34,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one call is to read.
+    """The blocks that one call asks for.
 
     Attributes:
-        first_block: from here on.
-        max_blocks: so many at the most.
-        prefix_blocks: they are a slice of a prefix of this length; 0: the prompt goes on behind them.
-        found: the answer by which the prompt was counted as asked for; None: this call counts it.
+        first_block: the first of them.
+        max_blocks: most blocks; 0: all.
+        prefix_blocks: length of the prefix of which they are a slice; 0: no further slice is read.
+        found: the match that counted the prompt as asked for; None: this call counts it.
     """
 
     first_block: int
@@ -56,7 +57,7 @@ async def get(
     first: int,
     parts: Sequence[int] | None,
 ) -> Slice:
-    """Reads cached blocks; the first one wanted is block `first` of `buffers`."""
+    """Reads cached blocks; the first wanted block is block `first` of `buffers`."""
     connection = namespace.client.connection
 
     async def attempt(session: Session) -> Slice:
@@ -73,21 +74,19 @@ async def get(
             found=None if wanted.found is None else wanted.found.to_found(),
         )
         sink = StreamSink(buffers, first, 0)
-        came = Slice(0, 0)
+        result = Slice(0, 0)
         async with aclosing(connection.stream(connection.cache.Get, request)) as messages:
             async for message in messages:
                 if message.WhichOneof("content") == "header":
-                    came = Slice(message.header.blocks, message.header.cached_blocks)
-                    if came.blocks > wanted.max_blocks:
-                        raise ServerError(
-                            f"the daemon sends {came.blocks} blocks where {wanted.max_blocks} were asked for"
-                        )
-                    sink = StreamSink(buffers, first, came.blocks, message.header.sent)
+                    result = Slice(message.header.blocks, message.header.cached_blocks)
+                    if result.blocks > wanted.max_blocks:
+                        raise ServerError(f"the daemon sends {result.blocks} blocks, of {wanted.max_blocks} asked for")
+                    sink = StreamSink(buffers, first, result.blocks, message.header.sent)
                 else:
                     sink.write(message.data)
         if sink.missing_bytes:
             raise ServerError(f"the daemon ended the stream {sink.missing_bytes} bytes before its end")
-        return came
+        return result
 
     return await namespace.in_session(attempt)
 
@@ -110,9 +109,9 @@ async def put(
         match = cache_pb2.MatchRequest(
             session_id=session.session_id, namespace_id=namespace.namespace_id, token_ids=prompt
         )
-        cached = _cached_there(await connection.call(connection.cache.Match, match))
-        # A match speaks of all parts together and of what a reader of its length needs: of single parts, and of what
-        # may be missing before `first_block`, it is the daemon that knows.
+        cached = _count_stored(await connection.call(connection.cache.Match, match))
+        # A match covers all parts together, and only the bytes that a reader of its length needs. So the daemon checks
+        # single parts, and the bytes before `first_block` in a namespace with rules.
         if cached < first_block and not parts and not any(part.rule for part in namespace.spec.parts):
             raise gap_error(cached, first_block)
         start = first_block if parts else max(first_block, _first_to_send(namespace.spec, cached))
@@ -142,10 +141,11 @@ async def put(
 
 
 def _first_to_send(spec: NamespaceSpec, cached: int) -> int:
-    """The first block to send of a prompt of which a match has found `cached` blocks.
+    """Returns the first block to send of a prompt of which a match has found `cached` blocks.
 
-    A match does without a chunk that ends with it, but the same prompt again continues inside that chunk. So where a
-    chunk ends there, all of it is sent: with chunks of 3 blocks and 6 cached, blocks 3 to 5.
+    A chunk that ends at the end of the match may lack bytes: a prefix of this length does not need them, but a reader
+    of the same prompt continues inside the chunk. So the client sends all blocks of such a chunk: with chunks of 3
+    blocks and 6 cached blocks, it sends blocks 3 to 5.
     """
     tokens = cached * spec.block_tokens
     chunks = [part.rule.tokens for part in spec.parts if isinstance(part.rule, ChunkedWindow)]
@@ -153,8 +153,8 @@ def _first_to_send(spec: NamespaceSpec, cached: int) -> int:
     return min(ended, default=tokens) // spec.block_tokens
 
 
-def _cached_there(match: cache_pb2.MatchResponse) -> int:
-    """Blocks of the prompt, from the first, that need not be sent: what only a shared store has is sent, too."""
+def _count_stored(match: cache_pb2.MatchResponse) -> int:
+    """Counts the first blocks of the prompt that need not be sent; blocks that only a shared store has are sent."""
     blocks = 0
     for run in match.runs:
         if run.tier == cache_pb2.TIER_REMOTE:
@@ -164,13 +164,13 @@ def _cached_there(match: cache_pb2.MatchResponse) -> int:
 
 
 async def _persisted(namespace: RegisteredNamespace, prompt: bytes, first_block: int) -> StoreResult:
-    """For a durable store of what was cached already: what of it is on disk."""
-    there = max(await namespace.persist(prompt), first_block)
-    return StoreResult(0, there - first_block, namespace.full_blocks(prompt) - there)
+    """The result of a durable store if all blocks were cached already: it counts the blocks that are on disk."""
+    on_disk = max(await namespace.persist(prompt), first_block)
+    return StoreResult(0, on_disk - first_block, namespace.full_blocks(prompt) - on_disk)
 
 
 def gap_error(cached: int, first_block: int) -> PreconditionError:
-    """For a source that starts after the end of what is cached: nothing would lead up to its first block."""
+    """The error for a source that starts behind the end of the cached prefix: the blocks between would be missing."""
     return PreconditionError(
         f"the cached prefix ends at block {cached} and the source starts at block {first_block}: "
         f"give the source from block {cached} on, or hold a lease on the prefix while computing"

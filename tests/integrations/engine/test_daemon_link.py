@@ -139,7 +139,7 @@ def test_a_replaced_daemon_is_used_within_seconds_and_one_line_says_so(
     assert link.start(match(link)).result(DEADLINE_S) == 0
     assert link.start(store).result(DEADLINE_S) == 2
     assert link.start(match(link)).result(DEADLINE_S) == 2 and link.up
-    replaced = "it was replaced by a daemon with another data directory, which has nothing of what was cached"
+    replaced = "it was replaced by a daemon with another data directory, which has none of the cached blocks"
     if seen == "away":
         assert said()[1:] == [f"prefixd is back at {own_daemon.address}: {replaced}."]
     else:

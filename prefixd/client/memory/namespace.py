@@ -170,8 +170,9 @@ class RegisteredNamespace:
         known = self.spec.parts
         if not parts:
             return tuple(part.nbytes for part in known)
-        for index in parts:
-            if not isinstance(index, Integral) or not 0 <= index < len(known):
+        given: Sequence[object] = parts
+        for index in given:
+            if not isinstance(index, Integral) or not 0 <= int(index) < len(known):
                 raise InvalidArgumentError(
                     f"there is no part {index!r}: the namespace has the parts 0 to {len(known) - 1}"
                 )

@@ -90,6 +90,11 @@ def imports_of(engine: str, version: str, works_with: str) -> Iterator[None]:
         raise _lacks(engine, version, works_with, str(error).partition(" (")[0]) from None
 
 
+def names_in(where: str, names: str) -> frozenset[str]:
+    """Names for a `Contract`: "module:Class." and "a b" are "module:Class.a" and "module:Class.b"."""
+    return frozenset(f"{where}{name}" for name in names.split())
+
+
 def _lacks(engine: str, version: str, works_with: str, names: str) -> ConfigError:
     return ConfigError(
         f"{engine} {version} lacks what prefixd needs of it: {names}; install {engine} {works_with}, or a prefixd that "

@@ -49,6 +49,7 @@ _LONGEST_PAUSE_S = 1.0
 _LONGEST_REST_S = 8.0  # before the next probe of a daemon that answers probes and no other call in time
 _STEADY_S = 30.0  # without a failure, after which the rest is short again
 _CALL_S = 120.0  # never reached: each call gets a shorter limit here
+_BYTES_PER_S = 100e6  # a slower transfer is given up
 _NAMESPACES = 1024
 
 
@@ -216,6 +217,10 @@ class Link:
         """How many blocks of `block_bytes` one lease may have, so that other loads find room beside it."""
         arena = self.arena
         return max(1, (0 if arena is None else arena.nbytes) // SLICE_SHARE // block_bytes)
+
+    def limit_s(self, nbytes: int) -> float:
+        """Time limit of a call that may wait until the daemon has read or written `nbytes`."""
+        return self.timeout_s + nbytes / _BYTES_PER_S
 
     def report(self, done: Future[Any]) -> None:
         """Logs the error of a task that should not fail."""

@@ -1,4 +1,4 @@
-"""The settings that every engine's connector has, and their parsing."""
+"""The settings that the connectors of all engines have, and their parsing."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ DEFAULT_BLOCK_TOKENS = 32
 Seconds = Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)]
 
 
-class EngineOptions(BaseModel):
-    """Settings of every engine's connector; each connector adds its own."""
+class LinkOptions(BaseModel):
+    """Settings of everything that connects an engine to the daemon."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     address: str | None = None
-    """The daemon's unix socket ("unix:/path"); by default where `prefixd serve` listens unless told otherwise."""
+    """The daemon's unix socket ("unix:/path"); by default the one of `prefixd serve` with default settings."""
+    save: bool = True
+    """Whether this engine gives the cache what it computes; false for one that only reads."""
+    timeout_s: Seconds = 1.0
+    """The longest that a call to the daemon may take; above it the daemon counts as away."""
+
+
+class EngineOptions(LinkOptions):
+    """Settings of every engine's connector that gives prefixd token ids; each connector adds its own."""
+
     block_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of a prefixd block: what is found, moved and kept as a whole. A multiple of the engine's block size; by
     default the least that is at least 32."""
-    save: bool = True
-    """Whether this engine gives the cache what it computes; false for one that only reads."""
     resume_every: Annotated[int, Field(ge=0)] = 8
     """For layers with a sliding window or a state, the ends of prefixes are saved at the ends of prompts and answers,
     where prompts branch, and inside prompts at every `resume_every`-th window (with states: block), where later
     prompts may branch. 1: at every block; 0: not inside prompts."""
     recompute_if_slower: bool = True
     """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
-    timeout_s: Seconds = 1.0
-    """The longest that a call to the daemon may take; above it the daemon counts as away."""
     strict_version: bool = False
     """Whether engines of another version have namespaces of their own, although they pack pages in the same way."""
     prefetch: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"

@@ -6,6 +6,8 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from prefixd.base.errors import ConfigError
 
@@ -16,6 +18,7 @@ class Releases:
 
     Args:
         engine: its name, as in "vLLM".
+        package: the package that has the files.
         works_with: the releases in words, as "0.29 to 0.33".
         files: the file of each release, by the parts of its number that count: {(0, 32): "v0_32"}.
         flag: the engine's option that a user leaves out to start it without prefixd.
@@ -23,6 +26,7 @@ class Releases:
     """
 
     engine: str
+    package: str
     works_with: str
     files: Mapping[tuple[int, ...], str]
     flag: str
@@ -50,3 +54,7 @@ class Releases:
             )
             release = last
         return self.files[release]
+
+    def module_of(self, version: str) -> Any:
+        """The module of a release. Raises ConfigError as `file_of` does."""
+        return import_module(f"{self.package}.{self.file_of(version)}")

@@ -5,13 +5,9 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 
-from prefixd.integrations.engine.contract import BaseClass, Contract
+from prefixd.integrations.engine.contract import BaseClass, Contract, names_in
 from prefixd.integrations.sglang.log import log
-from prefixd.integrations.sglang.releases import RELEASES, find
-
-
-def _in(where: str, names: str) -> frozenset[str]:
-    return frozenset(f"{where}{name}" for name in names.split())
+from prefixd.integrations.sglang.releases import RELEASES
 
 
 def sglang_version() -> str:
@@ -25,42 +21,42 @@ def sglang_version() -> str:
 _STORAGE = "sglang.srt.mem_cache.hicache_storage:"
 
 NAMES = frozenset[str]().union(
-    _in(
+    names_in(
         f"{_STORAGE}HiCacheStorageConfig.",
         "tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size dp_rank is_mla_model model_name extra_config "
         "enable_storage_metrics",
     ),
-    _in(f"{_STORAGE}HiCacheStorageExtraInfo.", "prefix_keys"),
-    _in(f"{_STORAGE}PoolHitPolicy.", "ALL_PAGES TRAILING_PAGES"),
-    _in(f"{_STORAGE}PoolName.", "KV"),
-    _in(f"{_STORAGE}PoolTransfer.", "name keys host_indices hit_policy"),
-    _in(f"{_STORAGE}PoolTransferResult.", "kv_hit_pages extra_pool_hit_pages restorable_prefix_pages"),
-    _in(
+    names_in(f"{_STORAGE}HiCacheStorageExtraInfo.", "prefix_keys"),
+    names_in(f"{_STORAGE}PoolHitPolicy.", "ALL_PAGES TRAILING_PAGES"),
+    names_in(f"{_STORAGE}PoolName.", "KV"),
+    names_in(f"{_STORAGE}PoolTransfer.", "name keys host_indices hit_policy"),
+    names_in(f"{_STORAGE}PoolTransferResult.", "kv_hit_pages extra_pool_hit_pages restorable_prefix_pages"),
+    names_in(
         "sglang.srt.mem_cache.pool_host.base:HostKVCache.",
         "layout dtype page_size start_layer end_layer get_data_page get_dummy_flat_data_page set_from_flat_data_page",
     ),
-    _in("sglang.srt.mem_cache.pool_host.mha:MHATokenToKVPoolHost.", "get_page_buffer_meta"),
-    _in("sglang.srt.mem_cache.pool_host.mla:MLATokenToKVPoolHost.", "get_page_buffer_meta"),
-    _in(
+    names_in("sglang.srt.mem_cache.pool_host.mha:MHATokenToKVPoolHost.", "get_page_buffer_meta"),
+    names_in("sglang.srt.mem_cache.pool_host.mla:MLATokenToKVPoolHost.", "get_page_buffer_meta"),
+    names_in(
         "sglang.srt.observability.metrics_collector:StorageMetrics.",
         "prefetch_pgs backup_pgs prefetch_bandwidth backup_bandwidth",
     ),
-    _in("sglang.srt.arg_groups.overrides:", "resolution_result"),
-    _in("sglang.srt.environ:", "EnvField Envs"),
-    _in("sglang.srt.runtime_context:", "get_server_args"),
+    names_in("sglang.srt.arg_groups.overrides:", "resolution_result"),
+    names_in("sglang.srt.environ:", "EnvField Envs"),
+    names_in("sglang.srt.runtime_context:", "get_server_args"),
 )
 
-CALLED = _in(
+CALLED = names_in(
     "",
     "register_mem_pool_host register_mem_host_pool_v2 batch_exists batch_exists_v2 batch_get_v1 batch_get_v2 "
     "batch_set_v1 batch_set_v2 exists get batch_get set batch_set clear get_stats",
 )
 
 # The default is right for prefixd: its namespaces are registered pool by pool.
-KNOWN = _in("", "on_host_pools_registered")
+KNOWN = names_in("", "on_host_pools_registered")
 
 VERSION = sglang_version()
-RELEASE = find(VERSION)
+RELEASE = RELEASES.module_of(VERSION)
 """The module of the installed release."""
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable, WholePages
 
 RUN_BYTES = 32 << 20
 """Neighbours are copied together up to this size, so that an expired lease is noticed in time."""
@@ -287,24 +287,16 @@ class FlatAt(PagesAt):
             np.copyto(arena[offset : offset + self._page_bytes], data)
 
 
-class TensorsAt(PagesAt):
+class TensorsAt(WholePages):
     """Pages in tensors that SGLang packs and unpacks itself (its calls without interface v1)."""
 
     def __init__(self, tensors: Sequence[Any], page_bytes: int) -> None:
         if not all(tensor is not None and tensor.is_contiguous() for tensor in tensors):
             raise PagesUnusable("a page is no contiguous tensor")
         self._pages = [_as_bytes(tensor, page_bytes) for tensor in tensors]
-        self._page_bytes = page_bytes
 
-    def load(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        for page, offset in places:
-            check()
-            np.copyto(self._pages[page], arena[offset : offset + self._page_bytes])
-
-    def save(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        for page, offset in places:
-            check()
-            np.copyto(arena[offset : offset + self._page_bytes], self._pages[page])
+    def bytes_of(self, page: int) -> Bytes:
+        return self._pages[page]
 
 
 def _as_bytes(tensor: Any, page_bytes: int) -> Bytes:

@@ -50,7 +50,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     specs = {index: spec for index, spec in specs.items() if spec.prefix_cacheable}
     states = {index for index, spec in specs.items() if _is_state(spec)}
     for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups):
-        if _is_state(spec) and (mode := _state_spec(spec).mamba_cache_mode) != "align":
+        if _is_state(spec) and (mode := layer_specs(spec)[0].mamba_cache_mode) != "align":
             raise ConfigError(
                 f'mamba_cache_mode = "{mode}": vLLM keeps no state that another request could use; set '
                 "--enable-prefix-caching --mamba-cache-mode align, or leave out --kv-transfer-config"
@@ -113,22 +113,25 @@ def check_failure_policy(kv_transfer_config: Any) -> None:
 
 
 def _is_state(spec: Any) -> bool:
-    return type(_state_spec(spec)).__name__ == "MambaSpec"
+    return type(layer_specs(spec)[0]).__name__ == "MambaSpec"
 
 
-def _state_spec(spec: Any) -> Any:
-    """A group's spec; where its layers differ, the first layer's."""
-    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+def layer_specs(spec: Any) -> list[Any]:
+    """A group's spec; the specs of its layers if they differ."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
+def _derives(spec: Any, *names: str) -> bool:
+    """Whether the class of a layer's spec, or a base of it, has one of these names."""
+    return any(kind.__name__ in names for kind in type(spec).__mro__)
 
 
 def _is_replicated(spec: Any) -> bool:
     """Whether every tensor-parallel rank has the same bytes: latents (`MLAAttentionSpec`, `SlidingWindowMLASpec`), from
     which each rank makes its heads. Since 0.32 vLLM also marks them with `max_tp_shards` = 1."""
-    layers = getattr(spec, "kv_cache_specs", {}).values() or (spec,)
     return all(
-        getattr(layer, "max_tp_shards", None) == 1
-        or any(kind.__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec") for kind in type(layer).__mro__)
-        for layer in layers
+        getattr(layer, "max_tp_shards", None) == 1 or _derives(layer, "MLAAttentionSpec", "SlidingWindowMLASpec")
+        for layer in layer_specs(spec)
     )
 
 
@@ -139,8 +142,8 @@ def _window_tokens(spec: Any) -> int | None:
     (`SlidingWindowManager.get_num_skipped_tokens`). A `FullAttentionSpec` may name a window too: vLLM then keeps all
     blocks of the group, since layers of both kinds share it. Chunked local attention counts as full attention for now.
     """
-    layers = getattr(spec, "kv_cache_specs", {}).values() or (spec,)
-    if not all(any(kind.__name__ == "SlidingWindowSpec" for kind in type(layer).__mro__) for layer in layers):
+    layers = layer_specs(spec)
+    if not all(_derives(layer, "SlidingWindowSpec") for layer in layers):
         return None
     return max(int(layer.sliding_window) + int(getattr(layer, "extra_retained_tokens", 0)) for layer in layers)
 

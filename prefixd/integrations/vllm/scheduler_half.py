@@ -27,7 +27,6 @@ from prefixd.integrations.engine.step_times import StepTimes
 from prefixd.integrations.engine.waiting.prefix_lookups import Lookups
 from prefixd.integrations.engine.waiting.ready import time_to_ready
 from prefixd.integrations.engine.waiting.seen_prefix import SeenPrefix
-from prefixd.integrations.vllm.contract import RELEASE
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.naming.environment import environment_in_name
 from prefixd.integrations.vllm.naming.media import MediaRequest, MediaTokens
@@ -233,12 +232,11 @@ class SchedulerHalf:
                 self.lookups.note_preempted(request_id, self._known_tokens(request, request.all_token_ids))
         # Blocks that a step computes on bytes that it still waits for, from prefixd or from a connector beside it, are
         # saved after the step: the bytes may fail to come, and other requests of the step may compute on them too.
-        has = step.kv_connector_block_state
-        if self._options.save and self.link.up and not self._uncertain_step and has is not None:
-            tables_of = RELEASE.tables_of(has)
-            states_of = has.boundary_state_offloads
+        state = step.kv_connector_block_state
+        if self._options.save and self.link.up and not self._uncertain_step and state is not None:
+            states_of = state.boundary_state_offloads
             for request_id, tokens in step.num_scheduled_tokens.items():
-                self._advance(request_id, tokens, tables_of, states_of.get(request_id, ()))
+                self._advance(request_id, tokens, state.resolve_block_ids, states_of.get(request_id, ()))
         if self.lookups.abandoned:
             self.counters.abandoned(self.lookups.abandoned)
             self.lookups.abandoned = 0

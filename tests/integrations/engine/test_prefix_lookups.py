@@ -78,6 +78,9 @@ class ScriptedLink:
     def slice_blocks(self, block_bytes: int) -> int:
         return self.slice_of
 
+    def limit_s(self, nbytes: int) -> float:
+        return self.timeout_s
+
     def start(self, work: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float | None = None) -> Future[Any]:
         call = Call(work.__name__, Future(), work=work)
         if not self.up:

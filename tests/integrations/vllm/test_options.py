@@ -15,7 +15,7 @@ def test_nothing_said_is_enough() -> None:
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"adress": "unix:/x"}, "no option 'adress'; there are address, block_tokens"),
+        ({"adress": "unix:/x"}, "no option 'adress'; there are address, save, timeout_s"),
         ({"timeout_s": 0}, "timeout_s = 0"),
         ({"block_tokens": "many"}, "block_tokens = 'many'"),
         ({"policy": "sjf"}, "policy = 'sjf'"),

@@ -30,7 +30,6 @@ from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
 from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
 
-_BYTES_PER_S = 100e6  # a slower transfer is given up
 _SAVE_PAUSE_S = 1.0
 _RETAIN_PAUSE_S = 60.0
 _ROOM_S = 2.0  # longest wait of a slice for memory that others hold; then the engine computes the rest
@@ -165,14 +164,16 @@ class Transfers:
 
     async def _load(self, job: LoadJob, fence: Fence, there: Progress) -> None:
         """Loads slice by slice, each under a lease of its own; holds no lease while it waits for the next."""
-        done, loads = 0, _FencedCopy(fence)
+        done = 0
         slice_blocks = self._link.slice_blocks(self._geometry.block_bytes)
         while done < job.blocks:
             lease = await self._lease_slice(job, done, min(slice_blocks, job.blocks - done))
             if lease is None:
                 return
             try:
-                nbytes = await self._load_slice(job, lease, done, loads)
+                if not done:
+                    await _wait_for(fence)
+                nbytes = await self._load_slice(job, lease, done)
                 await self._link.guard(lease.release)
             except BaseException:
                 self._link.give_back(lease)
@@ -206,9 +207,8 @@ class Transfers:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_ROOM_PAUSE_S)
 
-    async def _load_slice(self, job: LoadJob, lease: AsyncLease, done: int, loads: _FencedCopy) -> int:
+    async def _load_slice(self, job: LoadJob, lease: AsyncLease, done: int) -> int:
         """Copies the blocks of a lease, which follow the first `done` of a job; returns their bytes."""
-        await loads.wait()
         nbytes = 0
         groups = range(len(self._pages))
         whole = lease.blocks == job.blocks
@@ -306,7 +306,7 @@ class Transfers:
         """Saves a job's bytes of `groups`."""
         if not self._link.up or self._link.draining or time.monotonic() < self._save_again_s:
             return
-        await _FencedCopy(fence).wait()
+        await _wait_for(fence)
         spec = self._geometry.spec(job.prefix.name, job.prefix.salt)
         cache = await self._link.guard(partial(self._link.cache, spec))
         done = job.first_block
@@ -387,8 +387,7 @@ class Transfers:
         """Time limit of a call that may wait for the bytes of `blocks` of a job's blocks (None: all)."""
         blocks = job.blocks if blocks is None else blocks
         whole = blocks * self._geometry.block_bytes
-        nbytes = self._geometry.nbytes(blocks) if isinstance(job, LoadJob) else whole
-        return self._link.timeout_s + nbytes / _BYTES_PER_S
+        return self._link.limit_s(self._geometry.nbytes(blocks) if isinstance(job, LoadJob) else whole)
 
     def _batches(self, blocks: int, layers: range | None = None) -> Iterator[range]:
         """Splits blocks into ranges that are copied at a time, of about `_PIECES` pieces each."""
@@ -411,7 +410,7 @@ class Transfers:
     async def _pin_early(self, pin: ArenaPin) -> None:
         """Pins the arena before the first load, which would wait for it."""
         if (arena := self._link.arena) is not None:
-            async with pin.use(arena, _unchecked):
+            async with pin.use(arena, lambda: None):  # no lease to check
                 pass
 
     def _parts_at(
@@ -489,23 +488,6 @@ class WindowMismatch(Exception):
     """The engine and the daemon disagree on the blocks that a group's window needs."""
 
 
-class _FencedCopy:
-    """Delays a copy until its blocks are unused.
-
-    Args:
-        fence: returns when they are.
-    """
-
-    def __init__(self, fence: Fence) -> None:
-        self._fence = fence
-
-    async def wait(self) -> None:
-        """Waits for the fence at the first call."""
-        fence, self._fence = self._fence, computed_already
-        if fence is not computed_already:
-            await asyncio.to_thread(fence)
-
-
 class Progress:
     """Blocks and bytes that a job has moved so far."""
 
@@ -515,5 +497,6 @@ class Progress:
         self.duplicates = 0
 
 
-def _unchecked() -> None:
-    """No lease to check: used when pinning early."""
+async def _wait_for(fence: Fence) -> None:
+    if fence is not computed_already:
+        await asyncio.to_thread(fence)

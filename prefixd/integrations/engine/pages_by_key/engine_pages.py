@@ -32,3 +32,23 @@ class PagesAt(ABC):
     @abstractmethod
     def save(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
         """Copies pages to the arena; arguments as `load`."""
+
+
+class WholePages(PagesAt):
+    """Pages of which each lies in one piece of the engine's memory."""
+
+    @abstractmethod
+    def bytes_of(self, page: int) -> Bytes:
+        """The memory of a page. Raises PagesUnusable if it cannot be used any more."""
+
+    def load(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
+        for page, offset in places:
+            check()
+            target = self.bytes_of(page)
+            np.copyto(target, arena[offset : offset + target.nbytes])
+
+    def save(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
+        for page, offset in places:
+            check()
+            source = self.bytes_of(page)
+            np.copyto(arena[offset : offset + source.nbytes], source)

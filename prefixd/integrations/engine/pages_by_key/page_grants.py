@@ -27,7 +27,6 @@ from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes
 T = TypeVar("T")
 H = TypeVar("H", AsyncLease, AsyncReservation)
 
-_BYTES_PER_S = 100e6  # a slower transfer is given up
 _SAVE_PAUSE_S = 1.0
 _FOUND_BY_TIER = MatchResult(0, ())  # the daemon counts the leased pages as found in the tiers where they are
 
@@ -194,8 +193,7 @@ class PageGrants:
             raise
 
     def _limit_s(self, blocks: int) -> float:
-        """Time limit of a call that may wait until the bytes of `blocks` blocks are read or written."""
-        return self._link.timeout_s + blocks * self._spec.block_bytes / _BYTES_PER_S
+        return self._link.limit_s(blocks * self._spec.block_bytes)
 
 
 def tokens_of(path: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -249,6 +249,18 @@ class PageStore:
 
     def load_each(self, digests: bytes, pages: PagesAt) -> Outcome:
         """As `load`, for pages that are paths of their own: loads every cached one."""
+
+        def load(wanted: Sequence[Wanted], first: int, outcome: Outcome) -> bool:
+            done = self._load_singles(wanted, first, pages)
+            outcome.done[first : first + len(done)] = done
+            outcome.nbytes += sum(done) * self.page_bytes
+            return True
+
+        return self._move_singles(digests, load)
+
+    def _move_singles(self, digests: bytes, move: Callable[[Sequence[Wanted], int, Outcome], bool]) -> Outcome:
+        """Calls `move` with batches of pages that are paths of their own, the number of the batch's first page, and the
+        outcome; until it returns False, it fails, or time is over."""
         all_pages = list(_pages(digests))
         outcome = Outcome([False] * len(all_pages))
         with _timed(outcome, self._clock):
@@ -260,12 +272,11 @@ class PageStore:
                     break
                 wanted = [Wanted(page, 0, 1) for page in all_pages[first : first + step]]
                 try:
-                    came = self._load_singles(wanted, first, pages)
+                    if not move(wanted, first, outcome):
+                        break
                 except _EXPECTED_ERRORS as error:
                     outcome.error = error
                     break
-                outcome.done[first : first + len(came)] = came
-            outcome.nbytes = outcome.pages * self.page_bytes
         return outcome
 
     def _load_singles(self, wanted: Sequence[Wanted], first: int, pages: PagesAt) -> list[bool]:
@@ -336,27 +347,17 @@ class PageStore:
 
     def save_each(self, digests: bytes, pages: PagesAt) -> Outcome:
         """As `save`, for pages that are paths of their own."""
-        all_pages = list(_pages(digests))
-        outcome = Outcome([False] * len(all_pages))
-        with _timed(outcome, self._clock):
-            until_s = self._clock() + self._slice_s
-            step = min(self._slice, SINGLES)
-            for first in range(0, len(all_pages), step):
-                if not self._grants.may_save:
-                    break
-                if first and self._clock() >= until_s:
-                    outcome.cut = True
-                    break
-                wanted = [Wanted(page, 0, 1) for page in all_pages[first : first + step]]
-                try:
-                    kept, new = self._save_singles(wanted, first, pages)
-                except _EXPECTED_ERRORS as error:
-                    outcome.error = error
-                    break
-                outcome.new += new
-                outcome.done[first : first + len(kept)] = kept
-            outcome.nbytes = outcome.new * self.page_bytes
-        return outcome
+
+        def save(wanted: Sequence[Wanted], first: int, outcome: Outcome) -> bool:
+            if not self._grants.may_save:
+                return False
+            done, new = self._save_singles(wanted, first, pages)
+            outcome.done[first : first + len(done)] = done
+            outcome.new += new
+            outcome.nbytes += new * self.page_bytes
+            return True
+
+        return self._move_singles(digests, save)
 
     def _save_singles(self, wanted: Sequence[Wanted], first: int, pages: PagesAt) -> tuple[list[bool], int]:
         if (grant := self._grants.reserve(wanted)) is None:

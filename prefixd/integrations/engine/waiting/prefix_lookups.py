@@ -33,7 +33,6 @@ _LEASED_SLICES = 2
 memory is left for loads, which lease slices of their own."""
 _ROOM_S = 1.0  # after a request's turn, time in which its lease may find no room before it is computed
 _ROOM_PAUSE_S = 0.02
-_BYTES_PER_S = 100e6
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.02
 """A lease may be late by 10% of the time of computing its tokens, and by 20 ms in any case."""
@@ -419,7 +418,7 @@ class Lookups:
             return lease
 
         nbytes = self._geometry.nbytes(len(lookup.tokens) // self._block_tokens)
-        lookup.leasing = self._link.start(acquire, self._link.timeout_s + nbytes / _BYTES_PER_S)
+        lookup.leasing = self._link.start(acquire, self._link.limit_s(nbytes))
 
     def _wait_for_answer(self, lookup: Lookup) -> bool:
         """Waits for the answer under way while this step's patience lasts; returns whether it came."""

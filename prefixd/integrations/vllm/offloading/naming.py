@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 from uuid import uuid4
@@ -17,6 +17,7 @@ import xxhash
 
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.integrations.engine.pages_by_key.chains import BLOCK_TOKENS
+from prefixd.integrations.vllm.geometry import layer_specs
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.naming.environment import environment_in_name
 from prefixd.integrations.vllm.naming.model_name import model_name
@@ -108,13 +109,9 @@ def prefix_groups(kv_cache_config: Any) -> frozenset[int]:
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
         if all(
             any(kind.__name__ == "FullAttentionSpec" for kind in type(spec).__mro__)
-            for spec in _layer_specs(group.kv_cache_spec)
+            for spec in layer_specs(group.kv_cache_spec)
         )
     )
-
-
-def _layer_specs(spec: Any) -> Iterable[Any]:
-    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
 
 
 def _versions() -> Iterator[tuple[str, str]]:

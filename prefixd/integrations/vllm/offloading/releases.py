@@ -16,7 +16,7 @@ from typing import Any
 import vllm
 
 from prefixd.base.errors import ConfigError
-from prefixd.integrations.engine.contract import BaseClass, Contract
+from prefixd.integrations.engine.contract import BaseClass, Contract, names_in
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.releases import WORKS_WITH
 
@@ -31,33 +31,16 @@ _NAMES = frozenset(
         "vllm.platforms:current_platform",
     }
 )
-_CALLED = frozenset(
-    {
-        "lookup",
-        "submit_store",
-        "submit_load",
-        "get_finished_jobs",
-        "on_new_request",
-        "on_request_finished",
-        "on_schedule_end",
-        "drain_jobs",
-        "shutdown",
-    }
+_CALLED = names_in(
+    "",
+    "lookup submit_store submit_load get_finished_jobs on_new_request on_request_finished on_schedule_end drain_jobs "
+    "shutdown",
 )
 # Defaults that are right for prefixd: it serves no other engine itself, and all its work is in vLLM's list of jobs.
-_KNOWN = frozenset(
-    {
-        "block_size_bytes",
-        "bp_detector",
-        "has_pending_work",
-        "take_events",
-        "touch",
-        "serve_external_requests",
-        "build_metric_definitions",
-        "get_stats",
-        "config_info_keys",
-        "config_info",
-    }
+_KNOWN = names_in(
+    "",
+    "block_size_bytes bp_detector has_pending_work take_events touch serve_external_requests build_metric_definitions "
+    "get_stats config_info_keys config_info",
 )
 
 

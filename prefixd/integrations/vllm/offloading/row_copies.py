@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.engine.pages_by_key.engine_pages import Bytes, PagesUnusable, WholePages
 
 
 class Rows:
@@ -40,19 +40,12 @@ class Rows:
         self._bytes = None
 
 
-class RowsAt(PagesAt):
+class RowsAt(WholePages):
     """Chunks, in the order of a call's keys."""
 
     def __init__(self, rows: Rows, chunks: Sequence[int]) -> None:
         self._rows = rows
         self._chunks = chunks
 
-    def load(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        for page, offset in places:
-            check()
-            np.copyto(self._rows.row(self._chunks[page]), arena[offset : offset + self._rows.row_bytes])
-
-    def save(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
-        for page, offset in places:
-            check()
-            np.copyto(arena[offset : offset + self._rows.row_bytes], self._rows.row(self._chunks[page]))
+    def bytes_of(self, page: int) -> Bytes:
+        return self._rows.row(self._chunks[page])

@@ -10,7 +10,7 @@ request (`KVConnectorBlockState.resolve_block_ids`): a block that a step fills m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
@@ -31,17 +31,9 @@ CALLED = frozenset({"get_finished", "get_block_ids_with_load_errors"})
 
 
 class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
-    """Reports ended loads as this release expects."""
+    """Reports ended loads as this release expects; PrefixdConnector has `loads_ended` and `blocks_failed`."""
 
     _failed_blocks: frozenset[int] = frozenset()
-
-    def loads_ended(self) -> tuple[set[str], dict[str, set[int]]]:
-        """Requests with ended loads, and by request the engine's blocks of loads that failed as a whole."""
-        raise NotImplementedError
-
-    def blocks_failed(self) -> set[int]:
-        """Blocks that did not come, of loads that can be used in part."""
-        raise NotImplementedError
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         received, failed = self.loads_ended()
@@ -50,13 +42,7 @@ class ReleaseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, frozenset()
-        return self.blocks_failed() | failed
-
-
-def tables_of(state: Any) -> Callable[[str], Sequence[Sequence[int]]]:
-    """A function from a request's id to its block ids by group, from a step's `kv_connector_block_state`."""
-    tables: Callable[[str], Sequence[Sequence[int]]] = state.resolve_block_ids  # by `install`
-    return tables
+        return {*failed, *self.blocks_failed()}
 
 
 def install() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.integrations.vllm.releases import v0_30
-from prefixd.integrations.vllm.releases.v0_30 import install, tables_of
+from prefixd.integrations.vllm.releases.v0_30 import install
 from prefixd_scheduler import Distance
 
-__all__ = ["CALLED", "NAMES", "ReleaseConnector", "install", "tables_of"]
+__all__ = ["CALLED", "NAMES", "ReleaseConnector", "install"]
 
 NAMES = v0_30.NAMES
 CALLED = v0_30.CALLED | {"get_external_cache_hit_sources"}
@@ -23,11 +23,7 @@ _SOURCES = {
 
 
 class ReleaseConnector(v0_30.ReleaseConnector):
-    """As in 0.30, and reports the sources of hits."""
-
-    def hit_distances(self, request: Any, tokens: int) -> dict[Distance, int]:
-        """The loaded tokens of a request by the distance of their tier."""
-        raise NotImplementedError
+    """As in 0.30, and reports the sources of hits; PrefixdConnector has `hit_distances`."""
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         if not num_external_tokens:

@@ -31,20 +31,19 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.1
 _HOLDERS = 100
-_WAIT_S = 60.0  # of a resize, where its caller does not say
+_WAIT_S = 60.0  # of a resize, by default
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """What an operator asks and does.
+    """The calls of operators.
 
     Args:
         cache: the cache.
         snapshot: the figures of `Stats`.
-        drain: takes no new work, finishes what runs, writes back; with True ends the daemon afterwards.
-            Returns (blocks written, requests finished).
+        drain: drains the daemon; with True it ends the daemon afterwards. Returns (blocks written, requests finished).
         tier_resize: resizes the GPU tier; None in a sidecar, which has none.
-        tenants: what each may have and has.
-        audit: is told what operators do.
+        tenants: figures and quotas of tenants.
+        audit: logs what operators change.
     """
 
     def __init__(
@@ -66,22 +65,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Stats(self, request: pb.StatsRequest) -> pb.StatsResponse:
-        """All figures."""
+        """Returns all figures."""
         return await self._snapshot.take()
 
     @unary
     async def ListPrefixes(self, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
-        """The leaves of the trie, most recently used first."""
+        """Lists the ends of cached prefixes, most recently used first."""
         return await list_prefixes(self._cache, request)
 
     @unary
     async def Inspect(self, request: pb.InspectRequest) -> pb.InspectResponse:
-        """One prefix, block by block."""
+        """Describes one prefix, block by block."""
         return await inspect_prefix(self._cache, request)
 
     @unary
     async def Pin(self, request: pb.PinRequest) -> pb.PinResponse:
-        """Keeps a prefix, across restarts where there is a disk tier."""
+        """Keeps a prefix, across restarts if there is a disk tier."""
         prefix = await find_prefix(self._cache, request.key)
         path = await prefix.path(Pacer())
         reason = await self._cache.pins.pin(prefix.trie, path)
@@ -90,7 +89,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
-        """Lets a prefix go again."""
+        """Undoes `Pin`."""
         prefix = await find_prefix(self._cache, request.key)
         path = await prefix.path(Pacer())
         pinned, reason = await self._cache.pins.unpin(prefix.trie, path)
@@ -99,11 +98,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @streaming
     async def Evict(self, request: pb.EvictRequest) -> AsyncGenerator[pb.EvictResponse, None]:
-        """Drops a prefix and what continues it, a namespace, or everything."""
+        """Drops a prefix with the blocks behind it, a namespace, or everything."""
         cache = self._cache
         if request.shared and cache.mover.remote is None:
             raise PreconditionError("there is no shared store to delete from; leave shared out, or set remote.url")
-        await cache.mover.checksums.wait_for_all()  # what was just committed is held for a moment
+        await cache.mover.checksums.wait_for_all()  # blocks that were just committed are held for a moment
         found = await self._to_evict(request)
         answer = pb.EvictResponse(total_blocks=sum(map(len, found)))
         told_s = cache.clock()
@@ -118,7 +117,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                             yield answer
             answer.done = True
         finally:
-            if answer.done or answer.evicted_blocks:  # one that its caller ends early has dropped blocks, too
+            if answer.done or answer.evicted_blocks:  # a call that its caller ends early has dropped blocks too
                 what = request.key or request.namespace_id.hex() or "all"
                 self._told("evicted", what=what, shared=request.shared, blocks=answer.evicted_blocks)
         yield answer
@@ -141,7 +140,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Flush(self, request: pb.FlushRequest) -> pb.FlushResponse:
-        """Writes what is not on disk to disk. A tier that cannot grow, or cannot be read, still takes blocks."""
+        """Writes all blocks that are not on disk. A tier that cannot grow, or cannot be read, still takes blocks."""
         tiers = self._cache.tiers
         disk = tiers.durable
         if disk is None:
@@ -154,7 +153,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Drain(self, request: pb.DrainRequest) -> pb.DrainResponse:
-        """Takes no new work, finishes what runs, writes back."""
+        """Drains the daemon: it takes no new work, finishes running work and writes back."""
         self._told("drained", shutdown=request.shutdown)
         written, finished = await self._drain(request.shutdown)
         return pb.DrainResponse(written_blocks=written, finished_requests=finished)
@@ -198,17 +197,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 async for progress in steps:
                     yield pb.ResizeTierResponse(**asdict(progress))
         finally:
-            if progress is not None:  # else it was refused; one that its caller ends early has changed the tier
+            if progress is not None:  # None: it was refused. A call that its caller ends early has changed the tier
                 self._told("resized", what="gpu", nbytes=progress.nbytes)
 
     @unary
     async def ListTenants(self, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
-        """All tenants."""
+        """Returns all tenants with their use and quotas."""
         return pb.ListTenantsResponse(tenants=self._tenants.take())
 
     @unary
     async def SetTenant(self, request: pb.SetTenantRequest) -> pb.TenantStats:
-        """Changes what a tenant may have."""
+        """Changes a tenant's quota."""
         stats = self._tenants.set_quota(request)
         self._told("quota set", what=request.name, **_limits_set(request))
         return stats
@@ -218,7 +217,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityResponse:
-        """Accounts for everything."""
+        """Checks that all slots, leases and reservations add up."""
         found = await audit(self._cache)
         if found.violations:
             log.error("the daemon's accounting contradicts itself: %s", "; ".join(found.violations))
@@ -238,7 +237,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 def _limits_set(request: pb.SetTenantRequest) -> dict[str, float | None]:
-    """The limits that a request sets, by their names in the settings; None: no limit any more."""
+    """Returns the limits that a request sets, by their names in the settings; None: the limit is removed."""
     limits: dict[str, float | None] = {}
     for tier in request.quota.tiers:
         for field, value in tier.ListFields():
@@ -249,7 +248,7 @@ def _limits_set(request: pb.SetTenantRequest) -> dict[str, float | None]:
 
 
 def _progress(progress: ScrubProgress) -> pb.VerifyProgress:
-    """The progress as a message; what it tells as found is not told again."""
+    """Returns the progress as a message, and removes the damage that it reports from `progress`."""
     found, progress.damaged = progress.damaged, []
     return pb.VerifyProgress(
         checked_blocks=progress.checked_blocks,

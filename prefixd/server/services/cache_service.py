@@ -44,11 +44,11 @@ from prefixd.v1 import cache_pb2_grpc
 
 PIECE_BYTES = 1 << 20
 _GRANTED_PARTS = 1 << 20
-"""Parts, hence offsets, in one answer: 10 MiB at the most, of the 16 that a message can have."""
+"""Most parts, hence offsets, in one answer: 10 MiB, of the 16 MiB that a message may have."""
 _UNREAD_S = 30.0
-"""For a client to read a piece of an answer; at 0.3 Mbit/s it does."""
+"""Time in which a client must read a piece of an answer: 0.3 Mbit/s are enough."""
 _TOLD_S = 1.0
-"""For a client to read that its session has ended."""
+"""Time in which a client must read that its session has ended."""
 _OFFSETS_AT_ONCE = 1 << 13
 _FOUND_RUNS = 4096
 _RUNS_AT_ONCE = 256  # listed in one turn
@@ -56,11 +56,11 @@ _AGREED = (("prefixd-agreed", "1"),)
 
 
 class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
-    """Matching, leasing and filling for engines.
+    """Finds, leases and stores blocks for engines.
 
     Args:
         cache: the cache.
-        memory_socket: where local clients get the arena; None without a CPU tier.
+        memory_socket: the socket from which local clients get the arena; None without a CPU tier.
         draining: set when the daemon takes no new work.
     """
 
@@ -73,12 +73,12 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self.closing = asyncio.Event()
 
     def close(self) -> None:
-        """Ends all sessions: the daemon ends."""
+        """Ends all sessions, as the daemon ends."""
         self._cache.leases.ending = True
         self.closing.set()
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
-        """Keeps a session for as long as the stream lives."""
+        """Opens a session, which ends with the stream."""
         cache = self._cache
         try:
             if self._draining.is_set():
@@ -120,10 +120,10 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @unary
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
-        """Names what must be equal for KV to be reusable, and opens it to the session."""
+        """Opens a namespace, which names everything that must be equal for KV to be reusable, to the session."""
         session = self._session(request.session_id)
         wanted = request.namespace
-        check_part_count(len(wanted.parts))  # before any is read
+        check_part_count(len(wanted.parts))  # before a part is read
         spec = NamespaceSpec(
             name=wanted.name,
             block_tokens=wanted.block_tokens,
@@ -138,7 +138,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @unary
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
-        """The longest cached prefix."""
+        """Finds the longest cached prefix."""
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
@@ -153,7 +153,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
-        """Match and lease for reading."""
+        """Finds a cached prefix and leases its blocks for reading."""
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
@@ -177,13 +177,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.reservation_id))
     async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
-        """Slots to fill."""
+        """Reserves slots for blocks that are not cached."""
         cache = self._cache
         self._take_work()
         session, namespace = self._opened(request.session_id, request.namespace_id)
         parts = namespace.check_parts(request.parts)
         chain = cache.chain(namespace, request.token_ids)
-        if not session.processes:  # nobody could know when it has stopped writing, see `Quarantine`
+        if not session.processes:  # the daemon could not find out when it has stopped writing (`Quarantine`)
             raise PreconditionError(
                 f"session {session.id[:8]} has not mapped the arena, where its slots would be; ask its memory_socket "
                 "for the arena first, or send the bytes with Put"
@@ -225,7 +225,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @unary
     async def Renew(self, request: pb.RenewRequest) -> pb.RenewResponse:
-        """Gives leases and reservations a new lifetime."""
+        """Sets the lifetime of leases and reservations."""
         leases = self._cache.leases
         ttl_s = leases.ttl(request.ttl_s)
         leases.renew(self._session(request.session_id), request.lease_ids, ttl_s, self._cache.clock())
@@ -239,7 +239,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @unary
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
-        """Brings a prefix up before it is asked for."""
+        """Brings a prefix to the CPU tier before it is acquired."""
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
@@ -247,7 +247,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @unary
     async def Retain(self, request: pb.RetainRequest) -> pb.RetainResponse:
-        """Says how long the blocks of a cached prefix should stay."""
+        """Gives priorities to the blocks of a cached prefix."""
         cache = self._cache
         _, namespace = self._opened(request.session_id, request.namespace_id)
         retention = retention_requests(request.retention)
@@ -255,7 +255,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
-        """Reads with the bytes in the stream."""
+        """Reads a cached prefix; the bytes are in the stream."""
 
         async def send(response: pb.GetResponse) -> None:
             try:
@@ -263,8 +263,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                     await context.write(response)
             except TimeoutError:
                 raise TooSlowError(
-                    f"the stream is given up: a piece of it was not read for {_UNREAD_S:g} s, and blocks are leased "
-                    "meanwhile; read faster, or ask for fewer blocks at a time"
+                    f"the stream is given up: a piece of it was not read for {_UNREAD_S:g} s, while it leases blocks; "
+                    "read faster, or ask for fewer blocks at a time"
                 ) from None
 
         try:
@@ -272,7 +272,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         except grpc.aio.InternalError:  # the caller has gone
             raise
         except Exception as error:
-            await abort(context, error)  # who does not read hears of it when it reads on; until then its call counts
+            await abort(context, error)  # the call counts until its caller reads on and gets the error
 
     async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
         cache = self._cache
@@ -318,13 +318,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             give_back(cache, lease)
 
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
-        """Writes with the bytes in the stream."""
+        """Stores blocks; the bytes are in the stream."""
         put = Put(self._cache, self._session, requests)
         try:
             try:
                 self._take_work()
                 await put.begin()
-                with suppress(grpc.aio.InternalError):  # the caller has gone; the stream will say so
+                with suppress(grpc.aio.InternalError):  # the caller has gone: reading the stream fails next
                     await context.send_initial_metadata(_AGREED)
                 return await put.store()
             finally:
@@ -333,7 +333,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             await abort(context, error)
 
     async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: Context) -> None:
-        """What the tiers have of the session's namespaces."""
+        """Reports the blocks that the tiers have of the session's namespaces, and their changes."""
         try:
             async with (
                 self._watches.watch(self._session(request.session_id)) as watch,
@@ -347,24 +347,24 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             try:
                 async with asyncio.timeout(_TOLD_S):
                     await abort(context, error)
-            except TimeoutError:  # nobody reads: the call gives its place back
+            except TimeoutError:  # the caller does not read: the call ends without an answer
                 raise asyncio.CancelledError from None
         except Exception as error:
             await abort(context, error)
 
     def _session(self, session_id: str) -> Session:
-        """The caller's open session with this id; another tenant's is none."""
+        """Returns the open session with this id, if it belongs to the caller's tenant."""
         return self._cache.leases.session_of(current_caller().tenant, session_id)
 
     def _opened(self, session_id: str, namespace_id: bytes) -> tuple[Session, Namespace]:
-        """The caller's session, and a namespace that is open to it, which it uses now."""
+        """Returns the caller's session and a namespace that is open to it, and marks the namespace as used now."""
         session = self._session(session_id)
         namespace = session.namespace(namespace_id)
         self._cache.namespaces.touch(namespace)
         return session, namespace
 
     def _take_back(self, session_id: str, grant_id: str) -> None:
-        """Ends what a caller was granted that has gone, unless its session has ended it."""
+        """Ends the grant of a caller that has gone, unless it has ended with its session."""
         session = self._cache.leases.sessions.get(session_id)
         if session is not None and grant_id in session.grants:
             self._cache.release(session, grant_id)
@@ -375,7 +375,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
 
 def _most_blocks(parts: Sequence[int], asked: int = 0) -> int:
-    """How many blocks of these parts one answer grants at the most, of as many as were asked for (0: all)."""
+    """Returns the most blocks of these parts that one answer grants, of `asked` blocks (0: all)."""
     most = _GRANTED_PARTS // len(parts)
     return min(asked or most, most)
 
@@ -392,7 +392,7 @@ def _asked(request: pb.AcquireRequest | pb.GetRequest, parts: Sequence[int], ttl
 
 
 def _tiers_of(runs: Sequence[pb.TierRun]) -> npt.NDArray[np.int8]:
-    """[blocks]: the tier of each block of some runs, from the prompt's first on."""
+    """Returns [blocks]: the tier of each block of some runs, from the prompt's first block on."""
     if len(runs) > _FOUND_RUNS:
         raise InvalidArgumentError(f"found has {len(runs)} runs; send the first {_FOUND_RUNS} at the most")
     tiers, blocks = [run.tier - Tier.GPU.wire for run in runs], [run.blocks for run in runs]
@@ -409,13 +409,13 @@ async def _add_offsets(
     parts: int,
     offsets: Callable[[slice], npt.NDArray[np.int64] | npt.NDArray[np.uint64]],
 ) -> None:
-    """Adds the offsets of some blocks, [n, parts], after the other: some thousand in one turn."""
+    """Adds the offsets of all blocks, [n, parts], some thousand in one turn of the event loop."""
     async for some in _in_turns(blocks, parts):
         response.offsets.extend(offsets(some).ravel().tolist())
 
 
 async def _in_turns(blocks: int, parts: int) -> AsyncIterator[slice]:
-    """Blocks by some thousand parts, each in a turn of its own."""
+    """Yields slices of the blocks, of some thousand parts each; other tasks run between two of them."""
     step = max(1, _OFFSETS_AT_ONCE // parts)
     for start in range(0, blocks, step):
         if start:
@@ -424,7 +424,7 @@ async def _in_turns(blocks: int, parts: int) -> AsyncIterator[slice]:
 
 
 async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
-    """The tiers from which the blocks of a usable prefix come, run-length encoded, as of the call."""
+    """Returns the present tiers of the blocks of a usable prefix, run-length encoded."""
     tiers = trie.distances(path)
     starts = np.flatnonzero(np.diff(tiers, prepend=-1))
     lengths = np.diff(starts, append=len(tiers))

@@ -1,9 +1,9 @@
-"""A call of Put: its bytes go into slots that are reserved as they come, for a client that must not fall silent.
+"""A call of Put: it reserves slots window by window and copies the stream's bytes into them.
 
-    header ... | window: reserved -> filled -> committed | window: ... | until all blocks are there
+    header ... | window: reserved -> filled -> committed | window: ... | until all blocks are stored
 
-A window that has come as a whole is cached, whatever becomes of the stream. The last window waits for the stream's end,
-so a prompt of one window is stored as a whole or not at all.
+A window that was filled stays cached even if the stream fails later. The last window is committed at the stream's end,
+so a prompt of one window is stored as a whole or not at all. A client that falls silent loses its window.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from prefixd.v1 import cache_pb2 as pb
 from prefixd_swap import round_to_slot
 
 WINDOW_BYTES = 16 << 20
-"""Slots that are reserved ahead of a stream's bytes, or those of one block: what a client that falls silent holds."""
+"""Most bytes of slots that are reserved ahead of a stream's bytes, at least one block: a silent client holds them."""
 SILENCE_S = 30.0
-"""Without a message a stream ends. A piece of 1 MiB may come at 0.3 Mbit/s."""
+"""Time without a message after which a stream ends; 0.3 Mbit/s are enough for a piece of 1 MiB."""
 LEAST_BYTES_PER_S = 100_000
-"""Of a window that is reserved: a stream of 1 Mbit/s is fast enough."""
+"""Least speed of the bytes of a reserved window; a stream of 1 Mbit/s is fast enough."""
 
 _COPIED_AS_A_PIECE = 4096  # bytes: a microsecond
 _PART_WORK = 2
@@ -53,9 +53,9 @@ class Put:
         self._session_of = session_of
         self._stream = _Stream(requests)
         self._window: Reservation | None = None
-        """What is reserved and not committed."""
+        """The reservation that is not committed."""
         self._known = 0
-        """Blocks, from the prompt's first, that were cached when the window was reserved."""
+        """Cached blocks, from the prompt's first on, when the window was reserved."""
         self._retention_refused = ""
 
     async def begin(self) -> None:
@@ -75,7 +75,7 @@ class Put:
         self._chain = cache.chain(namespace, header.token_ids)
         trie = cache.trie(namespace)
         self._sizes = [trie.part_bytes[part] for part in self._parts]
-        if self._retention:  # each window asks again; but what cannot be granted as a whole is left out at once
+        if self._retention:  # each window asks again; priorities that cannot be granted as a whole are left out now
             groups = int(np.bitwise_or.reduce(trie.part_mask[list(self._parts)]))
             wish = await cache.wish(namespace, self._chain, len(self._chain), groups, self._retention)
             wish.end()
@@ -90,7 +90,7 @@ class Put:
         self._stream.expect(len(self._chain) - header.first_block, sum(self._sizes))
 
     async def store(self) -> pb.PutResponse:
-        """Takes the bytes, window by window.
+        """Stores the bytes, window by window.
 
         Raises:
             PrefixdError: the stream has too few bytes or too many, or the session has ended.
@@ -99,8 +99,8 @@ class Put:
         total, block_bytes = len(self._chain), sum(self._sizes)
         committed = duplicates = 0
         durable = False
-        while self._known >= at:  # else what was just committed is evicted again: there is no room for the prompt
-            self._hurry((self._known - at) * block_bytes)
+        while self._known >= at:  # else blocks that were just committed are evicted: the prompt has no room
+            self._set_deadline((self._known - at) * block_bytes)
             await self._stream.skip((self._known - at) * block_bytes)
             duplicates += self._known - at
             at = self._known
@@ -125,24 +125,24 @@ class Put:
         self.give_back()
         await self._stream.skip((total - at) * block_bytes)
         await self._stream.finish()
-        if self._header.durable and not durable:  # of what has been evicted since, nothing is said
+        if self._header.durable and not durable:  # blocks that were evicted meanwhile do not count
             there = max(await self._cache.persist(self._namespace, self._chain) - first, 0)
             committed = min(committed, there)
             duplicates = min(duplicates, there - committed)
         return pb.PutResponse(committed=committed, duplicates=duplicates, retention_refused=self._retention_refused)
 
     def give_back(self) -> None:
-        """Ends what is reserved and not committed."""
+        """Ends the reservation that is not committed."""
         window, self._window = self._window, None
         give_back(self._cache, window)
 
     def _leave_out(self, refused: str) -> None:
-        """Nothing is wished for any more, if what was wished for is refused."""
+        """Leaves out all priorities if they were refused for the reason `refused` (empty: they were granted)."""
         if refused:
             self._retention, self._retention_refused = [], refused
 
     async def _reserve(self, first_block: int) -> None:
-        """Slots for the next blocks that are not cached."""
+        """Reserves slots for the next blocks that are not cached."""
         reservation = await deliver(
             self._cache.reserve(
                 self._session,
@@ -164,7 +164,7 @@ class Put:
             self._window, self._known = None, reservation
 
     async def _fill(self, window: Reservation) -> None:
-        """Copies the next bytes into the window's slots, and waits for the stream's end when it is the last one."""
+        """Copies the next bytes into the window's slots; for the last window, waits for the stream's end."""
         leases, arena, pacer = self._cache.leases, self._cache.tiers.arena, Pacer()
         for index, slot in enumerate(window.slots.ravel().tolist()):
             size, filled = self._sizes[index % len(self._sizes)], 0
@@ -188,18 +188,18 @@ class Put:
         finally:
             self._leave_out(window.retention_refused)
 
-    def _hurry(self, before: int) -> None:
-        """Says until when the window must be full, behind so many bytes that are passed over."""
+    def _set_deadline(self, before: int) -> None:
+        """Sets the time until which the window must be full, behind `before` bytes that are skipped."""
         if self._window is not None:
             nbytes = before + len(self._window.slots) * sum(self._sizes)
             self._stream.until_s = asyncio.get_running_loop().time() + SILENCE_S + nbytes / LEAST_BYTES_PER_S
 
 
 class _Stream:
-    """The messages of a Put: a header, then bytes, of which it is known how many there must be.
+    """The messages of a Put: a header, then a known number of bytes.
 
     Attributes:
-        until_s: when what the bytes are for must be there, by the loop's clock; None while nothing waits for them.
+        until_s: the time until which the present window must be full, by the loop's clock; None without a window.
     """
 
     def __init__(self, requests: AsyncIterator[pb.PutRequest]) -> None:
@@ -209,18 +209,18 @@ class _Stream:
         self._received = self._blocks = self._block_bytes = 0
 
     async def header(self) -> pb.PutHeader:
-        """The first message."""
+        """Reads the first message."""
         first = await self._next()
         if first is None or first.WhichOneof("content") != "header":
             raise InvalidArgumentError("the first message of Put has no header; send the header, then the data")
         return first.header
 
     def expect(self, blocks: int, block_bytes: int) -> None:
-        """Says how many bytes there must be."""
+        """Sets the number of bytes that the stream must have."""
         self._blocks, self._block_bytes = blocks, block_bytes
 
     async def some(self, most: int) -> npt.NDArray[np.uint8]:
-        """The next bytes, one to `most`."""
+        """Returns the next bytes, at least one and at most `most`."""
         while not len(self._left):
             if not await self._read():
                 raise self._wrong_length()
@@ -228,19 +228,19 @@ class _Stream:
         return data
 
     async def skip(self, nbytes: int) -> None:
-        """Passes over bytes for which there are no slots."""
+        """Skips bytes without slots."""
         while nbytes:
             nbytes -= len(await self.some(nbytes))
 
     async def finish(self) -> None:
-        """Returns when nothing more comes."""
+        """Waits for the end of the stream. Raises InvalidArgumentError if it has more bytes."""
         while not len(self._left):
             if not await self._read():
                 return
         raise self._wrong_length()
 
     async def _read(self) -> bool:
-        """Takes the next message, which may be empty; False at the end."""
+        """Reads the next message, which may be empty; returns False at the end."""
         message = await self._next()
         if message is None:
             return False
@@ -271,6 +271,6 @@ class _Stream:
 
 
 def give_back(cache: TieredCache, grant: Lease | Reservation | int | None) -> None:
-    """Ends a grant of a caller that has gone, unless its session has ended it; nothing for what is none."""
+    """Ends a grant of a caller that has gone, unless it has ended with its session. Ignores other values."""
     if isinstance(grant, Lease | Reservation) and grant.id in grant.session.grants:
         cache.release(grant.session, grant.id)

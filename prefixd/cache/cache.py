@@ -15,10 +15,9 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixd.base import heap
-from prefixd.base.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.long_work.steps import do_at_once
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.background.common_blocks import CommonBlocks
@@ -28,8 +27,7 @@ from prefixd.cache.background.scrubber import Scrubber
 from prefixd.cache.background.write_back import WriteBack
 from prefixd.cache.disk.restore import known_namespaces, remove_refused, remove_unused, restore
 from prefixd.cache.index.keys.block_keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.index.trie import Match, Rows, Trie
-from prefixd.cache.moving.beginnings import Reader
+from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
@@ -39,15 +37,14 @@ from prefixd.cache.placement.recording import Recording
 from prefixd.cache.placement.retention import Retained, Retention, Wish
 from prefixd.cache.registration import Registration
 from prefixd.cache.sessions.durability import Durability
-from prefixd.cache.sessions.leasing import Asked, HitCounters, Leasing
+from prefixd.cache.sessions.leasing import HitCounters, Leasing
 from prefixd.cache.sessions.pins import Pins, restore_pins
-from prefixd.cache.sessions.reservations import Reservations, ToFill
-from prefixd.cache.sessions.sessions import Lease, LeaseTable, Process, Reservation, Session
+from prefixd.cache.sessions.reservations import Reservations
+from prefixd.cache.sessions.sessions import LeaseTable, Process, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.tries import Tries
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
-from prefixd_swap.tiers import AbsentTier
 
 Claim = tuple[Trie, Rows, list[int]]
 MAX_BLOCKS = 1 << 20
@@ -135,16 +132,19 @@ class TieredCache:
         stored = None if self.common is None else self.common.stored
 
         self._durability = Durability(self.mover)
-        self._leasing = Leasing(self.mover, self.leases, self.counters, clock, self._match, self._prefetches.end_of)
+        self._leasing = Leasing(
+            self.mover, self.leases, self.counters, clock, self.trie, self.match, self._prefetches.end_of
+        )
         self._reservations = Reservations(
-            *(self.mover, self._durability, self.leases, self.retained, options.reserved_bytes),
+            *(self.mover, self._durability, self.leases, self.retained, self.trie, options.reserved_bytes),
             *(self.write_back.admit, stored),
         )
+        self.acquire, self.offsets = self._leasing.acquire, self._leasing.offsets
+        self.reserve, self.commit = self._reservations.reserve, self._reservations.commit
         self.quarantine = self._reservations.quarantine
-        self.offsets = self._leasing.offsets
-        self.commit = self._reservations.commit
         self.pins = Pins(self.mover, self._durability)
-        self._recording = Recording(self.placement, stored)
+        recording = Recording(self.placement, self.trie, stored)
+        self.record, self.record_state = recording.record, recording.record_state
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -226,22 +226,14 @@ class TieredCache:
             )
         return chain
 
-    async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest cached prefix, at the moment when this returns; counts as use. A shared store is asked, too."""
-        return Match(await self._match(namespace, chain, limit))
-
-    async def _match(self, namespace: Namespace, chain: BlockChain, limit: int | None) -> Rows:
-        trie = self._tries.by_namespace[namespace.ordinal]
+    async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
+        """The rows of the longest cached prefix when this returns; counts as use. Asks a shared store first."""
+        trie = self.trie(namespace)
         if self.mover.remote is not None:
-            await self.mover.remote.look(trie, namespace, chain, limit)
+            await self.mover.remote.lookups.look_up(trie, namespace, chain, limit)
         path = trie.usable(await find_path(trie, namespace, chain, limit))
         self.placement.touch(trie, path)
         return path
-
-    async def look_in_store(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> None:
-        """Has the trie know what a shared store has of a prompt, where there is one and it is in service."""
-        if self.mover.remote is not None:
-            await self.mover.remote.look(self.trie(namespace), namespace, chain, limit)
 
     def count_lookup(self, session: Session, namespace: Namespace, chain: BlockChain, rows: Rows) -> None:
         """Counts a session's lookup of one prompt, of which these blocks were found.
@@ -254,46 +246,6 @@ class TieredCache:
         self.counters.find(tiers, trie.block_tokens)
 
     # -- engines' side --------------------------------------------------------------------------------------------
-
-    async def acquire(
-        self,
-        session: Session,
-        namespace: Namespace,
-        chain: BlockChain,
-        asked: Asked | None = None,
-        matched: Callable[[Reader], None] | None = None,
-    ) -> Lease | None:
-        """Leases the cached prefix of a prompt in the CPU tier; None when nothing is cached there.
-
-        The lease is shorter than the match when the CPU tier cannot take it all, when the tenant may hold no more, or
-        when a block turns out to be damaged: it is the longest beginning for which there is room (`beginnings`).
-
-        Args:
-            session: whose lease it is.
-            namespace: the prompt's.
-            chain: its blocks.
-            asked: which of them; by default all.
-            matched: called with what is to be read before anything of it is brought up.
-
-        Raises:
-            ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
-        """
-        self._need_cpu()
-        trie = self._tries.by_namespace[namespace.ordinal]
-        return await self._leasing.acquire(session, namespace, trie, chain, asked or Asked(), matched)
-
-    async def reserve(
-        self, session: Session, namespace: Namespace, chain: BlockChain, asked: ToFill | None = None
-    ) -> Reservation | int:
-        """Slots for the blocks of `chain` that are not cached; the number of blocks when all are.
-
-        Raises:
-            InvalidArgumentError: the first block to fill lies behind the last block.
-            ExhaustedError: there is room for none and nothing may be evicted, or the session has too many grants.
-        """
-        self._need_cpu()
-        trie = self._tries.by_namespace[namespace.ordinal]
-        return await self._reservations.reserve(session, namespace, trie, chain, asked or ToFill())
 
     async def retain(self, namespace: Namespace, chain: BlockChain, retention: Sequence[Retention]) -> int:
         """Gives the cached blocks of a prompt priorities; returns how many have one other than 0 then.
@@ -354,12 +306,12 @@ class TieredCache:
         Raises:
             SessionEndedError: the session ended while the prefix was looked for.
         """
-        match = await self.match(namespace, chain)
+        path = await self.match(namespace, chain)
         self.leases.session(session.id)  # it may have ended meanwhile
         trie = self.trie(namespace)
-        blocks = self._prefetches.begin(session, trie, match.rows)
+        blocks = self._prefetches.begin(session, trie, path)
         if blocks:  # nothing has been moved yet
-            session.arrivals.note(namespace, chain, trie.distances(match.rows), self.clock())
+            session.arrivals.note(namespace, chain, trie.distances(path), self.clock())
         return blocks
 
     # -- the worker's side ----------------------------------------------------------------------------------------
@@ -383,47 +335,7 @@ class TieredCache:
             with self.holds.hold("retain", trie, path):
                 return await self.retained.wish(namespace, trie, retention, path, more, groups, optional=True)
 
-    def record(
-        self,
-        namespace: Namespace,
-        parent: int,
-        chain: BlockChain,
-        first_block: int,
-        frames: Sequence[int],
-        blocks: int | None = None,
-    ) -> tuple[Rows, npt.NDArray[np.bool_]]:
-        """Enters blocks that the worker has filled, one after the other, in `frames`.
-
-        Nothing holds them yet: the caller has to, before it awaits anything.
-
-        Args:
-            namespace: the blocks' namespace.
-            parent: the row that the first one continues, or the namespace's root.
-            chain: the blocks' prompt.
-            first_block: the first one's place in it.
-            frames: [m * parts] frames in flight, those of a block side by side: its parts from the first on.
-            blocks: m; by default all parts of a block are in frames.
-
-        Returns:
-            The blocks' rows, and of each of their frames whether it is the trie's now (it is not when the part was
-            there already). Fewer than m blocks when a block's key is another block's, or a block is refused.
-        """
-        trie = self.trie(namespace)
-        return self._recording.record(namespace, trie, parent, chain, first_block, frames, blocks)
-
-    def record_state(self, trie: Trie, path: Rows, frames: Sequence[int], ends: Sequence[int] = ()) -> bool:
-        """Enters the state after the last block of `path`, which begins with a prompt's first block.
-
-        Its frames, in flight, are those of the block's last parts; for `ends` see `Trie.expire`. Returns whether they
-        are the trie's now; they are not when the state was there already.
-        """
-        return self._recording.record_state(trie, path, frames, ends)
-
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
         return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
-
-    def _need_cpu(self) -> None:
-        if isinstance(self.tiers.shared, AbsentTier):
-            raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from prefixd.base.clocks import elapsed_s
+from prefixd.base.errors import UnsupportedError
 from prefixd.cache.index.trie import TIERS
 from prefixd.cache.troubles import Troubles
 from prefixd_swap import CpuArena, FramePool, SlabStore
@@ -184,6 +185,11 @@ class Tiers:
             self.durable.close()
         if self.remote is not None:
             await self.remote.close()
+
+    def check_shared(self) -> None:
+        """Raises UnsupportedError if there is no shared tier."""
+        if not self.exists(self.shared):
+            raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")
 
     def require_durable(self) -> StoreTier:
         """The durable tier, where the caller knows that there is one."""

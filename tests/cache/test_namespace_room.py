@@ -297,7 +297,7 @@ async def test_blocks_of_namespaces_are_looked_at_in_slices(
     for home in homes:
         await rig.put(list(range(50)), namespace=home)
     pinned = await rig.cache.match(homes[3], rig.chain([0], homes[3]))
-    rig.trie.pinned[pinned.rows] = True
+    rig.trie.pinned[pinned] = True
     monkeypatch.setattr("prefixd.cache.index.scan.SCANNED_AT_ONCE", 16)
     found = await find_namespaces(rig.trie, [home.ordinal for home in homes])
     turns = 0
@@ -313,4 +313,4 @@ async def test_blocks_of_namespaces_are_looked_at_in_slices(
     assert turns >= 2 * (200 // 16)
     assert set(rig.trie.namespace[some.rows].tolist()) == {homes[0].ordinal, homes[2].ordinal} and len(some) == 100
     assert (np.diff(rig.trie.depth[some.rows]) <= 0).all(), "children before parents"
-    rig.trie.pinned[pinned.rows] = False
+    rig.trie.pinned[pinned] = False

@@ -12,6 +12,7 @@ from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
 from tests.cache.tenant_rig import Home
 from tests.rig import MakeRig
+from tests.tries import forget_blocks
 from tests.waiting import until
 
 
@@ -113,7 +114,7 @@ async def test_the_queue_counts_what_is_in_memory_and_not_on_disk(make_rig: Make
     assert rig.cache.mover.queued == (2, 2 * size)
     await rig.put([3], durable=True)
     assert rig.cache.mover.queued == (2, 2 * size)
-    await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
+    await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1])
     assert rig.cache.mover.queued == (0, 0)
     assert rig.cache.mover.lost == {"removed before it was written": 2}
     await rig.put([5, 6, 7])

@@ -66,11 +66,6 @@ async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
     return FoundBlocks(trie, np.empty(0, np.int64), np.empty(0, np.int32))
 
 
-async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
-    """All blocks of a namespace, by its ordinal, or of all namespaces of a trie."""
-    return await find_namespaces(trie, None if namespace is None else (namespace,))
-
-
 async def find_namespaces(trie: Trie, ordinals: Collection[int] | None) -> FoundBlocks:
     """All blocks of some namespaces, or of all of a trie, in one look over its rows."""
     wanted = None if ordinals is None else np.array(sorted(ordinals), np.int64)
@@ -116,7 +111,9 @@ async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> 
                         # First there: what has left this host nobody could name any more. It may be used meanwhile.
                         await mover.remote.copies.delete(trie, trie.all_removable(same.tolist()))
                         same = rows[trie.generation[rows] == blocks.generations[part]]
-                    count, identities = mover.forget_in_memory(trie, same.tolist())
+                    count, identities = mover.disk.removals.forget_in_memory(trie, same.tolist())
+                    if mover.tiers.durable is not None and len(identities) < count:
+                        mover.lost["removed before it was written"] += count - len(identities)
                     went, there = went + count, there + len(same)
                     on_disk += identities
                     await give_way()

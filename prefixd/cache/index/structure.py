@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.children import Descendants, link, unlink_all
+from prefixd.cache.index.children import link, unlink_all
 from prefixd.cache.index.eviction import EvictionColumns
 from prefixd.cache.index.keys.key_index import Ordinals, Rows
 from prefixd.cache.index.residency import NONE
 from prefixd.cache.index.trie_table import NO_SLOT, NOWHERE
-
-_WALK_STEPS = 1 << 20
 
 
 class Structure(EvictionColumns):
@@ -49,17 +47,6 @@ class Structure(EvictionColumns):
     def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """[len(rows), 16]: keys of the blocks in `rows`."""
         return self._masks.apply(self.namespace[rows], self._keys.keys(rows)).view(np.uint8)
-
-    def subtree(self, roots: Rows) -> list[int]:
-        """`roots`, different rows, and everything that continues them, each row once and parents before children.
-
-        It takes 0.1 us a row: see `Descendants` for subtrees of any size.
-        """
-        walk = Descendants(self, roots)
-        found: list[int] = []
-        while not walk.done:
-            found += walk.take(_WALK_STEPS)
-        return found
 
     # -- adding and removing ------------------------------------------------------------------------------------
 
@@ -153,12 +140,6 @@ class Structure(EvictionColumns):
         np.add.at(self.children, parents[inner], 1)
         link(self, rows, parents)
 
-    def removable(self, row: int) -> bool:
-        """Whether the block exists and nothing continues, keeps or pins it."""
-        if self.children[row] or self.keep[row] or self.pinned[row]:
-            return False
-        return bool(self.namespace[row] != NOWHERE)
-
     def all_removable(self, rows: Sequence[int]) -> Rows:
         """Those of different blocks, children before parents, that are removable once those before them are gone."""
         children, keep, pinned = self.children.data, self.keep.data, self.pinned.data
@@ -170,15 +151,6 @@ class Structure(EvictionColumns):
                 going.append(row)
                 gone[parent[row]] = gone.get(parent[row], 0) + 1
         return np.array(going, np.int64)
-
-    def remove(self, row: int) -> None:
-        """Forgets a block that has no copy left and is removable.
-
-        Ancestors that were without copies and stayed only for its sake go with it.
-        """
-        if self.any_part[row] or not self.removable(row):
-            raise RuntimeError(f"row {row} was removed while it has no block, or one with copies, children or keepers")
-        self.remove_bare([row])
 
     def remove_all(self, rows: Rows) -> None:
         """Forgets m different blocks without copies, children before parents: each is removable once those before it

@@ -20,7 +20,6 @@ when every group's rule allows its length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -39,19 +38,6 @@ from prefixd.cache.index.structure import Structure
 from prefixd.cache.index.trie_table import NO_SLOT as NO_SLOT
 from prefixd.cache.index.trie_table import TIERS as TIERS
 from prefixd.cache.rules import Bools, GroupMask, GroupRule, longest_prefix, possible_lengths
-
-_WALK_STEPS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix of a prompt: one row a block, from the first block on."""
-
-    rows: Rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 Observer = Callable[["Trie", "int | Rows"], None]
 """Told of the rows whose blocks can be had from other tiers than before, perhaps; it looks at them later."""
@@ -88,13 +74,6 @@ class Trie(Structure):
 
     # -- finding ------------------------------------------------------------------------------------------------
 
-    def match(self, root: int, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest prefix of `chain`, at most `limit` blocks, that every KV group's rule allows.
-
-        It holds the event loop for some 0.5 us a block: see `paths.find_path` for prompts of any length.
-        """
-        return Match(self.usable(self.nodes(root, chain, limit)))
-
     def nodes(self, root: int, chain: BlockChain, limit: int | None = None, known: Rows | None = None) -> Rows:
         """The rows of the first blocks of `chain`, at most `limit`, wherever their bytes are or are not.
 
@@ -118,7 +97,7 @@ class Trie(Structure):
             before, start = int(known[-1]), len(known)
         batches: list[Rows] = []
         blocks = 0
-        find_all = partial(self._keys.find_masked, self._masks, _namespace_of(root))
+        find_all = partial(self.find_all, -1 - root)  # the root says which namespace
         for rows in chain.walk_batches(find_all, len(chain) if limit is None else limit, start):
             batches.append(rows)
             blocks += len(rows)
@@ -135,7 +114,7 @@ class Trie(Structure):
         """The beginning of `rows` that really is this chain's from block `start` on, which continues row `before`."""
         if not len(rows):
             return rows
-        good = (self.tokens[rows] == chain.rows[start : start + len(rows)]).all(axis=1)
+        good = (self.tokens[rows] == chain.token_rows[start : start + len(rows)]).all(axis=1)
         parents = self.parent[rows]
         good[0] &= parents[0] == before
         good[1:] &= parents[1:] == rows[:-1]
@@ -186,8 +165,3 @@ class Trie(Structure):
         if not self.has_rules:
             return self.nearest[path]
         return self._nearest(path, self.needed(len(path)))
-
-
-def _namespace_of(root: int) -> int:
-    """The namespace whose first blocks have this root for a parent."""
-    return -1 - root

@@ -90,10 +90,6 @@ class TrieTable:
             self._blocks_of = np.concatenate([self._blocks_of, more])
         np.add.at(self._blocks_of, namespaces, change)
 
-    def used_rows(self) -> Rows:
-        """All rows that hold a block."""
-        return np.flatnonzero(self.namespace[: self.rows] != NOWHERE)
-
     def reserve(self, rows: int) -> None:
         """Makes room for so many more blocks."""
         needed = self.rows + rows - len(self.free)

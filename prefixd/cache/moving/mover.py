@@ -8,7 +8,7 @@ order of their urgency (`swap/transfers`). A row that takes part in a copy is he
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,6 @@ from prefixd.base.long_work.pacer import give_way
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.copies import DiskCopies
-from prefixd.cache.disk.records import Identity
 from prefixd.cache.disk.writes import Write
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.allocation import Allocation
@@ -335,31 +334,3 @@ class Mover:
                 if missing := self.disk.missing(trie, its):
                     self.lost[f"not written: {self.placement.why_unwritten(tenant, trie)}"] += missing
         return written
-
-    # -- forgetting ---------------------------------------------------------------------------------------------
-
-    async def forget(self, trie: Trie, rows: Sequence[int]) -> int:
-        """Drops different blocks, children before parents, from every tier; skips what is held, kept, pinned or has
-        other children.
-
-        It holds the event loop for some 10 us a block: see `background/forgetting.py` for many blocks.
-
-        Returns how many went, when their going is durable.
-
-        Raises:
-            StorageError: they are gone from memory, but the disk failed and they come back at the next start.
-        """
-        await self.checksums.wait_for_all()
-        went, on_disk = self.forget_in_memory(trie, rows)
-        await self.disk.removals.remove(trie, on_disk)
-        return went
-
-    def forget_in_memory(self, trie: Trie, rows: Sequence[int]) -> tuple[int, list[Identity]]:
-        """As `forget`, but those that were on disk are the caller's to remove there: they are returned, too."""
-        going = trie.all_removable(rows)
-        on_disk = self.disk.records.stored(trie, going)
-        if self.tiers.durable is not None and len(on_disk) < len(going):
-            self.lost["removed before it was written"] += len(going) - len(on_disk)
-        identities = self.disk.records.identities(trie, on_disk)
-        self.placement.discard(trie, going)
-        return len(going), identities

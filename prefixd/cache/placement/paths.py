@@ -66,7 +66,7 @@ async def enter_own(hold: Hold, namespace: Namespace, chain: BlockChain, blocks:
     while not hold.ended and (start := len(hold.rows)) < blocks:
         end = min(start + _ENTERED_AT_ONCE, blocks)
         parent = int(hold.rows[-1]) if start else namespace.root
-        keys, tokens = chain.key_rows(start, end), chain.token_rows(start, end)
+        keys, tokens = chain.key_rows(start, end), chain.token_rows[start:end]
         rows, _ = hold.trie.insert_path(parent, namespace.ordinal, keys, tokens, now_s)
         hold.extend(rows)
         if len(rows) < end - start:

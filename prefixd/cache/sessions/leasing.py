@@ -83,6 +83,7 @@ class Leasing:
         leases: whom a lease belongs to.
         counters: of lookups.
         clock: seconds, monotonic.
+        trie_of: the trie of a namespace.
         match: looks prefixes up.
         end_prefetches: lets go of what a tenant's prefetches hold; whether there were any.
     """
@@ -93,6 +94,7 @@ class Leasing:
         leases: LeaseTable,
         counters: HitCounters,
         clock: Callable[[], float],
+        trie_of: Callable[[Namespace], Trie],
         match: Match,
         end_prefetches: Callable[[Tenant], Awaitable[bool]],
     ) -> None:
@@ -100,6 +102,7 @@ class Leasing:
         self._leases = leases
         self._counters = counters
         self._clock = clock
+        self._trie_of = trie_of
         self._match = match
         self._end_prefetches = end_prefetches
         self._shared = mover.tiers.shared
@@ -110,12 +113,28 @@ class Leasing:
         self,
         session: Session,
         namespace: Namespace,
-        trie: Trie,
         chain: BlockChain,
-        asked: Asked,
-        matched: Callable[[Reader], None] | None,
+        asked: Asked | None = None,
+        matched: Callable[[Reader], None] | None = None,
     ) -> Lease | None:
-        """Leases a cached prefix; arguments, answer and errors are those of `TieredCache.acquire`."""
+        """Leases the cached prefix of a prompt in the CPU tier; None if nothing of it is cached.
+
+        The lease is shorter than the match if the CPU tier has no room for all of it, if the tenant may not hold more,
+        or if a block turns out to be damaged: it covers the longest beginning that fits (`beginnings`).
+
+        Args:
+            session: the owner of the lease.
+            namespace: the prompt's.
+            chain: the prompt's blocks.
+            asked: which of them to lease; all by default.
+            matched: called with the blocks to read before any of them is brought up.
+
+        Raises:
+            UnsupportedError: there is no CPU tier.
+            ExhaustedError: the tenant may not hold or have anything more in the CPU tier.
+        """
+        self._mover.tiers.check_shared()
+        asked, trie = asked or Asked(), self._trie_of(namespace)
         with self._mover.working():
             self._leases.admit(session)
             ttl_s, identity = self._leases.ttl(asked.ttl_s), self._leases.next_id()
@@ -136,7 +155,7 @@ class Leasing:
 
     async def _find(self, namespace: Namespace, trie: Trie, chain: BlockChain, asked: Asked) -> Reader:
         """Matches the prompt and counts the lookup."""
-        first, end = asked.first_block, asked.end(len(chain.rows))
+        first, end = asked.first_block, asked.end(len(chain))
         path = await self._match(namespace, chain, asked.prefix_blocks or end)
         if asked.counted and asked.found is None:
             self._counters.ask(max(end - first, 0) * trie.block_tokens)

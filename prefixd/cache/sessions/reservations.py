@@ -57,6 +57,7 @@ class Reservations:
         durability: makes committed blocks durable.
         leases: whom a reservation belongs to.
         retained: grants what a commit asks for the blocks' retention.
+        trie_of: the trie of a namespace.
         limit_bytes: the most that one session may have reserved at once; half of the CPU tier by default.
         admit: waits until a tenant's new blocks may come.
         stored: told of blocks that were committed.
@@ -68,6 +69,7 @@ class Reservations:
         durability: Durability,
         leases: LeaseTable,
         retained: Retained,
+        trie_of: Callable[[Namespace], Trie],
         limit_bytes: int | None,
         admit: Callable[[Tenant], Awaitable[None]],
         stored: Callable[[Trie, Rows], None] | None,
@@ -79,6 +81,7 @@ class Reservations:
         self._durability = durability
         self._leases = leases
         self._retained = retained
+        self._trie_of = trie_of
         self._limit_bytes = self._tiers.shared.capacity_bytes // 2 if limit_bytes is None else limit_bytes
         self._clock = mover.placement.clock
         self._admit = admit
@@ -87,9 +90,18 @@ class Reservations:
         self.quarantine = Quarantine(self._give_back)
 
     async def reserve(
-        self, session: Session, namespace: Namespace, trie: Trie, chain: BlockChain, asked: ToFill
+        self, session: Session, namespace: Namespace, chain: BlockChain, asked: ToFill | None = None
     ) -> Reservation | int:
-        """Slots for blocks that are not cached; arguments and errors are those of `TieredCache.reserve`."""
+        """Reserves slots for the blocks of `chain` that are not cached; the number of blocks if all are cached.
+
+        Raises:
+            UnsupportedError: there is no CPU tier.
+            InvalidArgumentError: the first block to fill lies behind the last block.
+            ExhaustedError: there is no room for any block and nothing may be evicted, or the session has too many
+                grants.
+        """
+        self._tiers.check_shared()
+        asked, trie = asked or ToFill(), self._trie_of(namespace)
         self._leases.admit(session)
         ttl_s = self._leases.ttl(asked.ttl_s)
         parts, first_block = namespace.check_parts(asked.parts), asked.first_block
@@ -282,7 +294,7 @@ class Reservations:
         lacked a reserved part before.
         """
         trie, chain, namespace = reservation.trie, reservation.chain, reservation.namespace
-        keys, tokens = chain.key_rows(start, end), chain.token_rows(start, end)
+        keys, tokens = chain.key_rows(start, end), chain.token_rows[start:end]
         parent = int(before[-1]) if len(before) else namespace.root
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, self._clock())
         bare = max(reservation.first_block - start, 0)

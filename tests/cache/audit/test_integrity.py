@@ -19,6 +19,7 @@ from prefixd.cache.audit.integrity import audit
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import IntegrityError, StorageError
 from tests.rig import BLOCK_TOKENS, MakeRig, Rig
+from tests.tries import forget_blocks, used_rows
 
 
 async def filled(make_rig: MakeRig) -> Rig:
@@ -209,7 +210,7 @@ async def test_slices_see_what_the_whole_sees(make_rig: MakeRig, monkeypatch: py
     found = await audit(rig.cache)
     assert found.blocks == 8
     (line,) = found.violations  # rows of all slices in one line; those that continue others are right about that
-    assert line == "trie 0: rows with a wrong depth: " + ", ".join(map(str, rig.trie.used_rows()[depths == 0]))
+    assert line == "trie 0: rows with a wrong depth: " + ", ".join(map(str, used_rows(rig.trie)[depths == 0]))
     rig.trie.depth[: rig.trie.rows] = depths
     rig.trie.checksums[rig.rows([5, 6, 7, 8]), 0] ^= np.uint64(1)
     (line,) = (await audit(rig.cache)).violations
@@ -272,7 +273,7 @@ async def test_it_is_right_while_the_cache_works(make_rig: MakeRig) -> None:
             await rig.get(prompt)
             await rig.cache.prefetch(rig.session, rig.namespace, rig.chain(prompt))
             if step % 4 == 0:
-                await rig.cache.mover.forget(rig.trie, rig.rows(prompt)[::-1])
+                await forget_blocks(rig.cache.mover, rig.trie, rig.rows(prompt)[::-1])
 
     engines = [asyncio.create_task(engine(10 * number)) for number in range(2)]
     for _ in range(5):

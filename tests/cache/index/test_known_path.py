@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sized
 
 import numpy as np
 import pytest
 
 from prefixd.cache import Trie
 from prefixd.cache.index.keys.block_keys import BlockChain
-from prefixd.cache.index.keys.key_index import KeyMasks
 from prefixd.cache.index.known_path import KnownPath
 from tests.cache.index.entering import enter_chain
 
@@ -24,14 +24,14 @@ def chain_of(blocks: int) -> BlockChain:
 def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     trie, chain, known = Trie(1, (1,)), chain_of(2 * BLOCKS), KnownPath()
     enter_chain(trie, chain_of(BLOCKS))
-    find_masked, asked = trie._keys.find_masked, 0
+    find_all, asked = trie._keys.find_all, 0
 
-    def counting(masks: KeyMasks, namespace: int, keys: bytes) -> object:
+    def counting(keys: Sized) -> object:
         nonlocal asked
-        asked += len(keys) // 16
-        return find_masked(masks, namespace, keys)
+        asked += len(keys)
+        return find_all(keys)
 
-    monkeypatch.setattr(trie._keys, "find_masked", counting)
+    monkeypatch.setattr(trie._keys, "find_all", counting)
     assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
     asked = 0
     for _ in range(10):
@@ -41,7 +41,7 @@ def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkey
     assert asked == 10, "no key behind the limit"
     monkeypatch.undo()
     enter_chain(trie, chain_of(BLOCKS + 3))
-    monkeypatch.setattr(trie._keys, "find_masked", counting)
+    monkeypatch.setattr(trie._keys, "find_all", counting)
     assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS + 3
     assert asked <= 10 + 1 + 16
 

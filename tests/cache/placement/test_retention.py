@@ -18,6 +18,7 @@ from prefixd.cache.placement.retention import MOST_RANGES, Retention
 from prefixd.cache.sessions.reservations import ToFill
 from prefixd_swap import IntegrityError
 from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.tries import forget_blocks
 
 KEEP = Retention(priority=50)
 
@@ -232,7 +233,7 @@ async def test_a_block_counts_once_in_whatever_tiers_it_is_and_no_more_when_it_h
     await rig.put([3, 4, 5, 6])
     assert rig.tiers([1, 2], DISK) == [True, True]
     assert (priorities(rig, [1, 2]), retained_blocks(rig)) == ([50, 50], 2), "the priority goes where the block goes"
-    await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
+    await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1])
     assert (rig.trie.prioritized, retained_blocks(rig)) == (0, 0)
     await rig.put([1, 2])
     assert priorities(rig, [1, 2]) == [0, 0], "who comes after it does not inherit it"

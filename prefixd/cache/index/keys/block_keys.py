@@ -36,7 +36,7 @@ class BlockChain:
         digest: replaced in tests to make keys collide.
     """
 
-    __slots__ = ("_capacity", "_digest", "_keys", "_seed", "block_tokens", "rows", "tokens")
+    __slots__ = ("_capacity", "_digest", "_keys", "_seed", "block_tokens", "token_rows", "tokens")
 
     def __init__(self, token_ids: bytes, block_tokens: int, seed: int, digest: Digest = xxh3_digest) -> None:
         self._capacity = np.frombuffer(token_ids, "<u4")  # the tokens, and room for more once there were more
@@ -93,10 +93,6 @@ class BlockChain:
         """Token ids of the first `count` blocks."""
         return self._capacity[: count * self.block_tokens].tobytes()
 
-    def token_rows(self, start: int, stop: int) -> npt.NDArray[np.uint32]:
-        """[stop - start, block_tokens]: token ids of full blocks; a view, which stays right when tokens are added."""
-        return self.rows[start:stop]
-
     def key(self, index: int) -> bytes:
         """Key of block `index`, 16 bytes; hashes what has not been hashed yet."""
         if index >= self.hashed:
@@ -137,7 +133,9 @@ class BlockChain:
 
     def _view_rows(self) -> None:
         full = self.tokens // self.block_tokens
-        self.rows: npt.NDArray[np.uint32] = self._capacity[: full * self.block_tokens].reshape(full, self.block_tokens)
+        self.token_rows: npt.NDArray[np.uint32] = self._capacity[: full * self.block_tokens].reshape(
+            full, self.block_tokens
+        )
         """[blocks, block_tokens]: token ids of the full blocks; a view, which stays right when tokens are added."""
 
     def _key_bytes(self, start: int, stop: int) -> bytes:
@@ -150,6 +148,6 @@ class BlockChain:
         seed, digest = self._seed, self._digest
         key = bytes(self._keys[-KEY_BYTES:])
         for start in range(self.hashed, blocks, _LARGEST_BATCH):
-            tokens = self.rows[start : min(start + _LARGEST_BATCH, blocks)]
+            tokens = self.token_rows[start : min(start + _LARGEST_BATCH, blocks)]
             one_by_one = tokens.view(f"V{4 * self.block_tokens}").ravel().tolist()
             self._keys += b"".join([key := digest(key + block, seed) for block in one_by_one])

@@ -73,7 +73,7 @@ class KeyIndex:
     """Rows by block key, as a trie masks it (`KeyMasks`). A key has one row, a row one key.
 
     CPU time for 1,000 keys in an index of a million: found in 0.2 ms, inserted in 0.2 ms, while it grows in 0.6 ms,
-    removed in 0.7 ms; one by one, found and removed in 2 to 4 us each. What a call takes does not depend on the size of
+    removed in 0.7 ms; one by one, found in 2 to 4 us each. What a call takes does not depend on the size of
     the index.
 
     Args:
@@ -132,10 +132,6 @@ class KeyIndex:
             rows[here] = self._search_all(table, wanted[here], hashes[here])
         return rows
 
-    def find_masked(self, masks: KeyMasks, namespace: int, keys: bytes) -> Rows:
-        """`find_all` of keys of one namespace, which are masked here."""
-        return self.find_all(masks.apply(namespace, keys).view(np.uint8))
-
     def insert_all(self, keys: npt.NDArray[np.uint8], rows: Rows) -> None:
         """Enters [m, 16] different keys that are not there, for rows that have none and have room (`reserve`)."""
         self._make_room(len(rows))
@@ -143,26 +139,6 @@ class KeyIndex:
         for table, here, hashes in self._by_table(rows):
             table.enter(here, hashes)
         self._count += len(rows)
-
-    def remove(self, row: int) -> None:
-        """Forgets the key of a row that has one; KeyError for another one."""
-        keys, hash_of = self._view, self._hash.one
-        hashed = hash_of(keys, KEY_BYTES * row)
-        table = self._table if self._left is None else self._left.table_of(hashed, self._table)
-        entries, mask, shift = table.view, table.mask, table.shift
-        hole = hashed >> shift
-        while entries[hole] != row + 1:
-            if not entries[hole]:
-                raise KeyError(f"row {row} has no key")
-            hole = hole + 1 & mask
-        at = hole
-        while entry := entries[at := at + 1 & mask]:
-            home = hash_of(keys, KEY_BYTES * (entry - 1)) >> shift
-            if at - home & mask >= at - hole & mask:  # its search passes the hole
-                entries[hole] = entry
-                hole = at
-        entries[hole] = 0
-        self._count -= 1
 
     def remove_all(self, rows: Rows) -> None:
         """Forgets the keys of different rows that have one; KeyError, and nothing is removed, if one has none."""

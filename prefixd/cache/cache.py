@@ -34,7 +34,7 @@ from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.placement.paths import find_path
 from prefixd.cache.placement.recording import Recording
-from prefixd.cache.placement.retention import Retained, Retention, Wish
+from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
 from prefixd.cache.registration import Registration
 from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.leasing import HitCounters, Leasing
@@ -248,20 +248,20 @@ class TieredCache:
     # -- engines' side --------------------------------------------------------------------------------------------
 
     async def retain(self, namespace: Namespace, chain: BlockChain, retention: Sequence[Retention]) -> int:
-        """Gives the cached blocks of a prompt priorities; returns how many have one other than 0 then.
+        """Gives the cached blocks of a prompt priorities; returns how many have one other than 0 afterwards.
 
-        Without any wish all of them lose theirs.
+        An empty `retention` removes the priorities of all of them.
 
         Raises:
-            InvalidArgumentError: there cannot be such a wish.
-            ExhaustedError: it is beyond the tenant's quota; nothing is changed.
+            InvalidArgumentError: a range, a priority or a time is invalid.
+            ExhaustedError: it exceeds the tenant's quota; nothing is changed.
         """
         trie = self.trie(namespace)
         with self.mover.working():
             path = trie.usable(await find_path(trie, namespace, chain))
             with self.holds.hold("retain", trie, path):
-                with await self.retained.wish(namespace, trie, retention or [Retention()], path) as wish:
-                    await wish.apply_all(path)
+                with await self.retained.grant(namespace, trie, retention or [Retention()], path) as granted:
+                    await granted.apply_all(path)
                 return int(np.count_nonzero(trie.priorities(path, self.clock())))
 
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
@@ -316,24 +316,24 @@ class TieredCache:
 
     # -- the worker's side ----------------------------------------------------------------------------------------
 
-    async def wish(
+    async def grant_retention(
         self, namespace: Namespace, chain: BlockChain, blocks: int, groups: int, retention: Sequence[Retention]
-    ) -> Wish:
-        """Grants wishes for the first blocks of a prompt, before they are computed. The caller ends what it gets.
+    ) -> RetentionGrant:
+        """Grants the retention of the first blocks of a prompt before they are computed. The caller ends the grant.
 
         Args:
             namespace: the prompt's.
-            chain: its blocks.
-            blocks: how many of them will be there.
+            chain: the prompt's blocks.
+            blocks: how many of them will be stored.
             groups: the KV groups of which each will have bytes.
-            retention: the wishes. Those beyond the tenant's quota are left out (`Wish.refused`).
+            retention: ranges of the prompt; `RetentionGrant.refused` tells if they exceed the tenant's quota.
         """
         trie = self.trie(namespace)
         with self.mover.working():
             path = trie.usable(await find_path(trie, namespace, chain, blocks))
             more = blocks - len(path)
             with self.holds.hold("retain", trie, path):
-                return await self.retained.wish(namespace, trie, retention, path, more, groups, optional=True)
+                return await self.retained.grant(namespace, trie, retention, path, more, groups, optional=True)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class DiskRemovals:
                 except StorageError as error:
                     self._failed(error)
                     raise
-            self._placement.room_may_be_had()  # the slots are free now
+            self._placement.retry_without_room()  # the slots are free now
 
     def forget_in_memory(self, trie: Trie, rows: Sequence[int]) -> tuple[int, list[Identity]]:
         """Drops different blocks, children before parents, from the trie and all tiers; skips those that are held,

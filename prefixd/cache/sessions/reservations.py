@@ -18,7 +18,7 @@ from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.placement.paths import enter_own, find_path, present
-from prefixd.cache.placement.retention import Retained, Retention, Wish
+from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
 from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.quarantine import Quarantine
 from prefixd.cache.sessions.sessions import LeaseTable, Reservation, Session
@@ -225,14 +225,16 @@ class Reservations:
             trie, prefix = reservation.trie, reservation.prefix.rows
             groups = int(np.bitwise_or.reduce(trie.part_mask[list(reservation.parts)]))
             more = max(reservation.first_block + blocks - len(prefix), 0)
-            with await self._retained.wish(
+            with await self._retained.grant(
                 reservation.namespace, trie, retention, prefix, more, groups, optional=True
-            ) as wish:
-                reservation.retention_refused = wish.refused
-                self.check(reservation, blocks, durable)  # once more: the wish may have taken a while
-                return await self._commit(reservation, blocks, durable, wish)
+            ) as granted:
+                reservation.retention_refused = granted.refused
+                self.check(reservation, blocks, durable)  # again: granting may have taken a while
+                return await self._commit(reservation, blocks, durable, granted)
 
-    async def _commit(self, reservation: Reservation, blocks: int, durable: bool, wish: Wish | None) -> tuple[int, int]:
+    async def _commit(
+        self, reservation: Reservation, blocks: int, durable: bool, retention: RetentionGrant | None
+    ) -> tuple[int, int]:
         self._leases.forget(reservation, "it was committed")
         trie, placement = reservation.trie, self._placement
         prefix = reservation.prefix.rows
@@ -264,8 +266,8 @@ class Reservations:
             path = np.concatenate(rows)
             trie.touch(path, self._clock())  # all of it: a block must not be worth less than those that continue it
             placement.extend(trie, path)
-            if wish is not None:
-                await wish.apply_all(path)
+            if retention is not None:
+                await retention.apply_all(path)
             self.end(reservation, True)
             if durable:
                 await self._durability.write(trie, path)

@@ -169,8 +169,8 @@ async def test_one_tenant_does_not_take_what_tenants_share(make_rig: Callable[..
         await retain(rig, prompt, KEEP)
     theirs = rig.cache.register(msgspec.structs.replace(rig.namespace.spec, tenant="other"))
     path = np.zeros(0, np.int64)
-    wish = await rig.cache.retained.wish(theirs, rig.trie, [KEEP], path, 4, 1)
-    refused = await rig.cache.retained.wish(theirs, rig.trie, [KEEP], path, 1, 1, optional=True)
+    wish = await rig.cache.retained.grant(theirs, rig.trie, [KEEP], path, 4, 1)
+    refused = await rig.cache.retained.grant(theirs, rig.trie, [KEEP], path, 1, 1, optional=True)
     assert f"{4 * PART_BYTES} of {4 * PART_BYTES} bytes" in refused.refused
     wish.end()
 
@@ -216,7 +216,9 @@ async def test_wishes_at_the_same_time_do_not_pass_the_quota_together(make_rig: 
         return sorted(bool(each.retention_refused) for each in reservations)
 
     groups = rig.trie.all_groups
-    with await rig.cache.wish(rig.namespace, rig.chain([5, 6]), 2, groups, [KEEP]):  # two blocks to be computed
+    with await rig.cache.grant_retention(
+        rig.namespace, rig.chain([5, 6]), 2, groups, [KEEP]
+    ):  # two blocks to be computed
         assert await refused(1, 2) == [True, True], "two of three are claimed"
     assert await refused(3, 4) == [False, True]
     assert (retained_blocks(rig), rig.cache.retained.claimed.total()) == (2, 0)

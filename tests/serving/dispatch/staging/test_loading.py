@@ -57,7 +57,7 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     bench = await make_bench(24)
     request = await begun(bench)
     trie = bench.cache.trie(bench.namespace)
-    wish = request.retention = await bench.cache.wish(
+    wish = request.retention = await bench.cache.grant_retention(
         bench.namespace, request.chain, BLOCKS, 1, [Retention(priority=5)]
     )
     start = next(message for message in bench.sent if isinstance(message, Start))

@@ -1,7 +1,7 @@
-"""The cache: what engines and the daemon's own worker ask of it.
+"""The cache, as engines and the daemon's own worker use it.
 
-Engines outside read and fill blocks in the CPU tier's shared arena (`acquire`, `reserve`, `commit`); the worker's
-blocks are born in the GPU tier (`record`). Both stand in the same trie.
+Engines in other processes read and fill blocks in the CPU tier's shared arena (`acquire`, `reserve`, `commit`). The
+worker computes blocks in the GPU tier (`record`). Both kinds are in the same trie.
 
     names      registration, tries, namespaces, namespace_room
     engines    sessions/: leasing (read), reservations (fill), durability, pins
@@ -48,19 +48,19 @@ from prefixd_swap.eviction.use_history import REMEMBERED
 
 Claim = tuple[Trie, Rows, list[int]]
 MAX_BLOCKS = 1 << 20
-"""Blocks of a prompt, in one call. At 4 tokens a block it is as many tokens as a message can have."""
+"""The most blocks of a prompt in one call. With 4 tokens a block, these are as many tokens as fit in a message."""
 
 
 class TieredCache:
-    """The trie, the tiers and the leases of one daemon. Used from the event loop alone.
+    """The tries, the tiers and the leases of one daemon. Only the event loop uses it.
 
     Args:
         tiers: the memory.
         engine: copies between memory spans.
         policy: eviction policy.
         clock: seconds, monotonic.
-        options: how it works.
-        tenants: to whom sessions and namespaces belong.
+        options: settings.
+        tenants: the owners of sessions and namespaces.
         digest: block key function; replaced in tests.
     """
 
@@ -82,14 +82,14 @@ class TieredCache:
         self.tenants = tenants or Tenants()
         self.counters = HitCounters()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
-        """Who else has a part of the GPU tier, for `check_integrity`: rows held without a `Hold`, frames in flight."""
+        """Return rows in the GPU tier held without a `Hold`, and frames in flight; for `check_integrity`."""
         self._digest = digest
-        # Where there is no other tier, the GPU tier comes with the worker.
+        # Without another tier, the GPU tier comes with the worker.
         policy.last_tier = max((tier.level for tier in tiers.own), default=tiers.compute.level)
         uses = UseHistory(policy, REMEMBERED if policy.remembers or options.admit_uses else 0)
 
         self.namespaces = NamespaceRegistry(with_common=options.share_after > 1)
-        # Of blocks of another geometry it is not known yet how long computing them takes.
+        # The time to compute blocks of a new geometry is not known yet.
         self._tries = Tries(tiers, lambda trie: policy.observe_compute_time(trie, lambda tokens: None))
         self.tries = self._tries.all
         self.mover = Mover(
@@ -125,7 +125,7 @@ class TieredCache:
         )
         self.refused = RefusedBlocks(self.mover)
         self.common: CommonBlocks | None = None
-        """What makes blocks common, where that takes several tenants."""
+        """Makes blocks common, if `share_after` is above 1."""
         if options.share_after > 1:
             self.common = CommonBlocks(self.mover, self.namespaces, self._chain, clock, options.share_after)
 
@@ -146,10 +146,10 @@ class TieredCache:
         recording = Recording(self.placement, self.trie, stored)
         self.record, self.record_state = recording.record, recording.record_state
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Reads the disk tier's index into the empty tries; returns how many blocks came back. See `restore`.
+        """Reads the disk tier's index into the empty tries; returns the number of restored blocks.
 
         Raises:
             StorageError: the index cannot be read.
@@ -199,7 +199,7 @@ class TieredCache:
     # -- names --------------------------------------------------------------------------------------------------
 
     def open_in(self, session: Session, identity: bytes) -> Namespace:
-        """A namespace that is open to a session, which uses it now. Raises as `Session.namespace`."""
+        """Marks a namespace that is open to a session as used and returns it. Raises as `Session.namespace`."""
         namespace = session.namespace(identity)
         self.namespaces.touch(namespace)
         return namespace
@@ -211,12 +211,12 @@ class TieredCache:
     # -- finding ------------------------------------------------------------------------------------------------
 
     def chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
-        """The blocks of a prompt; InvalidArgumentError for an empty prompt, a torn token, or too many blocks."""
+        """The blocks of a prompt; InvalidArgumentError for an empty prompt, an incomplete token, or too many blocks."""
         if not token_ids:
             raise InvalidArgumentError("token_ids is empty; send at least one token")
         if len(token_ids) % 4:
             raise InvalidArgumentError(
-                f"token_ids has {len(token_ids)} bytes, no multiple of 4; send little-endian uint32"
+                f"token_ids has {len(token_ids)} bytes, not a multiple of 4; send little-endian uint32"
             )
         chain = self._chain(namespace, token_ids)
         if len(chain) > MAX_BLOCKS:
@@ -236,9 +236,10 @@ class TieredCache:
         return path
 
     def count_lookup(self, session: Session, namespace: Namespace, chain: BlockChain, rows: Rows) -> None:
-        """Counts a session's lookup of one prompt, of which these blocks were found.
+        """Counts a session's lookup of one prompt, and `rows` as found.
 
-        By where they lay when the session gave a hint for the prompt (`prefetch`), else by where they are.
+        They count by the tiers that they were in when the session gave a hint for the prompt (`prefetch`), or else by
+        the tiers that they are in.
         """
         trie = self.trie(namespace)
         self.counters.ask(len(chain) * trie.block_tokens)
@@ -265,18 +266,23 @@ class TieredCache:
                 return int(np.count_nonzero(trie.priorities(path, self.clock())))
 
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
-        """Returns when the cached prefix of `chain` is on disk: its blocks. PreconditionError without a disk tier."""
+        """Writes the cached prefix of `chain` to disk; returns its number of blocks, once they are durable.
+
+        Raises:
+            PreconditionError: there is no disk tier.
+            ExhaustedError: the disk tier has no room, for this tenant or for all, or is out of service.
+        """
         trie = self.trie(namespace)
         with self.mover.working():
             path = trie.usable(await find_path(trie, namespace, chain))
             return await self._durability.persist(trie, path)
 
     def release(self, session: Session, grant_id: str) -> None:
-        """Ends a lease or gives up a reservation.
+        """Ends a lease or a reservation.
 
         Raises:
-            NotFoundError: it is over already. The slots of a reservation that ended without its holder's word are
-                given back all the same: now there is its word.
+            NotFoundError: it has ended already. The slots of an expired reservation leave quarantine all the same: this
+                call says that its holder no longer writes.
         """
         try:
             self.leases.release(session, grant_id)
@@ -285,10 +291,10 @@ class TieredCache:
             raise
 
     def process_ended(self, process: Process) -> None:
-        """A client's process has ended: nobody writes through its mapping of the arena any more.
+        """Handles the end of a client's process, which can no longer write through its mapping of the arena.
 
-        Sessions that no other process has mapped the arena for end with it. Their streams may live on, in a child that
-        it forked.
+        Ends its sessions, unless another process has mapped the arena for them. A stream of such a session may be open
+        still, in a child that the process forked.
         """
         process.alive = False
         for session in list(self.leases.sessions.values()):
@@ -301,16 +307,16 @@ class TieredCache:
     async def prefetch(self, session: Session, namespace: Namespace, chain: BlockChain) -> int:
         """Starts bringing the cached prefix to the shared tier, until the session ends.
 
-        Returns how many blocks are on their way for it: as many as the tenant's limit takes, from the first.
+        Returns how many blocks are being brought: the first ones, up to the tenant's limit.
 
         Raises:
-            SessionEndedError: the session ended while the prefix was looked for.
+            SessionEndedError: the session ended during the match.
         """
         path = await self.match(namespace, chain)
         self.leases.session(session.id)  # it may have ended meanwhile
         trie = self.trie(namespace)
         blocks = self._prefetches.begin(session, trie, path)
-        if blocks:  # nothing has been moved yet
+        if blocks:  # no block has been moved yet
             session.arrivals.note(namespace, chain, trie.distances(path), self.clock())
         return blocks
 

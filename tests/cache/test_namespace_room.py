@@ -138,11 +138,11 @@ async def test_the_trouble_ends_when_room_comes_back_by_itself(make_rig: Callabl
     await rig.cache.open_namespace(one, salted(1))
     with pytest.raises(ExhaustedError):
         await rig.cache.open_namespace(one, salted(2))
-    rig.cache.namespace_room.look()
+    rig.cache.namespace_room.check_trouble()
     assert PART in rig.cache.tiers.troubles
     rig.cache.leases.close(one)
     rig.cache.registration.forget_unused()
-    rig.cache.namespace_room.look()
+    rig.cache.namespace_room.check_trouble()
     assert PART not in rig.cache.tiers.troubles
 
 

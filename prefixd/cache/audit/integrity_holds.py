@@ -1,4 +1,4 @@
-"""Is every slot and every hold somebody's? The tiers' memory and the tries' counters against leases and requests."""
+"""Audits slots and holds: compares the tiers' memory and the tries' counters with leases and requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prefixd.cache.sessions.sessions import Lease, Reservation
 from prefixd_swap import IntegrityError
 from prefixd_swap.tiers import Int64s, MemoryTier, PagedTier, Tier
 
-_GRANTS = 256  # looked at between two pauses
+_GRANTS = 256  # checked between two pauses
 
 _Held = tuple[Trie, Rows, Tier | None, GroupMask | None]
-"""Blocks that somebody keeps, the tier in which their bytes are held, and the KV groups; None as in `Hold`."""
+"""Held blocks, the tier in which their bytes are held, and the KV groups; None as in `Hold`."""
 
 
 def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
-    """Sessions, leases and reservations."""
+    """Checks sessions, leases and reservations."""
     looked_at = 0
     for key, session in list(cache.leases.sessions.items()):
         if cache.leases.sessions.get(key) is not session:
@@ -52,14 +52,14 @@ def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
 
 
 def audit_slots(found: Findings, cache: TieredCache) -> Steps[None]:
-    """Every slot in the memory tiers is one block's, or in flight, or free."""
+    """Checks that every slot in the memory tiers belongs to one block, or is in flight, or is free."""
     for tier in cache.tiers.memories:
         if cache.tiers.exists(tier):
             yield from _audit_owners(found, cache, tier)
 
 
 def audit_holds(found: Findings, cache: TieredCache) -> Steps[None]:
-    """The tries' counters are the sum of who holds and keeps their blocks."""
+    """Checks that the tries' counters are the sums of the holds on their blocks."""
     for trie in list(cache.tries):
         for tier in cache.tiers:
             yield from _audit_holds(found, cache, trie, tier)
@@ -75,7 +75,7 @@ class _Memory(Protocol):
 
 
 class _AsOfNow:
-    """What a tier says now: only the event loop may look at it."""
+    """A snapshot of a tier that only the event loop may read."""
 
     def __init__(self, tier: MemoryTier) -> None:
         self._taken, self._wrong = tier.allocated(), ""
@@ -127,17 +127,17 @@ def _audit_owners(found: Findings, cache: TieredCache, tier: MemoryTier) -> Step
 
 
 def _claimed_slots(cache: TieredCache, tier: MemoryTier) -> list[Int64s]:
-    """The slots in flight of which somebody says that they are his; NO_SLOT among them."""
+    """The slots in flight that a reservation, the quarantine or a request has; NO_SLOT among them."""
     if tier is cache.tiers.compute:
         return [np.array(frames, np.int64) for claim in cache.claims for _, _, frames in claim()]
     grants = chain.from_iterable(session.grants.values() for session in cache.leases.sessions.values())
-    # A commit in slices takes a reservation's slots away one after the other.
+    # A commit in slices removes a reservation's slots one after the other.
     reserved = [grant.slots.flatten() for grant in grants if isinstance(grant, Reservation)]
     return [np.fromiter(cache.quarantine.slots(), np.int64), *reserved]
 
 
 def _holders(cache: TieredCache, trie: Trie) -> list[_Held]:
-    """Who holds or keeps blocks of a trie now."""
+    """The holds on blocks of a trie now."""
     held: list[_Held] = [(hold.trie, hold.rows, hold.tier, hold.wanted) for hold in cache.holds if hold.trie is trie]
     for claim in cache.claims:
         held += [(other, rows, cache.tiers.compute, None) for other, rows, _ in claim() if other is trie]
@@ -182,12 +182,12 @@ def _audit_keepers(found: Findings, cache: TieredCache, trie: Trie) -> Steps[Non
 
 
 def _repeated(ordered: Int64s) -> Int64s:
-    """Numbers that are there more than once, each once."""
+    """The numbers that occur more than once, each once."""
     return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
 
 
 def _lacking(ordered: Int64s, others: Int64s) -> Int64s:
-    """Numbers of the first that are not in the second; both ascend."""
+    """The numbers in the first array that are not in the second; both ascend."""
     if not len(others):
         return np.unique(ordered)
     place = np.minimum(np.searchsorted(others, ordered), len(others) - 1)

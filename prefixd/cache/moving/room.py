@@ -256,7 +256,7 @@ class Room:
         """
         copied = 0
         with ExitStack() as held:
-            for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
+            for trie, rows in victims:  # hold all before the first copy: rows may be reused meanwhile
                 held.enter_context(self._placement.holds.hold(owner, trie, rows, tier))
             for trie, rows in victims:
                 # Copy to the next tier even if there is a copy further down: the block was used recently.

@@ -1,4 +1,4 @@
-"""How engines fill blocks: slots are reserved, filled by the engine, and committed."""
+"""Reserves slots for engines to fill, and commits the filled blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ToFill:
             states) may be missing.
         max_blocks: the most blocks; 0: all.
         ttl_s: see `LeaseTable.ttl`.
-        by_daemon: the daemon fills them itself; no client is told where they are.
+        by_daemon: the daemon fills them itself; clients do not know the slots.
     """
 
     parts: Sequence[int] = ()
@@ -55,12 +55,12 @@ class Reservations:
     Args:
         mover: makes room and copies.
         durability: makes committed blocks durable.
-        leases: whom a reservation belongs to.
-        retained: grants what a commit asks for the blocks' retention.
+        leases: the sessions and their grants.
+        retained: grants the retention of committed blocks.
         trie_of: the trie of a namespace.
         limit_bytes: the most that one session may have reserved at once; half of the CPU tier by default.
-        admit: waits until a tenant's new blocks may come.
-        stored: told of blocks that were committed.
+        admit: waits until the disk has caught up with a tenant's blocks.
+        stored: called with committed blocks.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Reservations:
             )
         with self._mover.working():
             await self._admit(self._mover.use.tenant_of(namespace))
-            if self._returning:  # what is being given back need not be evicted for
+            if self._returning:  # wait for slots that are being freed, instead of evicting blocks
                 await asyncio.wait(self._returning)
             path = await find_path(trie, namespace, chain)
             known = present(trie, path, parts, first_block, self._tiers.shared.level)
@@ -132,14 +132,14 @@ class Reservations:
     async def _allocate(
         self, session: Session, trie: Trie, prefix: Rows, parts: tuple[int, ...], blocks: int, owner: str
     ) -> tuple[Hold, Slots]:
-        """A hold of the prefix, and slots for up to `blocks` blocks behind it, at least one.
+        """Holds the prefix, and allocates slots for up to `blocks` blocks behind it, at least one.
 
         Raises:
-            ExhaustedError: there is room for none.
+            ExhaustedError: there is no room.
         """
         shared, use, tenant = self._tiers.shared, self._mover.use, session.tenant
         sizes = [trie.part_bytes[part] for part in parts]
-        # Where there is no tier below, the bytes of what has to exist stay here.
+        # Without a tier below, the bytes of blocks that must exist stay here.
         counted = shared if self._tiers.own[-1] is shared else None
         hold = self._holds.hold(owner, trie, prefix, counted=counted)
         session.reserved.whole = use.granted(tenant, shared)
@@ -161,8 +161,10 @@ class Reservations:
         return hold, slots
 
     def _left(self, session: Session, nbytes: int) -> int:
-        """Bytes that a session may reserve beside what it has, and what its processes may still be writing into: of
-        blocks of `nbytes` one at least where there is nothing of that."""
+        """Bytes that a session may still reserve: the limit less its reservations and its slots in quarantine.
+
+        If it has none of these, at least `nbytes`, one block.
+        """
         have = session.reserved.nbytes + sum(process.quarantined_bytes for process in session.processes)
         return self._limit_bytes - have if have else max(self._limit_bytes, nbytes)
 
@@ -210,10 +212,8 @@ class Reservations:
     ) -> tuple[int, int]:
         """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
 
-        A wish beyond the tenant's quota is left out (`Reservation.retention_refused`).
-
-        With `durable` it returns when they and the prefix before them are on disk. `retention` is for the prompt as far
-        as it is cached then.
+        With `durable` it returns when they and the prefix before them are on disk. `retention` is for all cached blocks
+        of the prompt. Beyond the tenant's quota it is not granted (`Reservation.retention_refused`).
 
         Raises:
             ExhaustedError: with `durable`, there is no room on disk.
@@ -239,19 +239,19 @@ class Reservations:
         trie, placement = reservation.trie, self._placement
         prefix = reservation.prefix.rows
         owner = reservation.prefix.owner
-        held = [self._holds.hold(owner, trie, prefix)]  # the reservation's own hold ends before
+        held = [self._holds.hold(owner, trie, prefix)]  # since the reservation's own hold ends earlier
         committed = 0
         rows = [prefix]
         end = reservation.first_block + blocks if blocks else 0
         step = max(1, min(_COMMIT_BLOCKS, _COMMIT_PARTS // len(trie.part_bytes)))
         try:
             before = await self._own_prefix(reservation, prefix, held)
-            if len(before) < len(prefix):  # a key of it is another block's
+            if len(before) < len(prefix):  # a key is another block's
                 placement.lost["key collision"] += blocks
                 end = 0
             for start in range(len(prefix), end, step):  # from the first block that has no row, perhaps
                 if start > len(prefix):
-                    await give_way()  # a long prompt is entered in steps: others have their turn
+                    await give_way()  # enter a long prompt in steps, to let others run
                 entered, new = self._enter(reservation, before, start, min(start + step, end))
                 before = entered
                 committed += len(new)
@@ -264,7 +264,7 @@ class Reservations:
                     placement.lost["key collision"] += min(end - start - len(entered), blocks)
                     break
             path = np.concatenate(rows)
-            trie.touch(path, self._clock())  # all of it: a block must not be worth less than those that continue it
+            trie.touch(path, self._clock())  # the whole path: a block must not be worth less than its children
             placement.extend(trie, path)
             if retention is not None:
                 await retention.apply_all(path)
@@ -272,7 +272,7 @@ class Reservations:
             if durable:
                 await self._durability.write(trie, path)
         finally:
-            self._mover.changed.set()  # also where it was cancelled: what was entered waits to be written
+            self._mover.changed.set()  # also if cancelled: entered blocks wait to be written
             if len(reservation.slots):
                 self.end(reservation, True)
             for hold in held:
@@ -280,8 +280,10 @@ class Reservations:
         return committed, max(len(path) - reservation.first_block, 0) - committed
 
     async def _own_prefix(self, reservation: Reservation, prefix: Rows, held: list[Hold]) -> Rows:
-        """`prefix`, or where it ends with a common block the rows of the namespace itself, which are made if need be
-        and whose hold is added to `held`. Fewer where a key is another block's."""
+        """`prefix`, or if it ends with a common block, the namespace's own rows of these blocks.
+
+        Adds missing rows, and the hold on them to `held`. Returns fewer rows if a key is another block's.
+        """
         trie, namespace = reservation.trie, reservation.namespace
         if not len(prefix) or trie.namespace[prefix[-1]] == namespace.ordinal:
             return prefix
@@ -292,7 +294,7 @@ class Reservations:
     def _enter(self, reservation: Reservation, before: Rows, start: int, end: int) -> tuple[Rows, Rows]:
         """Enters blocks `start` to `end` of a reservation's prompt behind the rows `before`.
 
-        Those before the reservation's first block get a row without bytes. Returns the rows, and those of them that
+        Blocks before the reservation's first block get a row without bytes. Returns the rows, and those of them that
         lacked a reserved part before.
         """
         trie, chain, namespace = reservation.trie, reservation.chain, reservation.namespace
@@ -303,7 +305,7 @@ class Reservations:
         return rows, self._fill(reservation, start + bare - reservation.first_block, rows[bare:])
 
     def end(self, reservation: Reservation, at_its_word: bool) -> None:
-        """Gives back what a reservation protected; its slots only when nobody can be writing into them any more."""
+        """Releases a reservation's prefix, and frees its slots, or keeps them in quarantine unless `at_its_word`."""
         blocks, slots = len(reservation.slots), reservation.slots[reservation.slots != NO_SLOT]
         reservation.slots = reservation.slots[:0]
         if at_its_word:
@@ -314,7 +316,7 @@ class Reservations:
         reservation.prefix.end()
 
     def _give_back(self, slots: Slots) -> None:
-        """Gives slots back to the CPU tier, as many as take a millisecond now, the others soon."""
+        """Frees slots in the CPU tier: now as many as take a millisecond, the others soon."""
         self._tiers.shared.free(slots[:_RELEASED_AT_ONCE])
         if len(slots) > _RELEASED_AT_ONCE:
             task = self._mover.spawn(self._give_back_later(slots[_RELEASED_AT_ONCE:]))
@@ -327,9 +329,9 @@ class Reservations:
             self._tiers.shared.free(slots[start : start + _RELEASED_AT_ONCE])
 
     def _fill(self, reservation: Reservation, start: int, rows: Rows) -> Rows:
-        """Enters the parts of reserved blocks, from the `start`th on, that the CPU tier lacks; which lacked any.
+        """Enters the parts of reserved blocks, from index `start` on, that the CPU tier lacks.
 
-        The other slots stay with the reservation.
+        Returns the rows that lacked a part. The other slots stay with the reservation.
         """
         trie, parts = reservation.trie, list(reservation.parts)
         if not len(rows):

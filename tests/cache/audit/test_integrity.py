@@ -241,7 +241,7 @@ async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:
     rig.trie.checksums[row, 0] ^= np.uint64(1)
     key = rig.trie.key(row).hex()
     assert (await audit(rig.cache)).violations == [
-        f"disk tier: blocks whose place or checksum in the index is another than in memory: {key}"
+        f"disk tier: blocks whose slot or checksum in the index differs from memory: {key}"
     ]
     rig.trie.checksums[row, 0] ^= np.uint64(1)
     rig.store.remove([(rig.namespace.id, rig.trie.key(row))])

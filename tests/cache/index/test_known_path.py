@@ -32,17 +32,17 @@ def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkey
         return find_all(keys)
 
     monkeypatch.setattr(trie._keys, "find_all", counting)
-    assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
+    assert len(known.find(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
     asked = 0
     for _ in range(10):
-        assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
+        assert len(known.find(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
     assert asked == 10
-    assert len(known.look(trie, ROOT, chain, BLOCKS)) == BLOCKS
+    assert len(known.find(trie, ROOT, chain, BLOCKS)) == BLOCKS
     assert asked == 10, "no key behind the limit"
     monkeypatch.undo()
     enter_chain(trie, chain_of(BLOCKS + 3))
     monkeypatch.setattr(trie._keys, "find_all", counting)
-    assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS + 3
+    assert len(known.find(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS + 3
     assert asked <= 10 + 1 + 16
 
 
@@ -65,7 +65,7 @@ def test_it_is_what_a_search_from_the_root_finds_whatever_went_and_came() -> Non
             enter_chain(trie, chain_of(chance.randrange(1, 61)))
         if chance.random() < 0.7:
             limit = chance.choice([60, 60, 30])
-            found = known.look(trie, ROOT, chain, limit)
+            found = known.find(trie, ROOT, chain, limit)
             assert found.tolist() == trie.nodes(ROOT, chain, limit).tolist()
             lengths.add(len(found))
     assert len(lengths) > 20

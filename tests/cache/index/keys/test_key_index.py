@@ -183,8 +183,8 @@ def test_no_insertion_rebuilds_the_table() -> None:
     left = moved = 0
     for start in range(262_000, 300_000, 1000):
         index.insert_all(keys[start : start + 1000], np.arange(start, start + 1000))
-        before, moved = moved, 0 if index._left is None else index._left._moved
-        left += index._left is not None
+        before, moved = moved, 0 if index._old is None else index._old._moved
+        left += index._old is not None
         assert moved - before < 8000
     assert left > 30, "the table of a million places was filled in many calls"
     assert index.find_all(keys).tolist() == list(range(300_000))

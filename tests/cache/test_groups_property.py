@@ -472,7 +472,7 @@ class GroupsMachine(RigMachine):
         placement = self.rig.cache.placement
         waiting = [(trie, placement.to_write(trie, used_rows(trie))) for trie in self.rig.cache.tries]
         assert placement.queued_blocks == sum(int(np.count_nonzero(groups)) for _, groups in waiting)
-        assert placement.queued_bytes == sum(int(trie.group_bytes[groups].sum()) for trie, groups in waiting)
+        assert placement.queued_bytes_of.total() == sum(int(trie.group_bytes[groups].sum()) for trie, groups in waiting)
 
     @invariant()
     def what_is_held_stays(self) -> None:

@@ -1,9 +1,9 @@
 """Checks that every block, slot, lease, reservation and hold of the cache is accounted for.
 
 Tests call `check_integrity` after every scenario. `audit` does the same on a live daemon while it works, and also
-checks the index on disk. It never holds the event loop for long: it reads rows in slices, and if it needs all rows at once
-(counters, owners), one callback copies some columns, and a thread compares them. So two checks may see the cache at
-different moments; each checks a statement that is true at every moment.
+checks the index on disk. It never holds the event loop for long: it reads rows in slices, and if it needs all rows at
+once (counters, owners), one callback copies some columns, and a thread compares them. So two checks may see the cache
+at different moments; each checks a statement that is true at every moment.
 """
 
 from __future__ import annotations

@@ -47,12 +47,8 @@ class DamagedBlocks:
         self._placement = placement
         self._records = records
         self._removals = removals
-        self._under_way: set[asyncio.Task[None]] = set()
-
-    @property
-    def busy(self) -> set[asyncio.Task[None]]:
+        self.busy: set[asyncio.Task[None]] = set()
         """Removals of damaged blocks under way."""
-        return self._under_way
 
     def drop(self, trie: Trie, rows: Rows, error: StorageError) -> int:
         """Drops copies on disk that cannot be read, even if they are held.
@@ -96,8 +92,8 @@ class DamagedBlocks:
 
     def _in_background(self, removal: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(removal)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        self.busy.add(task)
+        task.add_done_callback(self.busy.discard)
 
     async def _drop_descendants(self, trie: Trie, roots: Rows, generations: npt.NDArray[np.int32]) -> None:
         """Drops descendants of blocks without a copy, except held ones, a part in each turn of the event loop.

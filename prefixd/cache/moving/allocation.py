@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -26,10 +25,6 @@ _ALLOCATED_AT_ONCE = 2048  # slots: a millisecond or two on the event loop
 _EVICTED_AT_ONCE = 384
 
 
-def _demand() -> Movement:
-    return Movement(Urgency.DEMAND)
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The purpose of an allocation, and its limits.
@@ -43,7 +38,7 @@ class Claim:
             copy ahead of need must not cost another.
     """
 
-    movement: Movement = field(default_factory=_demand)
+    movement: Movement = field(default_factory=lambda: Movement(Urgency.DEMAND))
     tenant: Tenant | None = None
     account: Account | None = None
     limit: Callable[[], int | None] | None = None
@@ -173,9 +168,14 @@ class Allocation:
             limits.append((wanted - room, True))
         for lacking, own in limits:
             if lacking > 0:
-                losses, weigh = self._use.losses(tenant, tier, own=own), partial(_bytes_of_part, tier)
+                losses = self._use.losses(tenant, tier, own=own)
                 may_sink = self._tiers.below(tier) is not None
-                if not await can_free(self._tries, tier.level, lacking, demotable=may_sink, weigh=weigh, losses=losses):
+                if not await can_free(
+                    *(self._tries, tier.level, lacking),
+                    demotable=may_sink,
+                    weigh=lambda nbytes: tier.footprint((nbytes,)),
+                    losses=losses,
+                ):
                     return None
         claim = Claim(tenant=tenant, account=self._use.granted(tenant, tier))
         slots = await self.allocate(tier, sizes, count, claim, near)
@@ -184,7 +184,3 @@ class Allocation:
             return None
         frames: list[int] = slots.ravel().tolist()
         return frames
-
-
-def _bytes_of_part(tier: MemoryTier, nbytes: int) -> int:
-    return tier.footprint((nbytes,))

@@ -107,7 +107,7 @@ class Mover:
         """The number of blocks that wait in the shared tier to be written to disk, and their bytes."""
         if self.tiers.durable is None:
             return 0, 0
-        return self.placement.queued_blocks, self.placement.queued_bytes
+        return self.placement.queued_blocks, self.placement.queued_bytes_of.total()
 
     @property
     def epoch(self) -> int:

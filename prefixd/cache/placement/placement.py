@@ -49,11 +49,6 @@ class Placement:
         self.on_shorter_queue: Callable[[], None] = lambda: None
         """Called when fewer blocks wait to be written to disk than before."""
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of the blocks that are in the CPU tier and wait to be written to disk."""
-        return self.queued_bytes_of.total()
-
     # -- copies -------------------------------------------------------------------------------------------------
 
     def put(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
@@ -61,7 +56,7 @@ class Placement:
         before, now_s = self.to_write(trie, rows), self.clock()
         lacked = trie.slots[rows, tier.level] == NO_SLOT  # a store returns the slots of parts that it had before, too
         new = trie.put_copies(rows, tier.level, slots, now_s)
-        self.use.entered(trie, rows, tier, np.where(lacked, slots, NO_SLOT))
+        self.use.count_cached(trie, rows, tier, np.where(lacked, slots, NO_SLOT), 1)
         if len(new) and tier is not self.tiers.remote:
             self.uses.admitted(trie, new, tier.level, now_s)
         self._count_queue(trie, rows, before)
@@ -170,7 +165,7 @@ class Placement:
         before = self.to_write(trie, rows)
         here = rows[trie.any_part[rows] & np.uint8(1 << tier.level) != 0]
         slots = trie.drop_copies(rows, tier.level, groups)
-        self.use.left(trie, rows, tier, slots)
+        self.use.count_cached(trie, rows, tier, slots, -1)
         left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
         if len(left) and tier is not self.tiers.remote:
             self.uses.removed(trie, left, tier.level, evicted=evicted)

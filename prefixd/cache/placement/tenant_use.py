@@ -261,15 +261,8 @@ class TenantUse:
 
     # -- cached bytes ---------------------------------------------------------------------------------------------
 
-    def entered(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
-        """Counts slots, [m, parts], that blocks got in a tier."""
-        self._count(trie, rows, tier, slots, 1)
-
-    def left(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
-        """Counts slots, [m, parts], that blocks lost in a tier."""
-        self._count(trie, rows, tier, slots, -1)
-
-    def _count(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots, sign: int) -> None:
+    def count_cached(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots, sign: int) -> None:
+        """Counts slots, [m, parts], that blocks got (1) or lost (-1) in a tier."""
         if tier.level >= len(QUOTA_TIERS):
             return
         nbytes = (slots != NO_SLOT) @ self.part_bytes(trie, tier)
@@ -287,7 +280,7 @@ class TenantUse:
             )
 
     def recount(self, tries: Sequence[Trie]) -> None:
-        """Counts the bytes of all tries anew, after blocks were entered without `entered`."""
+        """Counts the bytes of all tries anew, after blocks were entered without `count_cached`."""
         self._fit()
         self._cached[:] = 0
         for trie in tries:
@@ -295,7 +288,7 @@ class TenantUse:
                 rows = np.arange(part.start, part.stop)
                 for tier in self._tiers.own:
                     here = rows[(trie.slots[rows, tier.level] != NO_SLOT).any(axis=1)]
-                    self.entered(trie, here, tier, trie.slots[here, tier.level])
+                    self.count_cached(trie, here, tier, trie.slots[here, tier.level], 1)
 
     @contextmanager
     def leaving(self, tier: Tier, victims: Sequence[tuple[Trie, Rows]]) -> Iterator[None]:

@@ -107,8 +107,8 @@ def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
 def miscounted_tenant(rig: Rig, rows: list[int]) -> Callable[[], None]:
     use, one = rig.cache.mover.use, np.array(rows[:1], np.int64)
     slots = rig.trie.slots[one, DISK]
-    use.entered(rig.trie, one, rig.durable, slots)
-    return lambda: use.left(rig.trie, one, rig.durable, slots)
+    use.count_cached(rig.trie, one, rig.durable, slots, 1)
+    return lambda: use.count_cached(rig.trie, one, rig.durable, slots, -1)
 
 
 def miscounted_account(rig: Rig, rows: list[int]) -> Callable[[], None]:

@@ -131,9 +131,8 @@ class BlockChain:
 
     def _view_rows(self) -> None:
         full = self.tokens // self.block_tokens
-        self.token_rows: npt.NDArray[np.uint32] = self._capacity[: full * self.block_tokens].reshape(
-            full, self.block_tokens
-        )
+        ids = self._capacity[: full * self.block_tokens]
+        self.token_rows: npt.NDArray[np.uint32] = ids.reshape(full, self.block_tokens)
         """[blocks, block_tokens]: token ids of the full blocks; a view, which stays valid when tokens are added."""
 
     def _key_bytes(self, start: int, stop: int) -> bytes:

@@ -277,7 +277,7 @@ async def test_a_trie_that_no_namespace_uses_gets_another_geometry(make_rig: Cal
 def test_a_trie_with_blocks_keeps_its_geometry() -> None:
     trie = Trie(1, (1,))
     trie.insert_path(-1, 0, np.zeros((1, 16), np.uint8), np.zeros((1, 1), np.uint32), 0.0)
-    with pytest.raises(RuntimeError, match="trie 0 was to get another geometry while it has 1 blocks"):
+    with pytest.raises(RuntimeError, match="trie 0 cannot get another geometry: it has 1 blocks"):
         trie.reshape(2, (1,), [FullAttention()])
 
 

@@ -116,12 +116,14 @@ def _audit_owners(found: Findings, cache: TieredCache, tier: MemoryTier) -> Step
         owned.sort()
         found.slots += len(taken)
         found.demand_none(_repeated(owned), f"{name} tier: slots with several owners")
-        found.demand_none(_lacking(taken, owned), f"{name} tier: slots that are taken, but nobody's")
-        found.demand_none(_lacking(owned, taken), f"{name} tier: slots that are somebody's, but not taken")
+        found.demand_none(_lacking(taken, owned), f"{name} tier: allocated slots without an owner")
+        found.demand_none(_lacking(owned, taken), f"{name} tier: slots with an owner that are not allocated")
         found.demand_none(_repeated(claimed), f"{name} tier: slots reserved twice")
         found.demand_none(_lacking(claimed, in_flight), f"{name} tier: reserved slots that were given away")
         if quiet:
-            found.demand_none(_lacking(in_flight, claimed), f"{name} tier: slots in flight that nobody is filling")
+            found.demand_none(
+                _lacking(in_flight, claimed), f"{name} tier: slots in flight that no reservation or request has"
+            )
 
     yield compare
 
@@ -158,9 +160,11 @@ def _audit_holds(found: Findings, cache: TieredCache, trie: Trie, tier: Tier) ->
                 chosen = rows if groups is None else rows[(groups & np.uint8(group.mask)) != 0]
                 wanted[chosen, group.bit] += 1  # a holder's rows are different ones
         lacking, surplus = (there < wanted).any(axis=1), (there > wanted).any(axis=1)
-        found.demand_none(np.flatnonzero(lacking), f"{where}rows leased or in use, but not held in the {name} tier")
+        found.demand_none(
+            np.flatnonzero(lacking), f"{where}rows with a hold, but not counted as held in the {name} tier"
+        )
         if quiet:
-            found.demand_none(np.flatnonzero(surplus), f"{where}rows held in the {name} tier by nobody")
+            found.demand_none(np.flatnonzero(surplus), f"{where}rows counted as held in the {name} tier without a hold")
 
     yield compare
 
@@ -174,9 +178,9 @@ def _audit_keepers(found: Findings, cache: TieredCache, trie: Trie) -> Steps[Non
         wanted = np.zeros_like(keep)
         for _, rows, _, _ in held:
             wanted[rows] += 1
-        found.demand_none(np.flatnonzero(keep < wanted), f"{where}rows reserved upon, but not kept")
+        found.demand_none(np.flatnonzero(keep < wanted), f"{where}rows with a hold, but not kept")
         if quiet:
-            found.demand_none(np.flatnonzero(keep > wanted), f"{where}rows kept by nobody")
+            found.demand_none(np.flatnonzero(keep > wanted), f"{where}rows counted as kept without a hold")
 
     yield compare
 

@@ -74,7 +74,7 @@ def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None
 
 def _audit_in_flight(found: Findings, cache: TieredCache, tier: MemoryTier) -> Steps[None]:
     use, charges = cache.mover.use, list(tier.in_flight.values())
-    accounts = {tier.unassigned: "nobody"}
+    accounts = {tier.unassigned: "no tenant"}
     for tenant in cache.tenants:
         accounts[use.moving(tenant, tier)] = f"tenant {tenant.name}"
         accounts[use.granted(tenant, tier)] = f"tenant {tenant.name}, granted"

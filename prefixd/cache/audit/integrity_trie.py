@@ -104,10 +104,10 @@ def _audit_copies(found: Findings, trie: Trie, rows: Rows, tiers: Tiers) -> None
             nearest[(whole & trie.offered & (1 << tier)) != 0] = tier
         found.demand_none(rows[trie.nearest[rows] != nearest], f"{where}rows with a wrong nearest tier")
     needed = (trie.children[rows] != 0) | (trie.keep[rows] != 0) | trie.pinned[rows]
-    found.demand_none(rows[(trie.any_part[rows] == 0) & ~needed], f"{where}rows that have no copy and nobody needs")
+    found.demand_none(rows[(trie.any_part[rows] == 0) & ~needed], f"{where}rows without a copy that are not needed")
     priority = trie.priority[rows]
     retained = np.where(priority > 0, trie.groups_there(rows), np.uint8(0))
-    found.demand_none(rows[trie.retained_groups[rows] != retained], f"{where}rows that are retained, and miscount what")
+    found.demand_none(rows[trie.retained_groups[rows] != retained], f"{where}rows with wrong retained KV groups")
     found.demand_none(rows[np.abs(priority) > MOST_PRIORITY], f"{where}rows with a priority beyond {MOST_PRIORITY}")
     kept = trie.keep[rows] >= trie.holds[rows].max(axis=2).sum(axis=1)
     found.demand_none(rows[~kept], f"{where}rows that are held but not kept")

@@ -97,7 +97,7 @@ class Mover:
         self._tasks: set[asyncio.Task[object]] = set()
         self._probing: asyncio.Task[None] | None = None
         self.demanded_writes = 0
-        """Writes to disk under way that somebody waits for; `changed` is set when one ends."""
+        """Writes to disk under way that a caller waits for; `changed` is set when one ends."""
         self._working = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -282,7 +282,7 @@ async def test_wrong_counts_are_found(make_rig: Callable[..., Rig]) -> None:
         check_integrity(rig.cache)
     rig.cache.retained.of_tenant[rig.cache.tenants.default] -= 1
     trie.retained_groups[first] = 0
-    with pytest.raises(IntegrityError, match=rf"miscount what: \[{first}\]|retained, and miscount what"):
+    with pytest.raises(IntegrityError, match=r"rows with wrong retained KV groups"):
         check_integrity(rig.cache)
     trie.retained_groups[first] = 1
     trie.priority[first] = 101

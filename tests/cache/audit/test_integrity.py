@@ -179,7 +179,7 @@ def miscounted_queued_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (freed_slot, "slots with an owner that are not allocated"),
         (held_by_nobody, "held in the disk tier without a hold"),
         (kept_by_nobody, "counted as kept without a hold"),
-        (lost_lease, "leased or in use, but not held in the cpu tier"),
+        (lost_lease, "not counted as held in the cpu tier"),
         (miscounted_tenant, "tenant default has 16384 bytes of blocks in the disk tier, and 20480 are counted"),
         (miscounted_account, "tenant default, granted: 0 bytes are in flight in the gpu tier, and 1 are counted"),
         (miscounted_session, "session .*: 0 bytes are in flight in the cpu tier, and 1 are counted"),
@@ -214,7 +214,7 @@ async def test_slices_see_what_the_whole_sees(make_rig: MakeRig, monkeypatch: py
     rig.trie.depth[: rig.trie.rows] = depths
     rig.trie.checksums[rig.rows([5, 6, 7, 8]), 0] ^= np.uint64(1)
     (line,) = (await audit(rig.cache)).violations
-    assert "another than in memory" in line and line.endswith("and 1 more")
+    assert "differs from memory" in line and line.endswith("and 1 more")
 
 
 async def test_the_audit_of_many_blocks_lets_others_run(make_rig: MakeRig) -> None:

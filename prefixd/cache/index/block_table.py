@@ -49,6 +49,7 @@ class BlockTable(TrieTable):
         """The groups of which a prefix does not need the bytes of all its blocks, as a mask."""
         self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
         """Whether a prefix may be usable though bytes of its blocks are missing."""
+        self.block_bytes = sum(part_bytes)  # eviction policies read it
 
     def needed(self, blocks: int, first_block: int = 0) -> GroupMask:
         """[blocks - first_block]: the groups that a reader of `blocks` blocks needs from `first_block` on."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefixd.cache.background.forgetting import FoundBlocks, forget
 from prefixd.cache.index.children import Descendants
 from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
@@ -45,5 +44,7 @@ def remove_row(trie: Trie, row: int) -> None:
 
 async def forget_blocks(mover: Mover, trie: Trie, rows: Sequence[int]) -> int:
     """Drops removable blocks, children before parents, from every tier; returns how many, once that is durable."""
-    blocks = np.array(rows, np.int64)
-    return sum([went async for went, _ in forget(mover, FoundBlocks(trie, blocks, trie.generation[blocks]))])
+    await mover.checksums.wait_for_all()
+    going, on_disk = mover.disk.removals.forget_in_memory(trie, rows)
+    await mover.disk.removals.remove(trie, on_disk)
+    return going

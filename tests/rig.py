@@ -52,6 +52,7 @@ from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.stores import ObjectStore
 from prefixd_swap.tiers import MemoryTier, RemoteTier, StoreTier, Tier
 from prefixd_swap.transfers import Transfers
+from tests.tries import match_rows, used_rows
 from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ class Rig(OpenCache):
     def rows(self, prompt: Sequence[int], namespace: Namespace | None = None) -> list[int]:
         """Rows of the cached prefix, without counting as use."""
         home = namespace or self.namespace
-        rows: list[int] = self.cache.trie(home).match(home.root, self.chain(prompt, home)).rows.tolist()
+        rows: list[int] = match_rows(self.cache.trie(home), home.root, self.chain(prompt, home)).tolist()
         return rows
 
     def tiers(self, prompt: Sequence[int], tier: int) -> list[bool]:
@@ -457,7 +458,7 @@ class Rig(OpenCache):
                 slot for slot in trie.slots[row, DISK].tolist() if slot != NO_SLOT
             )
             for trie in self.cache.tries
-            for row in trie.used_rows().tolist()
+            for row in used_rows(trie).tolist()
             if trie.any_part[row] & (1 << DISK)
         }
 

@@ -128,7 +128,7 @@ class MixedTier:
             self.figures.refused += 1
         if durable:
             trie = self._cache.trie(namespace)
-            rows = trie.match(namespace.root, chain).rows
+            rows = trie.usable(trie.nodes(namespace.root, chain))
             there = sum(trie.has(row, DISK) for row in rows.tolist())
             self._count_evicted(before, slots * size, there * size)
         self.figures.stored_blocks += slots

@@ -1,7 +1,7 @@
-"""The cache: what engines and the daemon's own worker ask of it.
+"""The cache, as engines and the daemon's own worker use it.
 
-Engines outside read and fill blocks in the CPU tier's shared arena (`acquire`, `reserve`, `commit`); the worker's
-blocks are born in the GPU tier (`record`). Both stand in the same trie.
+Engines in other processes read and fill blocks in the CPU tier's shared arena (`acquire`, `reserve`, `commit`). The
+worker computes blocks in the GPU tier (`record`). Both kinds are in the same trie.
 
     names      registration, tries, namespaces, namespace_room
     engines    sessions/: leasing (read), reservations (fill), durability, pins
@@ -15,10 +15,9 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixd.base import heap
-from prefixd.base.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from prefixd.base.errors import InvalidArgumentError, NotFoundError
 from prefixd.base.long_work.steps import do_at_once
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.background.common_blocks import CommonBlocks
@@ -28,42 +27,40 @@ from prefixd.cache.background.scrubber import Scrubber
 from prefixd.cache.background.write_back import WriteBack
 from prefixd.cache.disk.restore import known_namespaces, remove_refused, remove_unused, restore
 from prefixd.cache.index.keys.block_keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.index.trie import Match, Rows, Trie
-from prefixd.cache.moving.beginnings import Reader
+from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespace_room import NamespaceRoom
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.options import CacheOptions
 from prefixd.cache.placement.paths import find_path
 from prefixd.cache.placement.recording import Recording
-from prefixd.cache.placement.retention import Retained, Retention, Wish
+from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
 from prefixd.cache.registration import Registration
 from prefixd.cache.sessions.durability import Durability
-from prefixd.cache.sessions.leasing import Asked, HitCounters, Leasing
+from prefixd.cache.sessions.leasing import HitCounters, Leasing
 from prefixd.cache.sessions.pins import Pins, restore_pins
-from prefixd.cache.sessions.reservations import Reservations, ToFill
-from prefixd.cache.sessions.sessions import Lease, LeaseTable, Process, Reservation, Session
+from prefixd.cache.sessions.reservations import Reservations
+from prefixd.cache.sessions.sessions import LeaseTable, Process, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.tries import Tries
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
-from prefixd_swap.tiers import AbsentTier
 
 Claim = tuple[Trie, Rows, list[int]]
 MAX_BLOCKS = 1 << 20
-"""Blocks of a prompt, in one call. At 4 tokens a block it is as many tokens as a message can have."""
+"""The most blocks of a prompt in one call. With 4 tokens a block, these are as many tokens as fit in a message."""
 
 
 class TieredCache:
-    """The trie, the tiers and the leases of one daemon. Used from the event loop alone.
+    """The tries, the tiers and the leases of one daemon. Only the event loop uses it.
 
     Args:
         tiers: the memory.
         engine: copies between memory spans.
         policy: eviction policy.
         clock: seconds, monotonic.
-        options: how it works.
-        tenants: to whom sessions and namespaces belong.
+        options: settings.
+        tenants: the owners of sessions and namespaces.
         digest: block key function; replaced in tests.
     """
 
@@ -85,14 +82,14 @@ class TieredCache:
         self.tenants = tenants or Tenants()
         self.counters = HitCounters()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
-        """Who else has a part of the GPU tier, for `check_integrity`: rows held without a `Hold`, frames in flight."""
+        """Return rows in the GPU tier held without a `Hold`, and frames in flight; for `check_integrity`."""
         self._digest = digest
-        # Where there is no other tier, the GPU tier comes with the worker.
+        # Without another tier, the GPU tier comes with the worker.
         policy.last_tier = max((tier.level for tier in tiers.own), default=tiers.compute.level)
         uses = UseHistory(policy, REMEMBERED if policy.remembers or options.admit_uses else 0)
 
         self.namespaces = NamespaceRegistry(with_common=options.share_after > 1)
-        # Of blocks of another geometry it is not known yet how long computing them takes.
+        # The time to compute blocks of a new geometry is not known yet.
         self._tries = Tries(tiers, lambda trie: policy.observe_compute_time(trie, lambda tokens: None))
         self.tries = self._tries.all
         self.mover = Mover(
@@ -128,28 +125,31 @@ class TieredCache:
         )
         self.refused = RefusedBlocks(self.mover)
         self.common: CommonBlocks | None = None
-        """What makes blocks common, where that takes several tenants."""
+        """Makes blocks common, if `share_after` is above 1."""
         if options.share_after > 1:
             self.common = CommonBlocks(self.mover, self.namespaces, self._chain, clock, options.share_after)
 
         stored = None if self.common is None else self.common.stored
 
         self._durability = Durability(self.mover)
-        self._leasing = Leasing(self.mover, self.leases, self.counters, clock, self._match, self._prefetches.end_of)
+        self._leasing = Leasing(
+            self.mover, self.leases, self.counters, clock, self.trie, self.match, self._prefetches.end_of
+        )
         self._reservations = Reservations(
-            *(self.mover, self._durability, self.leases, self.retained, options.reserved_bytes),
+            *(self.mover, self._durability, self.leases, self.retained, self.trie, options.reserved_bytes),
             *(self.write_back.admit, stored),
         )
+        self.acquire, self.offsets = self._leasing.acquire, self._leasing.offsets
+        self.reserve, self.commit = self._reservations.reserve, self._reservations.commit
         self.quarantine = self._reservations.quarantine
-        self.offsets = self._leasing.offsets
-        self.commit = self._reservations.commit
         self.pins = Pins(self.mover, self._durability)
-        self._recording = Recording(self.placement, stored)
+        recording = Recording(self.placement, self.trie, stored)
+        self.record, self.record_state = recording.record, recording.record_state
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Reads the disk tier's index into the empty tries; returns how many blocks came back. See `restore`.
+        """Reads the disk tier's index into the empty tries; returns the number of restored blocks.
 
         Raises:
             StorageError: the index cannot be read.
@@ -199,7 +199,7 @@ class TieredCache:
     # -- names --------------------------------------------------------------------------------------------------
 
     def open_in(self, session: Session, identity: bytes) -> Namespace:
-        """A namespace that is open to a session, which uses it now. Raises as `Session.namespace`."""
+        """Marks a namespace that is open to a session as used and returns it. Raises as `Session.namespace`."""
         namespace = session.namespace(identity)
         self.namespaces.touch(namespace)
         return namespace
@@ -211,12 +211,12 @@ class TieredCache:
     # -- finding ------------------------------------------------------------------------------------------------
 
     def chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
-        """The blocks of a prompt; InvalidArgumentError for an empty prompt, a torn token, or too many blocks."""
+        """The blocks of a prompt; InvalidArgumentError for an empty prompt, an incomplete token, or too many blocks."""
         if not token_ids:
             raise InvalidArgumentError("token_ids is empty; send at least one token")
         if len(token_ids) % 4:
             raise InvalidArgumentError(
-                f"token_ids has {len(token_ids)} bytes, no multiple of 4; send little-endian uint32"
+                f"token_ids has {len(token_ids)} bytes, not a multiple of 4; send little-endian uint32"
             )
         chain = self._chain(namespace, token_ids)
         if len(chain) > MAX_BLOCKS:
@@ -226,27 +226,20 @@ class TieredCache:
             )
         return chain
 
-    async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest cached prefix, at the moment when this returns; counts as use. A shared store is asked, too."""
-        return Match(await self._match(namespace, chain, limit))
-
-    async def _match(self, namespace: Namespace, chain: BlockChain, limit: int | None) -> Rows:
-        trie = self._tries.by_namespace[namespace.ordinal]
+    async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
+        """The rows of the longest cached prefix when this returns; counts as use. Asks a shared store first."""
+        trie = self.trie(namespace)
         if self.mover.remote is not None:
-            await self.mover.remote.look(trie, namespace, chain, limit)
+            await self.mover.remote.lookups.look_up(trie, namespace, chain, limit)
         path = trie.usable(await find_path(trie, namespace, chain, limit))
         self.placement.touch(trie, path)
         return path
 
-    async def look_in_store(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> None:
-        """Has the trie know what a shared store has of a prompt, where there is one and it is in service."""
-        if self.mover.remote is not None:
-            await self.mover.remote.look(self.trie(namespace), namespace, chain, limit)
-
     def count_lookup(self, session: Session, namespace: Namespace, chain: BlockChain, rows: Rows) -> None:
-        """Counts a session's lookup of one prompt, of which these blocks were found.
+        """Counts a session's lookup of one prompt, and `rows` as found.
 
-        By where they lay when the session gave a hint for the prompt (`prefetch`), else by where they are.
+        They count by the tiers that they were in when the session gave a hint for the prompt (`prefetch`), or else by
+        the tiers that they are in.
         """
         trie = self.trie(namespace)
         self.counters.ask(len(chain) * trie.block_tokens)
@@ -255,76 +248,41 @@ class TieredCache:
 
     # -- engines' side --------------------------------------------------------------------------------------------
 
-    async def acquire(
-        self,
-        session: Session,
-        namespace: Namespace,
-        chain: BlockChain,
-        asked: Asked | None = None,
-        matched: Callable[[Reader], None] | None = None,
-    ) -> Lease | None:
-        """Leases the cached prefix of a prompt in the CPU tier; None when nothing is cached there.
-
-        The lease is shorter than the match when the CPU tier cannot take it all, when the tenant may hold no more, or
-        when a block turns out to be damaged: it is the longest beginning for which there is room (`beginnings`).
-
-        Args:
-            session: whose lease it is.
-            namespace: the prompt's.
-            chain: its blocks.
-            asked: which of them; by default all.
-            matched: called with what is to be read before anything of it is brought up.
-
-        Raises:
-            ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
-        """
-        self._need_cpu()
-        trie = self._tries.by_namespace[namespace.ordinal]
-        return await self._leasing.acquire(session, namespace, trie, chain, asked or Asked(), matched)
-
-    async def reserve(
-        self, session: Session, namespace: Namespace, chain: BlockChain, asked: ToFill | None = None
-    ) -> Reservation | int:
-        """Slots for the blocks of `chain` that are not cached; the number of blocks when all are.
-
-        Raises:
-            InvalidArgumentError: the first block to fill lies behind the last block.
-            ExhaustedError: there is room for none and nothing may be evicted, or the session has too many grants.
-        """
-        self._need_cpu()
-        trie = self._tries.by_namespace[namespace.ordinal]
-        return await self._reservations.reserve(session, namespace, trie, chain, asked or ToFill())
-
     async def retain(self, namespace: Namespace, chain: BlockChain, retention: Sequence[Retention]) -> int:
-        """Gives the cached blocks of a prompt priorities; returns how many have one other than 0 then.
+        """Gives the cached blocks of a prompt priorities; returns how many have one other than 0 afterwards.
 
-        Without any wish all of them lose theirs.
+        An empty `retention` removes the priorities of all of them.
 
         Raises:
-            InvalidArgumentError: there cannot be such a wish.
-            ExhaustedError: it is beyond the tenant's quota; nothing is changed.
+            InvalidArgumentError: a range, a priority or a time is invalid.
+            ExhaustedError: it exceeds the tenant's quota; nothing is changed.
         """
         trie = self.trie(namespace)
         with self.mover.working():
             path = trie.usable(await find_path(trie, namespace, chain))
             with self.holds.hold("retain", trie, path):
-                with await self.retained.wish(namespace, trie, retention or [Retention()], path) as wish:
-                    await wish.apply_all(path)
+                with await self.retained.grant(namespace, trie, retention or [Retention()], path) as granted:
+                    await granted.apply_all(path)
                 return int(np.count_nonzero(trie.priorities(path, self.clock())))
 
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
-        """Returns when the cached prefix of `chain` is on disk: its blocks. PreconditionError without a disk tier."""
+        """Writes the cached prefix of `chain` to disk; returns its number of blocks, once they are durable.
+
+        Raises:
+            PreconditionError: there is no disk tier.
+            ExhaustedError: the disk tier has no room, for this tenant or for all, or is out of service.
+        """
         trie = self.trie(namespace)
         with self.mover.working():
             path = trie.usable(await find_path(trie, namespace, chain))
             return await self._durability.persist(trie, path)
 
     def release(self, session: Session, grant_id: str) -> None:
-        """Ends a lease or gives up a reservation.
+        """Ends a lease or a reservation.
 
         Raises:
-            NotFoundError: it is over already. The slots of a reservation that ended without its holder's word are
-                given back all the same: now there is its word.
+            NotFoundError: it has ended already. The slots of an expired reservation leave quarantine all the same: this
+                call says that its holder no longer writes.
         """
         try:
             self.leases.release(session, grant_id)
@@ -333,10 +291,10 @@ class TieredCache:
             raise
 
     def process_ended(self, process: Process) -> None:
-        """A client's process has ended: nobody writes through its mapping of the arena any more.
+        """Handles the end of a client's process, which can no longer write through its mapping of the arena.
 
-        Sessions that no other process has mapped the arena for end with it. Their streams may live on, in a child that
-        it forked.
+        Ends its sessions, unless another process has mapped the arena for them. A stream of such a session may be open
+        still, in a child that the process forked.
         """
         process.alive = False
         for session in list(self.leases.sessions.values()):
@@ -349,81 +307,41 @@ class TieredCache:
     async def prefetch(self, session: Session, namespace: Namespace, chain: BlockChain) -> int:
         """Starts bringing the cached prefix to the shared tier, until the session ends.
 
-        Returns how many blocks are on their way for it: as many as the tenant's limit takes, from the first.
+        Returns how many blocks are being brought: the first ones, up to the tenant's limit.
 
         Raises:
-            SessionEndedError: the session ended while the prefix was looked for.
+            SessionEndedError: the session ended during the match.
         """
-        match = await self.match(namespace, chain)
+        path = await self.match(namespace, chain)
         self.leases.session(session.id)  # it may have ended meanwhile
         trie = self.trie(namespace)
-        blocks = self._prefetches.begin(session, trie, match.rows)
-        if blocks:  # nothing has been moved yet
-            session.arrivals.note(namespace, chain, trie.distances(match.rows), self.clock())
+        blocks = self._prefetches.begin(session, trie, path)
+        if blocks:  # no block has been moved yet
+            session.arrivals.note(namespace, chain, trie.distances(path), self.clock())
         return blocks
 
     # -- the worker's side ----------------------------------------------------------------------------------------
 
-    async def wish(
+    async def grant_retention(
         self, namespace: Namespace, chain: BlockChain, blocks: int, groups: int, retention: Sequence[Retention]
-    ) -> Wish:
-        """Grants wishes for the first blocks of a prompt, before they are computed. The caller ends what it gets.
+    ) -> RetentionGrant:
+        """Grants the retention of the first blocks of a prompt before they are computed. The caller ends the grant.
 
         Args:
             namespace: the prompt's.
-            chain: its blocks.
-            blocks: how many of them will be there.
+            chain: the prompt's blocks.
+            blocks: how many of them will be stored.
             groups: the KV groups of which each will have bytes.
-            retention: the wishes. Those beyond the tenant's quota are left out (`Wish.refused`).
+            retention: ranges of the prompt; `RetentionGrant.refused` tells if they exceed the tenant's quota.
         """
         trie = self.trie(namespace)
         with self.mover.working():
             path = trie.usable(await find_path(trie, namespace, chain, blocks))
             more = blocks - len(path)
             with self.holds.hold("retain", trie, path):
-                return await self.retained.wish(namespace, trie, retention, path, more, groups, optional=True)
-
-    def record(
-        self,
-        namespace: Namespace,
-        parent: int,
-        chain: BlockChain,
-        first_block: int,
-        frames: Sequence[int],
-        blocks: int | None = None,
-    ) -> tuple[Rows, npt.NDArray[np.bool_]]:
-        """Enters blocks that the worker has filled, one after the other, in `frames`.
-
-        Nothing holds them yet: the caller has to, before it awaits anything.
-
-        Args:
-            namespace: the blocks' namespace.
-            parent: the row that the first one continues, or the namespace's root.
-            chain: the blocks' prompt.
-            first_block: the first one's place in it.
-            frames: [m * parts] frames in flight, those of a block side by side: its parts from the first on.
-            blocks: m; by default all parts of a block are in frames.
-
-        Returns:
-            The blocks' rows, and of each of their frames whether it is the trie's now (it is not when the part was
-            there already). Fewer than m blocks when a block's key is another block's, or a block is refused.
-        """
-        trie = self.trie(namespace)
-        return self._recording.record(namespace, trie, parent, chain, first_block, frames, blocks)
-
-    def record_state(self, trie: Trie, path: Rows, frames: Sequence[int], ends: Sequence[int] = ()) -> bool:
-        """Enters the state after the last block of `path`, which begins with a prompt's first block.
-
-        Its frames, in flight, are those of the block's last parts; for `ends` see `Trie.expire`. Returns whether they
-        are the trie's now; they are not when the state was there already.
-        """
-        return self._recording.record_state(trie, path, frames, ends)
+                return await self.retained.grant(namespace, trie, retention, path, more, groups, optional=True)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
         return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
-
-    def _need_cpu(self) -> None:
-        if isinstance(self.tiers.shared, AbsentTier):
-            raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")

@@ -1,8 +1,8 @@
-"""How much memory namespaces take, and which are forgotten when it is used up: the least recently used.
+"""Limits the memory of namespaces: beyond it, the least recently used ones are forgotten with their blocks.
 
 A namespace is in use while blocks of it are held or pinned, while a request or a call has a reference to it, and while
-a session has it open whose client would not open it again (`Session.reopens`). All others go with their blocks, those
-of the tenant that has more than its share first: no tenant makes the daemon forget what another uses within its own.
+a session has it open whose client would not open it again (`Session.reopens`). All others may be forgotten, first those
+of tenants with more than their share, so a tenant within its share loses none to another one.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from prefixd_swap import StorageError
 log = logging.getLogger(__name__)
 
 PART = "namespaces"
-"""What the trouble is about when one is refused."""
-_KEPT_BYTES = 32 << 10  # for each tenant: some ten namespaces
-_FORGOTTEN_AT_ONCE = 16  # a sixteenth of a tenant's, so that a look over all blocks is for many
-_IN_ONE_TURN = 32  # namespaces; each is looked for in all sessions
-_VAIN_S = 1.0  # how long nobody looks again for what could be forgotten, after all was in use
+"""The part in `Troubles` when a namespace is refused."""
+_KEPT_BYTES = 32 << 10  # kept free for each tenant: some ten namespaces
+_FORGOTTEN_AT_ONCE = 16  # a sixteenth of a tenant's namespaces, since each step scans all blocks
+_IN_ONE_TURN = 32  # namespaces; each is searched in all sessions
+_VAIN_S = 1.0  # time before the next attempt, after all namespaces of a tenant were in use
 
 
 class NamespaceRoom:
-    """Bounds the memory of a registry.
+    """Limits the memory of a registry.
 
     Args:
         registry: all namespaces.
-        tenants: to whom they belong.
-        leases: the sessions that have some open.
+        tenants: their owners.
+        leases: the sessions that have them open.
         mover: forgets blocks.
-        tries: have their blocks.
-        troubles: where it is told that one was refused.
+        tries: the tries of their blocks.
+        troubles: gets a trouble when a namespace is refused.
         clock: seconds.
-        limit_bytes: the most that all may take.
+        limit_bytes: the most memory of all namespaces.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class NamespaceRoom:
     ) -> None:
         self.limit_bytes = limit_bytes
         self.forgotten = 0
-        """Namespaces that were forgotten for want of room."""
+        """Namespaces that were forgotten to make room."""
         self.refused = 0
-        """Registrations that were refused since all were in use."""
+        """Registrations that were refused because all namespaces were in use."""
         self._registry = registry
         self._tenants = tenants
         self._leases = leases
         self._mover = mover
         self._trie_of = tries.by_namespace
         self.on_forgotten: Callable[[int, bytes], None] = lambda ordinal, identity: None
-        """Called with ordinal and id of each that is forgotten."""
+        """Called with the ordinal and the id of each forgotten namespace."""
         self._troubles = troubles
         self._clock = clock
         self._making = asyncio.Lock()
@@ -81,7 +81,7 @@ class NamespaceRoom:
         self._refused_last: tuple[Tenant, int] | None = None
 
     def fits(self, tenant: Tenant, nbytes: int) -> bool:
-        """Whether a tenant may have one more namespace, of `nbytes` bytes, beside what is kept for others."""
+        """Whether a tenant may have one more namespace of `nbytes` bytes; some memory is kept for other tenants."""
         return not self._has_all(tenant) and self._has_memory(tenant, nbytes)
 
     def _has_all(self, tenant: Tenant) -> bool:
@@ -96,11 +96,11 @@ class NamespaceRoom:
         return self._registry.nbytes + nbytes + kept <= self.limit_bytes
 
     def check(self, tenant: Tenant, nbytes: int) -> None:
-        """Raises ExhaustedError unless it fits; for all tenants' limit that is a trouble, which ends when one fits."""
+        """Raises ExhaustedError unless it fits. If all tenants together are at the limit, also begins a trouble."""
         have = self._registry.count(tenant.name)
         tenant.check("namespaces", have, "namespaces are in use", "use one of them")
         if self.fits(tenant, nbytes):
-            self._mend()
+            self._end_trouble()
             return
         self.refused += 1
         tenant.refused["namespaces"] += 1
@@ -117,13 +117,13 @@ class NamespaceRoom:
         )
         raise ExhaustedError(f"tenant {tenant.name}: {there}; use one of them, or have the operator raise it")
 
-    def look(self) -> None:
-        """Ends the trouble when what was refused last would fit now."""
+    def check_trouble(self) -> None:
+        """Ends the trouble if the namespace that was refused last would fit now."""
         if self._refused_last is not None and self.fits(*self._refused_last):
-            self._mend()
+            self._end_trouble()
 
     async def make(self, tenant: Tenant, nbytes: int) -> None:
-        """Forgets until a tenant may have one more namespace of `nbytes` bytes, or all that are left are in use."""
+        """Forgets namespaces until a tenant may have one more of `nbytes` bytes, or all that are left are in use."""
         if not self.fits(tenant, nbytes):
             await self._forget_until(
                 lambda: self.fits(tenant, nbytes),
@@ -131,9 +131,9 @@ class NamespaceRoom:
             )
 
     async def trim(self) -> None:
-        """Forgets until those that came back from disk keep within the memory, which may have been lowered.
+        """Forgets namespaces until those restored from disk are within the limit, which may have been lowered.
 
-        No quota counts: nobody asks for one more.
+        Ignores quotas, since no new namespace is registered.
         """
         tenant = self._tenants.default
         if not self._has_memory(tenant, 0):
@@ -149,19 +149,19 @@ class NamespaceRoom:
                 while left > 0:
                     if enough():
                         return
-                    # Anew each time, for others were used meanwhile. Those that stay are in use, and were put last.
+                    # Read again each time: others were used meanwhile. Namespaces in use were moved to the end.
                     found += await self._forget(self._registry.oldest(victim.name, min(step, left)))
                     left -= step
                 if not found:
                     self._vain_until_s[victim] = self._clock() + _VAIN_S
 
-    def _mend(self) -> None:
+    def _end_trouble(self) -> None:
         self._refused_last = None
         if PART in self._troubles:
             self._troubles.end(PART)
 
     def _victims(self, tenant: Tenant, nbytes: int) -> list[Tenant]:
-        """Whose namespaces go, in order."""
+        """The tenants that lose namespaces, in order."""
         use = self._registry.bytes_of
         owners = self._tenants.calling + bool(use(COMMON))
         share, own = self.limit_bytes // owners, use(tenant.name) + nbytes
@@ -173,7 +173,7 @@ class NamespaceRoom:
         return [*over, *beyond, tenant]
 
     async def _forget(self, namespaces: Sequence[tuple[int, bytes]]) -> int:
-        """Forgets those of some namespaces, by ordinal and id, that are not in use; how many."""
+        """Forgets those of `namespaces`, ordinals and ids, that are not in use; returns how many."""
         before, with_blocks = self.forgotten, defaultdict[int, dict[int, bytes]](dict)
         for number, (ordinal, identity) in enumerate(namespaces):
             if number % _IN_ONE_TURN == _IN_ONE_TURN - 1:
@@ -190,7 +190,7 @@ class NamespaceRoom:
         return self.forgotten - before
 
     def _close(self, ordinal: int) -> bool:
-        """Closes a namespace in all sessions, if nobody else uses it; whether that is so."""
+        """Closes a namespace in all sessions if it has no other use; returns whether it did."""
         namespace = self._registry.at(ordinal)
         identity = namespace.id
         having = [each for each in self._leases.sessions.values() if identity in each.namespaces]
@@ -209,7 +209,7 @@ class NamespaceRoom:
         return True
 
     async def _forget_blocks(self, trie: Trie, identities: dict[int, bytes]) -> None:
-        """Forgets namespaces of one trie with their blocks, but for those of which some are held or pinned."""
+        """Forgets namespaces of one trie with their blocks, except those with held or pinned blocks."""
         found = await find_namespaces(trie, identities)
         in_use = await self._in_use(found)
         for ordinal in in_use & identities.keys():
@@ -222,14 +222,14 @@ class NamespaceRoom:
         try:
             async for _ in forget(self._mover, await found.of(going)):
                 pass
-        except StorageError as error:  # they are gone from memory, and come back at the next start
+        except StorageError as error:  # they are gone from memory, but return at the next start
             log.warning("namespaces are forgotten, but their blocks are still on disk: %s", error)
         for ordinal in going:
             if self._has(ordinal, identities[ordinal]) and not trie.blocks_of(ordinal):
                 self._drop(ordinal)
 
     async def _in_use(self, found: FoundBlocks) -> set[int]:
-        """The namespaces, by ordinal, of blocks that are held or pinned."""
+        """The ordinals of namespaces with held or pinned blocks."""
         trie, in_use = found.trie, set[int]()
         for part in slices(len(found)):
             rows = found.rows[part]
@@ -244,7 +244,7 @@ class NamespaceRoom:
         return namespace is not None and namespace.id == identity
 
     def _drop(self, ordinal: int) -> None:
-        """Forgets a namespace without blocks, unless somebody has begun to use it."""
+        """Forgets a namespace without blocks, unless it is used again."""
         identity = self._registry.forget(ordinal)
         if identity is not None:
             self.forgotten += 1

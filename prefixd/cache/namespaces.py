@@ -1,8 +1,8 @@
-"""Namespaces: what must be equal for KV to be reusable, and whose it is.
+"""Namespaces: the properties that must be equal for KV to be reusable, and its owner.
 
-A namespace lives while somebody uses it (a session that has it open, a request, a call) or a block of it exists in any
-tier. Then it is forgotten, and its ordinal is given to another one. Where memory is short, those that were not used for
-longest are forgotten with their blocks, see `namespace_room.py`.
+A namespace exists while it is used (by a session that has it open, a request, or a call) or a block of it is in any
+tier. Then it is forgotten, and its ordinal is used again. If memory is short, the least recently used ones are
+forgotten with their blocks (`namespace_room.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_GROUP_BYTES = 64
 _MAX_SPEC_BYTES = 16 << 10
 _NAMESPACE_BYTES = 1536
 _PART_BYTES = 192
-_TEXTS = 2  # the spec's own texts, and what is encoded of it
+_TEXTS = 2  # the texts of the spec, and their encoding
 
 
 class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,16 +49,16 @@ class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True):
-    """A namespace's identity: who differs in any of this shares no block.
+    """A namespace's identity: namespaces that differ in any field share no block.
 
     Attributes:
-        name: what is computed, such as the model's fingerprint.
+        name: identifies the computation, such as the model's fingerprint.
         block_tokens: tokens of a block.
-        parts: of a block.
-        salt: of users within the tenant; prompts of different salts share nothing.
+        parts: the parts of a block.
+        salt: separates users within a tenant; prompts with different salts share no block.
         dtype, layout: of the bytes.
-        tenant: to whom it belongs.
-        worker: the daemon's own workers fill it. Clients have namespaces of their own, whatever they name them.
+        tenant: the owner.
+        worker: the daemon's own workers fill it. A client never gets such a namespace, even with the same name.
     """
 
     name: str
@@ -72,7 +72,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """What a block looks like."""
+        """The format of a block."""
         return (self.block_tokens, self.parts, self.dtype, self.layout)
 
     def group_rules(self) -> list[GroupRule]:
@@ -81,16 +81,16 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     @property
     def may_be_common(self) -> bool:
-        """Whether other tenants may come to find its blocks: a salt says that they may not."""
+        """Whether its blocks may become common to all tenants; a salt forbids it."""
         return not self.salt and self.tenant != COMMON
 
     @property
     def common(self) -> NamespaceSpec:
-        """What is common to the namespaces of all tenants that are like this one."""
+        """The spec of the common namespace for all tenants."""
         return msgspec.structs.replace(self, tenant=COMMON)
 
     def encoded(self) -> bytes:
-        """All of it, each text and list with its length before it, so that no two specs read the same."""
+        """All fields, with the length before each text and list, so that different specs have different encodings."""
         parts = [(part.group, part.rank, part.nbytes, part.rule) for part in self.parts]
         owner = (self.tenant, self.worker)
         fields = (*owner, self.name, self.salt, self.block_tokens, self.dtype, self.layout, parts)
@@ -98,7 +98,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Memory that a namespace of this spec takes, about; measured in tests/cache/test_namespace_room.py."""
+        """Estimated memory of a namespace of this spec; measured in tests/cache/test_namespace_room.py."""
         return _NAMESPACE_BYTES + _PART_BYTES * len(self.parts) + _TEXTS * len(self.encoded())
 
     def check(self) -> None:
@@ -144,16 +144,16 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Namespace:
-    """A namespace that is known. Whoever needs it to stay has a reference to it.
+    """A registered namespace. It stays registered while others have a reference to it.
 
     Attributes:
-        id: 8 bytes, by which clients and the disk's index name it; `digest`, but for one that an earlier version has
-            stored.
-        digest: 8 bytes of its spec, the same in every daemon.
-        ordinal: its number in this process; no other has it as long as this one is known.
-        spec: what it is.
-        common: has blocks that several tenants have computed (`common_blocks.py`), in the same trie and under the same
-            keys; None where nothing becomes common.
+        id: 8 bytes, its name for clients and in the disk's index; equal to `digest`, unless an earlier version has
+            stored it.
+        digest: 8 bytes computed from its spec, the same in every daemon.
+        ordinal: its number in this process; unique while it is registered.
+        spec: its properties.
+        common: the namespace of blocks that several tenants have computed (`common_blocks.py`), in the same trie and
+            with the same keys; None if its blocks do not become common.
     """
 
     id: bytes
@@ -162,9 +162,9 @@ class Namespace:
     spec: NamespaceSpec
     common: Namespace | None = None
     seed: int = field(init=False)
-    """Seeds its block keys, which are those of the common namespace beside it."""
+    """The seed of its block keys, the same as of the common namespace beside it."""
     root: int = field(init=False)
-    """Stands as the parent of its first blocks in the trie."""
+    """The parent of its first blocks in the trie."""
 
     def __post_init__(self) -> None:
         keyed_by = self.id if self.common is None else self.common.id
@@ -172,7 +172,7 @@ class Namespace:
         object.__setattr__(self, "root", -1 - self.ordinal)
 
     def check_parts(self, parts: Sequence[int]) -> tuple[int, ...]:
-        """The part indices meant by `parts` (empty: all); InvalidArgumentError for unknown or repeated ones."""
+        """The part indices in `parts` (empty: all); InvalidArgumentError for unknown or repeated ones."""
         have = len(self.spec.parts)
         if not parts:
             return tuple(range(have))
@@ -194,10 +194,10 @@ class Namespace:
 
 
 class NamespaceRegistry:
-    """All namespaces this daemon knows.
+    """All namespaces of this daemon.
 
     Args:
-        with_common: each without a salt has a common one beside it.
+        with_common: each namespace without a salt has a common one beside it.
     """
 
     def __init__(self, *, with_common: bool = False) -> None:
@@ -207,25 +207,25 @@ class NamespaceRegistry:
         self._by_ordinal: list[Namespace | None] = []
         self._free: list[int] = []
         self._known: dict[int, None] = {}
-        """Their ordinals, in the order in which `forget_unused` looks at them."""
+        """Their ordinals, in the order in which `forget_unused` examines them."""
         self._of_tenant: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
         self._used: dict[str, dict[int, int]] = {}
-        """By tenant, the ordinals of the listed ones with their bytes, the least recently used first."""
+        """Tenant -> ordinal -> estimated bytes of listed namespaces, the least recently used first."""
         self.nbytes = 0
-        """Memory that the listed ones take, about."""
+        """Estimated memory of the listed namespaces."""
 
     def find(self, spec: NamespaceSpec) -> Namespace | None:
-        """The namespace that is this one, if it is known."""
+        """The registered namespace with this spec, if any."""
         known = self._by_digest.get(namespace_digest(spec))
         return known if known is not None and known.spec == spec else None
 
     def register(self, spec: NamespaceSpec, identity: bytes | None = None) -> Namespace:
-        """A namespace that is not known yet, with the id under which it was stored, if it was.
+        """Registers a new namespace, with the id under which it was stored, if it was.
 
         Raises:
-            InvalidArgumentError: the spec itself is wrong.
-            AlreadyExistsError: its 8 bytes stand for another one.
+            InvalidArgumentError: the spec is invalid.
+            AlreadyExistsError: another namespace has the same digest or id.
         """
         spec.check()
         digest = namespace_digest(spec)
@@ -236,14 +236,16 @@ class NamespaceRegistry:
                 f"the id of namespace {spec.name!r} collides with that of {other.spec.name!r}; choose another name"
             )
         common = None
-        if self._with_common and spec.may_be_common and identity == digest:  # an earlier version's has other keys
+        if (
+            self._with_common and spec.may_be_common and identity == digest
+        ):  # else it has the keys of an earlier version
             common = self.find(spec.common) or self.register(spec.common)
         namespace = self._new(spec, identity, digest, common)
         self._list(namespace)
         return namespace
 
     def unlisted(self, spec: NamespaceSpec, identity: bytes | None = None) -> Namespace:
-        """A namespace that nobody else can find, for a request that is to leave nothing in the cache."""
+        """A namespace that other callers cannot find, for a request that must leave no blocks in the cache."""
         digest = namespace_digest(spec)
         return self._new(spec, digest if identity is None else identity, digest, None)
 
@@ -257,11 +259,10 @@ class NamespaceRegistry:
         return namespace
 
     def forget_unused(self, has_blocks: Callable[[Namespace], bool], most: int) -> list[tuple[int, bytes]]:
-        """Forgets namespaces that have no blocks and to which nobody else has a reference; returns their ordinals and
-        ids.
+        """Forgets namespaces without blocks and without other references; returns their ordinals and ids.
 
-        Their ordinals are free then: no row has one of them, and nobody can enter one that does. Looks at `most`
-        namespaces, those first at which it has not looked for longest.
+        Their ordinals are used again: no row has one, and no caller can enter such a row. Examines the `most`
+        namespaces that were not examined for longest.
         """
         forgotten: list[tuple[int, bytes]] = []
         for ordinal in list(islice(self._known, most)):
@@ -276,18 +277,22 @@ class NamespaceRegistry:
         return forgotten
 
     def forget(self, ordinal: int) -> bytes | None:
-        """Forgets a namespace that has no blocks, unless somebody else has a reference to it; its id then."""
+        """Forgets a namespace without blocks and returns its id; None if there are other references to it."""
         if self.is_used(ordinal):
             return None
         namespace = self.at(ordinal)
-        self._unlist(namespace)
+        identity = namespace.id
+        if self._by_id.get(identity) is namespace:
+            del self._by_digest[namespace.digest], self._by_id[identity]
+            tenant = namespace.spec.tenant
+            self._count(tenant, -1, -self._used[tenant].pop(ordinal))
         self._by_ordinal[ordinal] = None
         del self._known[ordinal]
         self._free.append(ordinal)
-        return namespace.id
+        return identity
 
     def is_used(self, ordinal: int) -> bool:
-        """Whether somebody else has a reference to the namespace with this ordinal. The caller has none."""
+        """Whether there are references to the namespace outside of this registry. The caller must have none."""
         namespace = self.at(ordinal)
         identity, digest, spec, common = namespace.id, namespace.digest, namespace.spec, namespace.common
         listed = self._by_id.get(identity) is namespace
@@ -303,17 +308,17 @@ class NamespaceRegistry:
         return used is not None
 
     def touch(self, namespace: Namespace) -> None:
-        """Makes it the most recently used one of its tenant, and likewise the common one beside it."""
+        """Makes it, and the common one beside it, the most recently used ones of their tenants."""
         for each in (namespace, namespace.common):
             if each is not None and each.ordinal in (order := self._used.get(each.spec.tenant, {})):
                 order[each.ordinal] = order.pop(each.ordinal)
 
     def oldest(self, tenant: str, most: int) -> list[tuple[int, bytes]]:
-        """Ordinal and id of a tenant's, the least recently used first."""
+        """Ordinals and ids of a tenant's namespaces, the least recently used first."""
         return [(ordinal, self.at(ordinal).id) for ordinal in islice(self._used.get(tenant, ()), most)]
 
     def bytes_of(self, tenant: str) -> int:
-        """Memory that a tenant's take, about."""
+        """Estimated memory of a tenant's namespaces."""
         return self._bytes_of[tenant]
 
     def get(self, identity: bytes) -> Namespace:
@@ -326,7 +331,7 @@ class NamespaceRegistry:
             ) from None
 
     def at(self, ordinal: int) -> Namespace:
-        """The namespace with this ordinal: some row has it, so there is one."""
+        """The namespace with this ordinal, which a row has, so that it exists."""
         namespace = self.find_at(ordinal)
         assert namespace is not None, "a namespace that has blocks is not forgotten"
         return namespace
@@ -336,11 +341,11 @@ class NamespaceRegistry:
         return self._by_ordinal[ordinal] if ordinal < len(self._by_ordinal) else None
 
     def ids(self) -> bytes:
-        """All ids by ordinal, 8 bytes each; 0 where no namespace has the ordinal."""
+        """All ids by ordinal, 8 bytes each; 0 for free ordinals."""
         return b"".join(bytes(ID_BYTES) if each is None else each.id for each in self._by_ordinal)
 
     def count(self, tenant: str) -> int:
-        """How many of them are a tenant's."""
+        """The number of a tenant's namespaces."""
         return self._of_tenant[tenant]
 
     def __contains__(self, identity: bytes) -> bool:
@@ -351,7 +356,7 @@ class NamespaceRegistry:
 
     @property
     def counted(self) -> int:
-        """How many there are, but for common ones that stand beside others."""
+        """The number of namespaces, except common ones beside others."""
         return len(self._by_id) - (self.count(COMMON) if self._with_common else 0)
 
     def __iter__(self) -> Iterator[Namespace]:
@@ -363,15 +368,6 @@ class NamespaceRegistry:
         self._used.setdefault(tenant, {})[namespace.ordinal] = nbytes
         self._count(tenant, 1, nbytes)
 
-    def _unlist(self, namespace: Namespace) -> bool:
-        """Whether it was listed."""
-        if self._by_id.get(namespace.id) is not namespace:
-            return False
-        del self._by_digest[namespace.digest], self._by_id[namespace.id]
-        tenant = namespace.spec.tenant
-        self._count(tenant, -1, -self._used[tenant].pop(namespace.ordinal))
-        return True
-
     def _count(self, tenant: str, change: int, nbytes: int) -> None:
         self._of_tenant[tenant] += change
         self._bytes_of[tenant] += nbytes
@@ -379,7 +375,7 @@ class NamespaceRegistry:
 
 
 def namespace_digest(spec: NamespaceSpec) -> bytes:
-    """8 bytes that stand for a namespace in every daemon. Nobody can find a spec that has those of another one."""
+    """8 bytes that identify a namespace in every daemon, by a cryptographic hash of its spec."""
     return hashlib.blake2b(spec.encoded(), digest_size=ID_BYTES).digest()
 
 
@@ -390,7 +386,7 @@ def _check_text(what: str, text: str, limit: int) -> None:
 
 
 def check_part_count(count: int) -> None:
-    """Raises InvalidArgumentError unless a namespace can have so many parts."""
+    """Raises InvalidArgumentError unless a namespace can have `count` parts."""
     if not 1 <= count <= _MAX_PARTS:
         raise InvalidArgumentError(f"namespace has {count} parts; it needs between 1 and {_MAX_PARTS}")
 

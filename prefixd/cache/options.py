@@ -1,4 +1,4 @@
-"""What settings say of a cache, in one type from there to the rooms that need it."""
+"""The settings of a cache."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from prefixd.cache.remote import RemoteOptions
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """How a cache works; every field has a default that works.
+    """Settings of a cache.
 
     Attributes:
-        default_ttl_s: lifetime of a lease that asked for none.
+        default_ttl_s: lifetime of a lease by default.
         max_ttl_s: longest lifetime of a lease.
         max_sessions: sessions open at once.
         max_grants: leases and reservations of one session at once.
-        namespace_bytes: the most memory that namespaces may take; then the least recently used are forgotten.
+        namespace_bytes: the most memory of namespaces; beyond it the least recently used are forgotten.
         write_back: copy down ahead of need.
         scrub_bytes_per_s: the most that the scrubber reads from disk; 0: no scrubber in the background.
-        scrub_every_s: how long after the last one a pass of the scrubber begins.
+        scrub_every_s: time from the start of one pass of the scrubber to the next.
         write_queue_bytes: blocks that may wait in memory to be written to disk before `reserve` waits; half of the CPU
             tier by default.
-        prefetch_bytes: the most that one tenant may have on its way ahead of need; half of the shared tier by default.
+        prefetch_bytes: the most bytes of prefetches of one tenant at once; half of the shared tier by default.
         reserved_bytes: the most that one session may have reserved at once; half of the shared tier by default.
-        admit_uses: a block is written to disk when it was asked for again so often, or is wanted durable.
-        share_after: blocks become common to all tenants when so many have computed them; 0: never, 1: at once.
-        remote: how the remote tier is used, where there is one.
+        admit_uses: a block is written to disk after this many uses, or if a caller wants it durable.
+        share_after: blocks become common after this many tenants have computed them; 0: never, 1: at once.
+        remote: settings of the remote tier, if there is one.
     """
 
     default_ttl_s: float = 60.0

@@ -1,4 +1,4 @@
-"""Registering namespaces, and forgetting those that have no blocks and no user."""
+"""Registers namespaces, and forgets those without blocks and users."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.sessions.sessions import LeaseTable, Session
 from prefixd.cache.tries import Tries
 
-_EXAMINED = 1024  # namespaces that are examined, at a limit, for those that have no user: a millisecond,
-_EXAMINED_WITH_A_NEW_ONE = 2  # and whenever one is new: there are never many more than are used
+_EXAMINED = 1024  # namespaces that are checked for users when a limit is reached: a millisecond
+_EXAMINED_WITH_A_NEW_ONE = 2  # and with each new namespace, so that there are never many more than are used
 
 
 class Registration:
@@ -18,12 +18,12 @@ class Registration:
 
     Args:
         registry: all namespaces.
-        tries: have their blocks.
-        tenants: to whom they belong.
-        leases: the sessions that have some open.
-        mover: knows which namespaces are named on disk.
-        room: bounds their memory.
-        share_at_once: blocks are common to all tenants at once, so all register one namespace.
+        tries: the tries of their blocks.
+        tenants: their owners.
+        leases: the sessions that have them open.
+        mover: knows which namespaces are on disk.
+        room: limits their memory.
+        share_at_once: blocks are common to all tenants at once, so all tenants register one namespace.
     """
 
     def __init__(
@@ -43,11 +43,17 @@ class Registration:
         self._mover = mover
         self._room = room
         self._share_at_once = share_at_once
-        self._unsaved: list[bytes] = []  # ids of namespaces that were forgotten and are to leave the disk
+        self._unsaved: list[bytes] = []  # ids of forgotten namespaces to remove from the disk
         room.on_forgotten = self._forgotten
 
     def register(self, spec: NamespaceSpec) -> Namespace:
-        """The namespace for `spec`, which is new or known. Raises as `TieredCache.register`."""
+        """The namespace for `spec`; registers it if it is new.
+
+        Raises:
+            InvalidArgumentError: the spec is invalid.
+            AlreadyExistsError: another namespace has the same id.
+            ExhaustedError: the tenant, or all tenants together, may have no further namespace.
+        """
         if self._share_at_once and spec.may_be_common:
             spec = spec.common
         known = self._registry.find(spec)
@@ -64,9 +70,9 @@ class Registration:
         return self.add(self._registry.register(spec))
 
     async def open_namespace(self, session: Session, spec: NamespaceSpec) -> Namespace:
-        """Registers a namespace and opens it to a session, with room made for it. Raises as `register`."""
+        """Registers a namespace, after making room for it, and opens it to a session. Raises as `register`."""
         if self._registry.find(spec) is None:
-            spec.check()  # before anything is forgotten for its sake
+            spec.check()  # before any namespace is forgotten for it
             await self._room.make(session.tenant, spec.nbytes)
             self._leases.session(session.id)
         namespace = self.register(spec)
@@ -80,17 +86,17 @@ class Registration:
         return self.add(self._registry.unlisted(spec))
 
     def add(self, namespace: Namespace) -> Namespace:
-        """Gives a namespace that was not known its trie and its tenant."""
+        """Assigns a trie and a tenant to a new namespace."""
         for each in self._tries.assign(namespace):
             self._mover.use.assign(each.ordinal, self._tenants.known(each.spec.tenant))
         return namespace
 
     def tenant_at(self, ordinal: int) -> Tenant:
-        """To whom the namespace with this ordinal belongs."""
+        """The tenant of the namespace with this ordinal."""
         return self._tenants.known(self._registry.at(ordinal).spec.tenant)
 
     def forget_unused(self, most: int = _EXAMINED) -> None:
-        """Forgets those that have no user and no blocks, among the `most` that were not examined for longest."""
+        """Examines the `most` namespaces that were not examined for longest; forgets those without users and blocks."""
         for ordinal, identity in self._registry.forget_unused(self._tries.has_blocks, most):
             self._forgotten(ordinal, identity)
 
@@ -98,7 +104,7 @@ class Registration:
         self._tries.forget(ordinal)
         if identity in self._mover.disk.metadata.saved:
             self._unsaved.append(identity)
-            if len(self._unsaved) == 1:  # the others of this turn go with it
+            if len(self._unsaved) == 1:  # the task removes the others of this turn, too
                 self._mover.spawn(self._forget_saved())
 
     async def _forget_saved(self) -> None:

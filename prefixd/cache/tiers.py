@@ -1,4 +1,4 @@
-"""The tiers of one daemon, as objects: what each is for, and what happened in it."""
+"""The tiers of one daemon by their purpose, and counters of their events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from prefixd.base.clocks import elapsed_s
+from prefixd.base.errors import UnsupportedError
 from prefixd.cache.index.trie import TIERS
 from prefixd.cache.troubles import Troubles
 from prefixd_swap import CpuArena, FramePool, SlabStore
@@ -31,7 +32,7 @@ T = TypeVar("T", bound=Tier)
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in a tier since the start, in blocks."""
+    """Blocks evicted from, demoted from, and promoted to a tier since the start."""
 
     evicted: int = 0
     demoted: int = 0
@@ -39,15 +40,15 @@ class TierCounters:
 
 
 class Tiers:
-    """What this daemon has, by what it is for; the index knows a tier by its level, which is its column there.
+    """The tiers of this daemon by their purpose. In the index a tier is the column of its level.
 
     Args:
-        transfers: every movement between the tiers; this owns it, and `close` ends it.
-        compute: where requests run; its memory may come later, when the worker has said what a block looks like.
-        shared: what clients map.
-        durable: what survives the end of the process.
+        transfers: moves bytes between the tiers; `close` ends it.
+        compute: GPU memory, where requests run; may be added when the worker has told the size of a block.
+        shared: the memory that clients map.
+        durable: the tier that survives the end of the process.
         remote: a store that other hosts share.
-        troubles: where what is wrong with a tier is entered; a list of their own by default.
+        troubles: the list of failures of tiers; a new one by default.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class Tiers:
     ) -> None:
         self.transfers = transfers
         self.compute: MemoryTier = AbsentTier("gpu", 0) if compute is None else compute
-        """Where requests run; changed by `set_compute`."""
+        """The tier where requests run; changed by `set_compute`."""
         self.shared: MemoryTier = AbsentTier("cpu", 1) if shared is None else shared
         self.durable = durable
         self.remote = remote
         self.troubles = Troubles(elapsed_s) if troubles is None else troubles
         self.counters = tuple(TierCounters() for _ in range(TIERS))
-        """What happened in each tier, by level."""
+        """Counters of each tier, by level."""
         self._list()
         levels = [tier.level for tier in self]
         if levels != sorted({level for level in levels if 0 <= level < TIERS}):
@@ -93,11 +94,11 @@ class Tiers:
             arena: the shared tier's memory.
             store: the durable tier's files.
             frames: the compute tier's memory, if it is there already.
-            urgency: False: bytes move in the order in which that was asked for.
-            io_threads: reads or writes of the files at a time, ahead of demand.
+            urgency: False: bytes move in the order of the requests.
+            io_threads: parallel reads or writes of the files that no caller waits for.
             remote: makes the tier of a store that other hosts share.
-            troubles: see `Tiers`.
-            clock: by which transfers are due.
+            troubles: the list of failures; a new one by default.
+            clock: seconds, for the times when transfers are due.
 
         Raises:
             OutOfMemoryError: the system gives no threads.
@@ -113,7 +114,7 @@ class Tiers:
         )
 
     def __iter__(self) -> Iterator[Tier]:
-        """The tiers, nearest first; a memory tier that is absent is one of them."""
+        """All tiers, nearest first, including absent memory tiers."""
         yield self.compute
         yield self.shared
         if self.durable is not None:
@@ -123,27 +124,27 @@ class Tiers:
 
     def _list(self) -> None:
         self.existing = [tier for tier in self if not isinstance(tier, AbsentTier)]
-        """The tiers that there are, nearest first."""
+        """The tiers that are not absent, nearest first."""
         self.own = [tier for tier in self.existing if tier is not self.remote]
-        """The tiers of this host that there are, nearest first: blocks go down and are evicted there."""
+        """The tiers of this host that are not absent, nearest first: blocks are demoted and evicted there."""
 
     @property
     def memories(self) -> tuple[MemoryTier, MemoryTier]:
-        """The memory tiers, nearest first; one that is absent is one of them."""
+        """The memory tiers, nearest first, including absent ones."""
         return self.compute, self.shared
 
     def set_compute(self, tier: MemoryTier) -> None:
-        """Has requests run in this memory from now on."""
+        """Replaces the compute tier."""
         self.compute = tier
         self._list()
 
     def end_compute(self) -> None:
-        """There is no memory any more where requests run: nothing of it is used, and its maker closes it."""
+        """Removes the compute tier, which is not used any more; its maker closes it."""
         self.set_compute(AbsentTier(self.compute.name, self.compute.level))
 
     @property
     def names(self) -> list[str]:
-        """By level."""
+        """The names of the tiers, by level."""
         names = [f"level {level}" for level in range(TIERS)]
         for tier in self:
             names[tier.level] = tier.name
@@ -157,41 +158,46 @@ class Tiers:
     def below(self, tier: Tier) -> Tier | None:
         """The next tier down that exists, works, and can be written from this one."""
         for lower in self.own:
-            # A file cannot be written from an address that a CPU cannot read: that goes by way of the shared tier.
+            # A file cannot be written from memory that a CPU cannot read: such bytes go through the shared tier.
             if lower.level > tier.level and self.takes(lower) and can_move(tier, lower):
                 return lower
         return None
 
     @staticmethod
     def takes(tier: Tier) -> bool:
-        """Whether blocks can be brought there now."""
+        """Whether blocks can be written to the tier now."""
         return not isinstance(tier, StoreTier | RemoteTier) or tier.takes
 
     @staticmethod
     def gives(tier: Tier) -> bool:
-        """Whether blocks can be brought from there now."""
+        """Whether blocks can be read from the tier now."""
         return not isinstance(tier, StoreTier | RemoteTier) or tier.gives
 
     @property
     def writes(self) -> bool:
-        """Whether there is a durable tier that takes blocks now."""
+        """Whether there is a durable tier that can be written now."""
         return self.durable is not None and self.durable.takes
 
     async def close(self) -> None:
-        """Ends all transfers, and the threads of the tiers. Their memory and files stay their makers' to close."""
+        """Ends all transfers, and the threads of the tiers. The makers of memory and files close these."""
         await self.transfers.close()
         if self.durable is not None:
             self.durable.close()
         if self.remote is not None:
             await self.remote.close()
 
+    def check_shared(self) -> None:
+        """Raises UnsupportedError if there is no shared tier."""
+        if not self.exists(self.shared):
+            raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")
+
     def require_durable(self) -> StoreTier:
-        """The durable tier, where the caller knows that there is one."""
+        """The durable tier, for callers that need one."""
         if self.durable is None:
             raise RuntimeError("this daemon has no durable tier")
         return self.durable
 
-    # -- this machine's own, where the caller knows that they are there -----------------------------------------------
+    # -- the tiers of this machine, for callers that need them --------------------------------------------------------
 
     @property
     def arena(self) -> CpuArena:

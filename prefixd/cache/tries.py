@@ -11,32 +11,32 @@ from prefixd.cache.tiers import Tiers
 
 
 class Tries:
-    """Which trie has the blocks of which namespace.
+    """The tries of a cache, by geometry and by namespace.
 
     Args:
-        tiers: the memory; a new trie learns which stores can be read now.
-        reshaped: called with a trie that has got another geometry.
+        tiers: the memory; tells a new trie which stores can be read now.
+        reshaped: called with a trie whose geometry has changed.
     """
 
     def __init__(self, tiers: Tiers, reshaped: Callable[[Trie], None]) -> None:
         self.all: list[Trie] = []
-        """All of them, by ordinal; the list grows as geometries are registered."""
+        """All tries, by ordinal; the list grows as geometries are registered."""
         self.observers: tuple[Observer, ...] = ()
         self._tiers = tiers
         self.on_retained: Callable[[int, int], None] = lambda namespace, change: None
-        """What every new trie calls when its bytes with a priority change, see `Trie.on_retained`."""
+        """Called by every new trie when its bytes with a priority change (`Trie.on_retained`)."""
         self._reshaped = reshaped
         self._by_geometry: dict[tuple[object, ...], Trie] = {}
         self.by_namespace: dict[int, Trie] = {}
-        """By the namespace's ordinal."""
-        self._users: Counter[int] = Counter()  # namespaces that are known, by their trie's ordinal
+        """Namespace ordinal -> its trie."""
+        self._users: Counter[int] = Counter()  # trie ordinal -> number of its namespaces
 
     def has_blocks(self, namespace: Namespace) -> bool:
         """Whether any block of the namespace exists."""
         return self.by_namespace[namespace.ordinal].blocks_of(namespace.ordinal) > 0
 
     def assign(self, namespace: Namespace) -> list[Namespace]:
-        """Gives a namespace, and the common one beside it, their trie; returns those that had none."""
+        """Assigns a trie to a namespace, and to the common one beside it; returns those that had none."""
         geometry = _geometry(namespace.spec)
         trie = self._by_geometry.get(geometry)
         if trie is None:
@@ -50,11 +50,11 @@ class Tries:
         return new
 
     def forget(self, ordinal: int) -> None:
-        """The namespace with this ordinal is not known any more."""
+        """Removes the namespace with this ordinal."""
         self._users[self.by_namespace.pop(ordinal).ordinal] -= 1
 
     def _new(self, spec: NamespaceSpec) -> Trie:
-        """A trie for blocks like the namespace's: one that no namespace uses any more, if there is one."""
+        """A trie for blocks like the namespace's; reuses one without namespaces if there is one."""
         part_bytes, rules = [part.nbytes for part in spec.parts], spec.group_rules()
         if unused := [trie for trie in self.all if not self._users[trie.ordinal]]:
             trie = min(unused, key=lambda each: each.rows)
@@ -74,11 +74,11 @@ class Tries:
     # -- observers ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer) -> None:
-        """Has `observer` told of changes in all tries from now on."""
+        """Has all tries call `observer` after changes from now on."""
         self._set_observers((*self.observers, observer))
 
     def unobserve(self, observer: Observer) -> None:
-        """Has `observer` told of nothing any more."""
+        """Ends the calls of `observer`."""
         self._set_observers(tuple(each for each in self.observers if each != observer))
 
     def _set_observers(self, observers: tuple[Observer, ...]) -> None:
@@ -88,7 +88,7 @@ class Tries:
             trie.observer = tell
 
     def _tell(self) -> Observer | None:
-        """Tells all observers; None without any."""
+        """A function that calls all observers; None without any."""
         observers = self.observers
         if len(observers) < 2:
             return observers[0] if observers else None
@@ -101,5 +101,5 @@ class Tries:
 
 
 def _geometry(spec: NamespaceSpec) -> tuple[object, ...]:
-    """What blocks of one trie have in common."""
+    """The properties that all blocks of one trie share."""
     return (spec.block_tokens, tuple((part.nbytes, part.rule) for part in spec.parts))

@@ -1,4 +1,4 @@
-"""What is not as it should be while the rest goes on: the same list for `stats`, health, metrics and the log."""
+"""Troubles: parts of the daemon that fail while the rest works. `stats`, health, metrics and the log have this list."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ log = logging.getLogger(__name__)
 
 
 def tier_part(tier: Tier) -> str:
-    """What a tier's troubles are about, in `Troubles`."""
+    """The name of a tier as a part in `Troubles`."""
     return f"{tier.name} tier"
 
 
 _SAID_AGAIN_S = 30.0
-"""A cause that changes is logged again, no more often than this."""
+"""A changed cause is logged again at most this often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One thing that is not as it should be."""
+    """A failure of one part."""
 
     part: str
-    """What it is about, such as `disk tier`."""
+    """The part that fails, such as `disk tier`."""
     what: str
     remedy: str
     since_s: float
-    """When it began, by the board's clock."""
+    """When it began, on the clock of `Troubles`."""
 
 
 class Troubles:
-    """The troubles there are, at most one of each part.
+    """The current troubles, at most one of each part.
 
     Args:
         clock: seconds; passed in so that tests own the time.
@@ -42,7 +42,7 @@ class Troubles:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._troubles: dict[str, Trouble] = {}
-        self._said_s: dict[str, float] = {}  # when the log last had a line of a part's trouble
+        self._said_s: dict[str, float] = {}  # when a part's trouble was last logged
         self.listeners: list[Callable[[], None]] = []
         """Called when a part's trouble begins or ends."""
 
@@ -56,21 +56,21 @@ class Troubles:
         return part in self._troubles
 
     def what(self, part: str) -> str:
-        """The part's trouble with its remedy in one line, empty when it has none."""
+        """The part's trouble with its remedy in one line; empty if it has none."""
         trouble = self._troubles.get(part)
         return f"{trouble.what}; {trouble.remedy}" if trouble else ""
 
     def of_tier(self, tier: Tier) -> str:
-        """Why a tier is out or shrunk; empty for one that is well."""
+        """Why a tier is out of service or shrunk; empty if it works."""
         return self.what(tier_part(tier))
 
     def begin(self, part: str, line: str, *, tell: bool = False) -> None:
-        """Enters a trouble, or its new reason; logs it when the part had none, and a new reason after a while.
+        """Enters a trouble, or its new cause; logs it at once if the part had none, and a new cause after a while.
 
         Args:
-            part: what it is about.
-            line: what is wrong, a semicolon, and what to do.
-            tell: log a new reason at once: somebody has just tried to end the trouble.
+            part: the part that fails.
+            line: the cause, a semicolon, and the remedy.
+            tell: log a new cause at once, since an operator has just tried to end the trouble.
         """
         what, _, remedy = line.partition("; ")
         before = self._troubles.get(part)
@@ -86,7 +86,7 @@ class Troubles:
             self._said_s[part] = now_s
 
     def end(self, part: str) -> None:
-        """Strikes the part's trouble off, if it has one."""
+        """Removes the part's trouble, if it has one."""
         trouble = self._troubles.pop(part, None)
         if trouble is not None:
             log.warning("no more trouble with the %s, after %.1f s", part, self._clock() - trouble.since_s)

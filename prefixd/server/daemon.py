@@ -297,7 +297,7 @@ class Daemon:
         while True:
             await asyncio.sleep(_EXPIRY_S)
             await cache.retained.sweep()
-            cache.namespace_room.look()
+            cache.namespace_room.check_trouble()
             expired = cache.leases.expire(cache.clock())
             if expired:
                 log.warning("%d leases or reservations ended because their time was up", expired)

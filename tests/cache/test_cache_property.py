@@ -31,6 +31,7 @@ from prefixd_swap.tiers import MemoryTier
 from tests.cache.machine import RigMachine
 from tests.rig import Rig
 from tests.slow import slow_but
+from tests.tries import forget_blocks, subtree_rows, used_rows
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 homes = st.sampled_from(["model", "model", "salted", "parts"])
@@ -158,7 +159,7 @@ class CacheMachine(RigMachine):
         assert committed + duplicates + lost == blocks
         if durable and blocks and not lost:
             on_disk = self.rig.trie if home != "parts" else self.rig.cache.trie(given.namespace)
-            rows = self.run(self.rig.cache.match(given.namespace, given.chain, given.first_block + blocks)).rows
+            rows = self.run(self.rig.cache.match(given.namespace, given.chain, given.first_block + blocks))
             assert len(rows) == given.first_block + blocks
             assert not len(on_disk.missing(rows, DISK))
 
@@ -223,7 +224,7 @@ class CacheMachine(RigMachine):
         """One request: its prefix brought up and checked, the rest computed and recorded."""
         rig, namespace, cache = self.rig, self.homes[home], self.rig.cache
         rig.clock.now += 1
-        rows = (await cache.match(namespace, chain)).rows
+        rows = await cache.match(namespace, chain)
         assert all(self.whole(home, chain, block) for block in range(len(rows)))
         rig.trie.hold(rows, GPU)
         there = await cache.mover.bring(rig.trie, rows, cache.tiers.compute)
@@ -286,9 +287,9 @@ class CacheMachine(RigMachine):
         trie, rows = rig.cache.trie(namespace), rig.rows(prompt, namespace)
         if not rows:
             return
-        subtree = trie.subtree(np.array(rows[-1:]))
+        subtree = subtree_rows(trie, np.array(rows[-1:]))
         prefix = rig.chain(prompt, namespace).blocks(len(rows))
-        went = self.run(rig.cache.mover.forget(trie, subtree[::-1]))
+        went = self.run(forget_blocks(rig.cache.mover, trie, subtree[::-1]))
         assert went <= len(subtree)
         if len(rig.rows(prompt, namespace)) < len(rows):
             for key in [key for key in self.committed if key[0] == home and key[1].startswith(prefix)]:
@@ -333,7 +334,7 @@ class CacheMachine(RigMachine):
     def nothing_matches_that_was_not_committed(self) -> None:
         for home, namespace in self.homes.items():
             trie = self.rig.cache.trie(namespace)
-            for row in trie.used_rows().tolist():
+            for row in used_rows(trie).tolist():
                 if trie.namespace[row] == namespace.ordinal and trie.there[row].any():
                     path = self.run(find_ancestry(trie, np.array([row])))
                     tokens = trie.tokens[path[np.argsort(trie.depth[path])]].astype("<u4").tobytes()

@@ -19,6 +19,7 @@ from prefixd.cache.placement.movement import Movement
 from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.transfers import Urgency
 from tests.rig import MakeRig, Rig
+from tests.tries import forget_blocks, subtree_rows, used_rows
 from tests.waiting import until
 
 
@@ -162,7 +163,7 @@ async def test_a_block_written_again_while_its_removal_waits_stays(make_rig: Mak
     with stopped(rig, "write") as begun:
         flush = asyncio.create_task(rig.cache.write_back.flush())
         await until(begun.is_set)
-        forget = asyncio.create_task(rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]))
+        forget = asyncio.create_task(forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1]))
         again = asyncio.create_task(rig.put([1, 2], durable=True))
         await until(lambda: len(rig.cache.mover.disk._lock._waiting) == 2)
     assert (await flush, await forget, await again) == (1, 2, (2, 0))
@@ -207,7 +208,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
         for _ in range(12):
             wanted = prompt()[:3]
             chain = rig.chain(wanted)
-            rows = (await rig.cache.match(rig.namespace, chain)).rows
+            rows = await rig.cache.match(rig.namespace, chain)
             trie.hold(rows, GPU)
             rig.computed.update(rows.tolist())
             there = await mover.bring(trie, rows, rig.cache.tiers.compute)
@@ -225,10 +226,10 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
         for _ in range(10):
             await asyncio.sleep(0)
             rig.check()
-            rows = rig.trie.used_rows().tolist()
+            rows = used_rows(rig.trie).tolist()
             if rows:
-                subtree = rig.trie.subtree(np.array([dice.choice(rows)]))
-                await rig.cache.mover.forget(rig.trie, subtree[::-1])
+                subtree = subtree_rows(rig.trie, np.array([dice.choice(rows)]))
+                await forget_blocks(rig.cache.mover, rig.trie, subtree[::-1])
             await rig.cache.write_back.flush()
 
     async def dying() -> None:

@@ -23,6 +23,7 @@ from prefixd_swap.slab.files.io import DiskIo
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slots import PAGE_BYTES
 from tests.rig import MakeRig
+from tests.tries import forget_blocks
 from tests.waiting import until
 
 
@@ -216,7 +217,7 @@ async def test_a_removal_that_fails_is_said_and_its_block_comes_back(
     with monkeypatch.context() as patch:
         patch.setattr(rig.store, "remove", refuse)
         with pytest.raises(StorageError, match="index cannot be written"):
-            await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
+            await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1])
     rig.check()
     assert rig.rows([1, 2]) == []
     await rig.restart()
@@ -321,7 +322,7 @@ async def test_a_removal_that_failed_is_made_good_when_the_disk_is_back(make_rig
     await rig.put([1, 2], durable=True)
     faults.order("index error")
     with pytest.raises(StorageError):
-        await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
+        await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1])
     faults.order(None)
     assert await faults.health.revive()
     await rig.check_disk()
@@ -506,7 +507,7 @@ async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_cl
     await rig.put([1, 2, 3, 4], durable=True)  # a whole slab
     faults.order("no room for a slab")
     assert await rig.put([5], durable=True) == (1, 0)
-    await rig.cache.mover.forget(rig.trie, rig.rows([5]))  # its slot is free
+    await forget_blocks(rig.cache.mover, rig.trie, rig.rows([5]))  # its slot is free
     assert "too few for another slab" in tiers.troubles.what("disk tier")
     (slab,) = (rig.path / "slabs").iterdir()
     assert _open_files(slab)

@@ -23,6 +23,7 @@ from prefixd.cache.moving.page_victims import has_other_sizes
 from prefixd.cache.rules import FullAttention, SlidingWindow
 from prefixd.cache.sessions.reservations import ToFill
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
+from tests.tries import match_rows
 
 FULL, WINDOW = 0, 1  # parts of the namespace `hybrid`
 blocks_there = st.lists(st.booleans(), max_size=12).map(lambda found: np.array(found, np.bool_))
@@ -212,7 +213,7 @@ async def test_a_record_without_bytes_does_not_stand_for_a_pinned_block(make_rig
     )  # the disk is full of the last two, and knows of the others
     assert (trie.any_part[rows] & (1 << DISK)).all() and not trie.there[rows[:3], DISK].any()
     rig.cache.tiers.shared.free(await rig.cache.mover.slots.allocate(rig.cache.tiers.shared, (PART_BYTES,), 12))
-    assert len(trie.match(home.root, rig.chain([1, 2, 3, 4, 5], home))) == 5
+    assert len(match_rows(trie, home.root, rig.chain([1, 2, 3, 4, 5], home))) == 5
     check_integrity(rig.cache)
 
 

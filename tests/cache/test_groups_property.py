@@ -40,6 +40,7 @@ from prefixd.cache.sessions.leasing import NO_OFFSET
 from prefixd.cache.sessions.reservations import ToFill
 from tests.cache.machine import RigMachine
 from tests.rig import BLOCK_TOKENS, PART_BYTES, Rig
+from tests.tries import forget_blocks, match_rows, subtree_rows, used_rows
 
 Prompt = tuple[int, ...]
 
@@ -227,7 +228,7 @@ class GroupsMachine(RigMachine):
             return
         given = self.reserved.pop(which % len(self.reserved))
         home = next(name for name, namespace in self.homes.items() if namespace is given.namespace)
-        prompt = tuple(given.chain.token_rows(0, len(given.chain))[:, 0].tolist())
+        prompt = tuple(given.chain.token_rows[:, 0].tolist())
         with suppress(ExhaustedError, PreconditionError):  # no room on disk, or other ranks have yet to commit
             self.run(self.commit_some(given, home, prompt, min(blocks, len(given.slots)), durable))
 
@@ -348,7 +349,7 @@ class GroupsMachine(RigMachine):
         """A request of `model`: its prefix is brought up and checked, the rest is computed."""
         rig, namespace, cache, chain = self.rig, self.homes["model"], self.rig.cache, self.chain("model", prompt)
         rig.clock.now += 1
-        rows = (await cache.match(namespace, chain)).rows
+        rows = await cache.match(namespace, chain)
         assert self.was_committed("model", prompt, len(rows))
         rig.trie.hold(rows, GPU)
         rig.computed.update(rows.tolist())
@@ -415,8 +416,8 @@ class GroupsMachine(RigMachine):
         rows, trie = self.nodes(home, prompt), self.trie(home)
         if not rows:
             return
-        subtree = trie.subtree(np.array(rows[-1:]))
-        if self.run(self.rig.cache.mover.forget(trie, subtree[::-1])) == len(subtree):
+        subtree = subtree_rows(trie, np.array(rows[-1:]))
+        if self.run(forget_blocks(self.rig.cache.mover, trie, subtree[::-1])) == len(subtree):
             gone = prompt[: len(rows)]
             for key in [key for key in self.committed if key[0] == home and key[1][: len(gone)] == gone]:
                 del self.committed[key]
@@ -436,7 +437,7 @@ class GroupsMachine(RigMachine):
             """
             found = {}
             for home, trie in ((home, self.trie(home)) for home in self.homes):
-                rows = trie.used_rows()[(trie.any_part[trie.used_rows()] & (1 << DISK)) != 0]
+                rows = used_rows(trie)[(trie.any_part[used_rows(trie)] & (1 << DISK)) != 0]
                 rows = rows[np.argsort(trie.depth[rows], kind="stable")]
                 closed = {namespace.root for namespace in self.homes.values()}
                 for row in rows.tolist():
@@ -469,9 +470,9 @@ class GroupsMachine(RigMachine):
     def the_books_balance(self) -> None:
         self.rig.check()
         placement = self.rig.cache.placement
-        waiting = [(trie, placement.to_write(trie, trie.used_rows())) for trie in self.rig.cache.tries]
+        waiting = [(trie, placement.to_write(trie, used_rows(trie))) for trie in self.rig.cache.tries]
         assert placement.queued_blocks == sum(int(np.count_nonzero(groups)) for _, groups in waiting)
-        assert placement.queued_bytes == sum(int(trie.group_bytes[groups].sum()) for trie, groups in waiting)
+        assert placement.queued_bytes_of.total() == sum(int(trie.group_bytes[groups].sum()) for trie, groups in waiting)
 
     @invariant()
     def what_is_held_stays(self) -> None:
@@ -494,7 +495,7 @@ class GroupsMachine(RigMachine):
         for home in self.homes:
             trie = self.trie(home)
             prefix_of: dict[int, Prompt] = {}
-            rows = trie.used_rows()
+            rows = used_rows(trie)
             for row in rows[np.argsort(trie.depth[rows], kind="stable")].tolist():
                 parent = int(trie.parent[row])
                 assert parent == self.homes[home].root or parent in prefix_of, "a block without the one before it"
@@ -515,7 +516,7 @@ class GroupsMachine(RigMachine):
         self.step += 1
         known = sorted(self.committed)
         for home, prompt in [known[(self.step * 7 + more) % len(known)] for more in range(4)] if known else []:
-            found = len(self.trie(home).match(self.homes[home].root, self.chain(home, prompt)))
+            found = len(match_rows(self.trie(home), self.homes[home].root, self.chain(home, prompt)))
             assert found == self.longest(home, prompt)
             assert self.was_committed(home, prompt, found)
 

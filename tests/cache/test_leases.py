@@ -309,7 +309,7 @@ async def test_prompts_that_are_none_are_refused(make_rig: Callable[..., Rig]) -
     rig = make_rig()
     with pytest.raises(InvalidArgumentError, match="token_ids is empty"):
         rig.cache.chain(rig.namespace, b"")
-    with pytest.raises(InvalidArgumentError, match="token_ids has 7 bytes, no multiple of 4"):
+    with pytest.raises(InvalidArgumentError, match="token_ids has 7 bytes, not a multiple of 4"):
         rig.cache.chain(rig.namespace, bytes(7))
     short = rig.cache.chain(rig.namespace, bytes(4))
     assert await rig.cache.reserve(rig.session, rig.namespace, short) == 0, "no full block, so nothing to reserve"

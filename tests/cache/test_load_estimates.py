@@ -12,6 +12,7 @@ from prefixd.server.services.load_estimates import LoadEstimates, LoadWatch
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_scheduler import Distance, Stretch
 from tests.rig import BLOCK_TOKENS, Rig
+from tests.tries import match_rows
 
 PREFILL = pb.Prefill(token_s=1.0)
 A, B = [1, 2, 3, 4], [5, 6, 7, 8]
@@ -48,7 +49,7 @@ async def test_a_load_teaches_what_the_next_one_takes(make_rig: Callable[..., Ri
     await load(rig, estimates, second, B, 2.0)
     assert second.estimate.load_s == pytest.approx(2.0)
     assert (second.estimate.best_blocks, second.estimate.best_s) == (4, pytest.approx(2.0))
-    here = estimates.estimate(rig.trie, rig.trie.match(rig.namespace.root, rig.chain(A)).rows, 0, tokens, None)
+    here = estimates.estimate(rig.trie, match_rows(rig.trie, rig.namespace.root, rig.chain(A)), 0, tokens, None)
     assert (here.load_s, here.HasField("compute_s")) == (0.0, False)
     assert not any(estimates.queued_bytes.values())
 
@@ -58,7 +59,7 @@ async def test_who_computes_faster_than_the_disk_reads_is_told_so(make_rig: Call
     estimates, tokens = LoadEstimates(rig.cache), 4 * BLOCK_TOKENS
     await load(rig, estimates, estimates.watch(rig.trie, 0, tokens, None), A, 1000.0)
     watch = estimates.watch(rig.trie, 1, tokens, PREFILL)
-    path = rig.trie.match(rig.namespace.root, rig.chain(B)).rows
+    path = match_rows(rig.trie, rig.namespace.root, rig.chain(B))
     assert estimates.stretches(rig.trie, path, 1) == [
         Stretch(Distance.GPU, BLOCK_TOKENS, 0),
         Stretch(Distance.DISK, 3 * BLOCK_TOKENS, 3 * rig.part_bytes),
@@ -74,7 +75,7 @@ async def test_a_load_that_did_not_come_whole_teaches_nothing(make_rig: Callable
     rig = await on_disk(make_rig)
     estimates = LoadEstimates(rig.cache)
     with estimates.watch(rig.trie, 0, 4 * BLOCK_TOKENS, None) as watch:
-        path = rig.trie.match(rig.namespace.root, rig.chain(A)).rows
+        path = match_rows(rig.trie, rig.namespace.root, rig.chain(A))
         watch.begin(Reader(rig.trie, path, 0, len(path)))
     assert estimates.cost.load_s(1, Distance.DISK) is None
 
@@ -88,7 +89,7 @@ def test_a_prefill_below_zero_is_refused_before_anything_is_loaded(make_rig: Cal
 async def test_of_two_who_load_the_same_one_learns(make_rig: Callable[..., Rig]) -> None:
     rig = await on_disk(make_rig)
     estimates, tokens = LoadEstimates(rig.cache), 4 * BLOCK_TOKENS
-    path = rig.trie.match(rig.namespace.root, rig.chain(A)).rows
+    path = match_rows(rig.trie, rig.namespace.root, rig.chain(A))
     with estimates.watch(rig.trie, 0, tokens, None) as first, estimates.watch(rig.trie, 0, tokens, None) as second:
         first.begin(Reader(rig.trie, path, 0, len(path)))
         second.begin(Reader(rig.trie, path, 0, len(path)))

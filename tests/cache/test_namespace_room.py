@@ -138,11 +138,11 @@ async def test_the_trouble_ends_when_room_comes_back_by_itself(make_rig: Callabl
     await rig.cache.open_namespace(one, salted(1))
     with pytest.raises(ExhaustedError):
         await rig.cache.open_namespace(one, salted(2))
-    rig.cache.namespace_room.look()
+    rig.cache.namespace_room.check_trouble()
     assert PART in rig.cache.tiers.troubles
     rig.cache.leases.close(one)
     rig.cache.registration.forget_unused()
-    rig.cache.namespace_room.look()
+    rig.cache.namespace_room.check_trouble()
     assert PART not in rig.cache.tiers.troubles
 
 
@@ -297,7 +297,7 @@ async def test_blocks_of_namespaces_are_looked_at_in_slices(
     for home in homes:
         await rig.put(list(range(50)), namespace=home)
     pinned = await rig.cache.match(homes[3], rig.chain([0], homes[3]))
-    rig.trie.pinned[pinned.rows] = True
+    rig.trie.pinned[pinned] = True
     monkeypatch.setattr("prefixd.cache.index.scan.SCANNED_AT_ONCE", 16)
     found = await find_namespaces(rig.trie, [home.ordinal for home in homes])
     turns = 0
@@ -313,4 +313,4 @@ async def test_blocks_of_namespaces_are_looked_at_in_slices(
     assert turns >= 2 * (200 // 16)
     assert set(rig.trie.namespace[some.rows].tolist()) == {homes[0].ordinal, homes[2].ordinal} and len(some) == 100
     assert (np.diff(rig.trie.depth[some.rows]) <= 0).all(), "children before parents"
-    rig.trie.pinned[pinned.rows] = False
+    rig.trie.pinned[pinned] = False

@@ -32,6 +32,7 @@ from prefixd.cache.rules import (
 )
 from prefixd_swap import NewBlock, Span
 from tests.rig import OpenCache, Rig
+from tests.tries import forget_blocks
 
 SPEC = NamespaceSpec("llama", 16, (PartSpec("kv", 0, 4096), PartSpec("kv", 1, 4096)), b"salt", "bfloat16", "token")
 
@@ -196,7 +197,7 @@ async def test_a_namespace_is_on_disk_while_a_block_of_it_is(make_rig: Callable[
     await rig.put([1, 2], namespace=kept, durable=True)
     await rig.put([1, 2], namespace=gone, durable=True)
     assert rig.store.namespaces().keys() == {kept.id, gone.id}
-    await rig.cache.mover.forget(rig.cache.trie(gone), rig.rows([1, 2], gone)[::-1])
+    await forget_blocks(rig.cache.mover, rig.cache.trie(gone), rig.rows([1, 2], gone)[::-1])
     rig.cache.registration.forget_unused()
     await rig.cache.mover.quiesce()
     assert rig.store.namespaces().keys() == {kept.id, gone.id}, "it is in use"
@@ -250,7 +251,7 @@ async def test_nothing_of_a_namespace_that_was_forgotten_is_found_under_its_ordi
         assert rig.rows([1, 2], home) == []
         assert await rig.put([1, 2], namespace=home) == (2, 0)
         rig.check()
-        await rig.cache.mover.forget(rig.cache.trie(home), rig.rows([1, 2], home)[::-1])
+        await forget_blocks(rig.cache.mover, rig.cache.trie(home), rig.rows([1, 2], home)[::-1])
         del home
         rig.cache.registration.forget_unused()
 
@@ -265,7 +266,7 @@ async def test_a_trie_that_no_namespace_uses_gets_another_geometry(make_rig: Cal
         rig.check()
         rows = rig.rows([turn, 2], home)
         generations = trie.generation[rows].tolist()
-        await rig.cache.mover.forget(trie, rows[::-1])
+        await forget_blocks(rig.cache.mover, trie, rows[::-1])
         assert trie.generation[rows].tolist() == [each + 1 for each in generations]
         await rig.check_disk()
         del home
@@ -276,7 +277,7 @@ async def test_a_trie_that_no_namespace_uses_gets_another_geometry(make_rig: Cal
 def test_a_trie_with_blocks_keeps_its_geometry() -> None:
     trie = Trie(1, (1,))
     trie.insert_path(-1, 0, np.zeros((1, 16), np.uint8), np.zeros((1, 1), np.uint32), 0.0)
-    with pytest.raises(RuntimeError, match="trie 0 was to get another geometry while it has 1 blocks"):
+    with pytest.raises(RuntimeError, match="trie 0 cannot get another geometry: it has 1 blocks"):
         trie.reshape(2, (1,), [FullAttention()])
 
 

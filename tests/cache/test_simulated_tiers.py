@@ -74,7 +74,7 @@ class House:
         assert self.cache.placement.drop(self.cache.trie(self.namespace), rows[::-1], self.middle) == blocks
 
     async def rows(self, prompt: int, blocks: int) -> Rows:
-        return (await self.cache.match(self.namespace, self.chain(prompt, blocks))).rows
+        return await self.cache.match(self.namespace, self.chain(prompt, blocks))
 
     async def load(self, prompt: int, blocks: int) -> float:
         """Leases a prompt and compares its bytes; the simulated seconds until it was there."""

@@ -20,6 +20,7 @@ from prefixd.cache.placement.tenant_use import Losses
 from prefixd.cache.sessions.sessions import Process
 from tests.cache.tenant_rig import Home
 from tests.rig import MakeRig, Rig
+from tests.tries import forget_blocks
 from tests.waiting import until
 
 # -- most ----------------------------------------------------------------------------------------------------------
@@ -477,7 +478,7 @@ async def test_a_trie_that_gets_another_geometry_is_counted_by_that(make_rig: Ma
     await old.put([1, 2])
     old.release(await old.lease([1, 2]))
     trie = rig.cache.trie(old.namespace)
-    await rig.cache.mover.forget(trie, rig.rows([1, 2], old.namespace)[::-1])
+    await forget_blocks(rig.cache.mover, trie, rig.rows([1, 2], old.namespace)[::-1])
     rig.cache.leases.close(old.session)
     del old
     parts = (PartSpec("kv", 0, 4096), PartSpec("window", 0, 8192, SlidingWindow(3)))

@@ -20,6 +20,7 @@ from prefixd.cache.index.trie import CPU, DISK, GPU
 from tests.cache.machine import RigMachine
 from tests.cache.tenant_rig import Home
 from tests.rig import Rig
+from tests.tries import used_rows
 
 SLOTS = {GPU: 6, CPU: 8, DISK: 10}
 QUOTAS = st.fixed_dictionaries(
@@ -161,7 +162,7 @@ class TenantMachine(RigMachine):
         cache = self.rig.cache
         waiting: Counter[Tenant] = Counter()
         for trie in cache.tries:
-            rows = trie.used_rows()
+            rows = used_rows(trie)
             nbytes = trie.group_bytes[cache.placement.to_write(trie, rows)]
             for tenant, its in cache.mover.use.places_by_owner(trie, rows):
                 waiting[tenant] += int(nbytes[its].sum())

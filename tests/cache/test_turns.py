@@ -11,7 +11,7 @@ import pytest
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.cache import Reservation
 from prefixd.cache.placement.holds import Hold, Holds
-from prefixd.cache.placement.retention import Retention, Wish
+from prefixd.cache.placement.retention import Retention, RetentionGrant
 from prefixd.cache.sessions import reservations
 from prefixd.cache.sessions.reservations import Reservations
 from tests.rig import MakeRig
@@ -92,13 +92,13 @@ async def test_many_wishes_are_applied_to_fewer_blocks_at_a_time(
     rig = make_rig(cpu=16)
     await rig.put(range(7))
     applied: list[int] = []
-    apply = Wish.apply
+    apply = RetentionGrant.apply
 
-    def noted(self: Wish, rows: Any, first_block: int) -> None:
+    def noted(self: RetentionGrant, rows: Any, first_block: int) -> None:
         applied.append(len(rows))
         apply(self, rows, first_block)
 
-    monkeypatch.setattr(Wish, "apply", noted)
+    monkeypatch.setattr(RetentionGrant, "apply", noted)
     chain = rig.chain(range(7))
     for wishes, steps in ((1, [7]), (2, [4, 3]), (50, [2, 2, 2, 1])):
         applied.clear()

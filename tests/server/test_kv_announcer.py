@@ -45,6 +45,7 @@ from prefixd.server.kv_events.publishing.publisher import EventCounters, Publish
 from prefixd.settings import EventSettings
 from tests.cache.index.entering import enter_chain
 from tests.rig import OpenCache
+from tests.tries import is_removable, remove_row, used_rows
 from tests.waiting import until
 
 STATE = RecurrentState()
@@ -107,7 +108,7 @@ def hash_of(namespace: Namespace, trie: Trie, row: int) -> int:
 def matchable(namespace: Namespace, trie: Trie) -> set[tuple[str, int]]:
     return {
         (medium, hash_of(namespace, trie, row))
-        for row in trie.used_rows().tolist()
+        for row in used_rows(trie).tolist()
         for tier, medium in enumerate(MEDIA.values())
         if trie.has(row, tier) and trie.offered & (1 << tier)
     }
@@ -133,7 +134,7 @@ def engine_blocks(trie: Trie, width: int) -> set[tuple[str, int]]:
 
     return {
         (medium, end)
-        for row in trie.used_rows().tolist()
+        for row in used_rows(trie).tolist()
         for tier, medium in enumerate(MEDIA.values())
         if trie.has(row, tier) and trie.offered & (1 << tier)
         for end in ends_in(row)
@@ -178,14 +179,14 @@ async def test_what_was_told_is_what_is_so(
                     events._turn()
 
     def shrink() -> None:
-        rows = trie.used_rows().tolist()
+        rows = used_rows(trie).tolist()
         choose.shuffle(rows)
         for row in rows[: choose.randrange(1, 12)]:
-            if trie.removable(row):  # a leaf goes everywhere
+            if is_removable(trie, row):  # a leaf goes everywhere
                 for tier in range(TIERS):
                     trie.drop_copies(np.array([row]), tier)
                 if not trie.any_part[row]:
-                    trie.remove(row)
+                    remove_row(trie, row)
             elif any(trie.has(row, tier) for tier in range(TIERS)):
                 tiers = [tier for tier in range(TIERS) if trie.has(row, tier)]
                 if len(tiers) > 1:
@@ -577,7 +578,7 @@ async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch
         pass
     assert len(router.blocks) == 10
     trie.drop_copies(rows, DISK)
-    trie.remove(int(rows[-1]))  # and what it continued
+    remove_row(trie, int(rows[-1]))  # and what it continued
     trie.reshape(64, (8,), [FullAttention()])
     rows = enter_chain(trie, BlockChain(bytes(64 * 4), 64, 7), namespace.root, namespace.ordinal)
     trie.put_copies(rows, DISK, np.array([[3]]), 0.0)

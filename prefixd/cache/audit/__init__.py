@@ -1,1 +1,1 @@
-"""Checks that what the cache knows in several places agrees (`check_integrity`)."""
+"""Checks that the data structures of the cache agree with each other (`check_integrity`)."""

@@ -1,4 +1,4 @@
-"""What an audit has accounted for, and what does not add up."""
+"""The result of an audit: counts of what it checked, and contradictions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Findings:
     leases: int = 0
     reservations: int = 0
     _wrong: dict[str, list[int]] = field(default_factory=dict)
-    """The first rows or slots of each kind of contradiction, and then their number; empty for one that names none."""
+    """By contradiction, its first rows or slots, and then their number; empty for one without rows."""
 
     @property
     def violations(self) -> list[str]:
-        """What does not add up, a line for each kind."""
+        """A line for each kind of contradiction."""
         return [_line(what, numbers) for what, numbers in self._wrong.items()]
 
     def demand(self, holds: bool, otherwise: str) -> None:
@@ -33,7 +33,7 @@ class Findings:
             self._wrong.setdefault(otherwise, [])
 
     def demand_none(self, wrong: Iterable[int], what: str) -> None:
-        """Notes rows or slots that are `what`, the first of them by number. What was noted before is added up."""
+        """Notes that rows or slots are `what`: the first ones by number, and how many in all calls."""
         numbers = np.fromiter(wrong, np.int64)
         if len(numbers):
             before = self._wrong.get(what, [0])

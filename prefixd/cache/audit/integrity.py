@@ -1,9 +1,9 @@
-"""Does the cache still add up? Every block, slot, lease, reservation and hold is accounted for.
+"""Checks that every block, slot, lease, reservation and hold of the cache is accounted for.
 
-Tests call `check_integrity` after every scenario; `audit` is the same on a live daemon, while it works, and looks at
-the index on disk too. It never holds the event loop: rows are looked at a slice at a time, each slice as it is then.
-Where all rows are needed at once (counters, owners), one callback copies a column or a few, and a thread compares. So
-two checks may see the cache at different moments; each of them is a statement that holds at every moment.
+Tests call `check_integrity` after every scenario. `audit` does the same on a live daemon while it works, and also
+checks the index on disk. It never holds the event loop for long: it reads rows in slices, and if it needs all rows at
+once (counters, owners), one callback copies some columns, and a thread compares them. So two checks may see the cache
+at different moments; each checks a statement that is true at every moment.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def check_integrity(cache: TieredCache) -> None:
     """Raises IntegrityError unless tries, tiers, leases and the slab store agree, as of now.
 
     For each tier: free + resident + in flight = capacity, every slot has one owner, and what is leased is held. For the
-    tries: index, children and parents agree, and every block that is matchable has its prefix. When nothing is under
-    way in the cache, holds and slots in flight are exactly those of leases, reservations and requests; else at least
-    those.
+    tries: index, children and parents agree, and every matchable block has its prefix. If no work is under way in the
+    cache, holds and slots in flight are exactly those of leases, reservations and requests; otherwise at least those.
     """
     found = Findings()
     do_at_once(_audit_memory(found, cache))
@@ -50,10 +49,10 @@ def check_integrity(cache: TieredCache) -> None:
 
 
 async def audit(cache: TieredCache) -> Findings:
-    """`check_integrity` on a cache that works, and its disk index against its tries; collects what is wrong.
+    """Does `check_integrity` on a cache in use, and compares its disk index with its tries; collects contradictions.
 
-    Looks at the holds at a moment when nothing is under way, if there is one within a second, and at the disk while no
-    write or removal is.
+    Checks the holds at a moment when no work is under way, if there is one within a second, and the disk while no write
+    or removal is under way.
 
     Raises:
         ExhaustedError: no thread can be started.
@@ -62,7 +61,7 @@ async def audit(cache: TieredCache) -> Findings:
     for _ in range(_QUIET_TRIES):
         if cache.mover.quiet:
             break
-        await asyncio.sleep(_QUIET_PAUSE_S)  # no event says that nobody is at work: there is one in between calls
+        await asyncio.sleep(_QUIET_PAUSE_S)  # no event tells when work ends; there are quiet moments between calls
     await do_in_slices(_audit_memory(found, cache))
     durable = cache.tiers.durable
     if durable is not None:
@@ -70,7 +69,7 @@ async def audit(cache: TieredCache) -> Findings:
             async with cache.mover.disk.still():
                 known = await do_in_slices(snapshot_of_disk(cache, durable))
                 records = await durable.audit()
-            # None: a commit has failed: the tier is in trouble, and says so
+            # None: a commit has failed, and the tier reports a trouble
             wrong = [] if records is None else await in_thread(lambda: compare_with_index(known, records))
         except IntegrityError as error:
             wrong = [f"{durable.name} tier: {error}"]
@@ -82,7 +81,7 @@ async def audit(cache: TieredCache) -> Findings:
 
 
 def _audit_remote(cache: TieredCache) -> list[str]:
-    """What is wrong with the numbers by which the tries name blocks of a shared store."""
+    """Contradictions in the numbers of blocks in a shared store, which the tries have as slots."""
     remote = cache.tiers.remote
     if remote is None:
         return []
@@ -97,7 +96,7 @@ def _audit_remote(cache: TieredCache) -> list[str]:
 
 
 def _audit_memory(found: Findings, cache: TieredCache) -> Steps[None]:
-    """Everything but the store. What wants a quiet moment comes first."""
+    """Checks everything except the store; first the checks that need a quiet moment."""
     yield from audit_holds(found, cache)
     yield from audit_slots(found, cache)
     yield from audit_grants(found, cache)
@@ -107,7 +106,7 @@ def _audit_memory(found: Findings, cache: TieredCache) -> Steps[None]:
 
 
 def _belong(cache: TieredCache, trie: Trie, ordinals: Ordinals) -> Bools:
-    """Which of these are ordinals of namespaces whose blocks belong into the trie."""
+    """Which of these ordinals are of namespaces whose blocks belong to the trie."""
     different, places = np.unique(ordinals, return_inverse=True)
     homes = [cache.namespaces.find_at(ordinal) for ordinal in different.tolist()]
     belong = np.array([home is not None and cache.trie(home) is trie for home in homes], np.bool_)

@@ -1,4 +1,4 @@
-"""The disk tier's side of the audit: does the durable index name exactly what the tries say is on disk?"""
+"""Audits the disk tier: its index must have exactly the blocks that the tries have on disk."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Uint64s = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class DiskSnapshot:
-    """Blocks on disk, n of them, as the event loop knows them."""
+    """The n blocks that the tries have on disk."""
 
     names: npt.NDArray[np.uint8]
     """[n, 24]: namespace id and block key."""
     places: Uint64s
     """[n]: slots and checksums of the parts, in one number."""
     leaving: frozenset[bytes]
-    """Names of blocks that have left the tries, and leave the index next."""
+    """Names of blocks that have left the tries and will leave the index."""
     takes: bool
     """Whether the disk can be written: if not, removals wait until it can."""
 
 
 def snapshot_of_disk(cache: TieredCache, durable: StoreTier) -> Steps[DiskSnapshot]:
-    """What the tries say is on disk, while no write or removal is under way.
+    """Reads which blocks the tries have on disk, while no write or removal is under way.
 
-    Blocks may leave the tries meanwhile, and are in `leaving` then: it is taken last, when their removal is announced.
+    Blocks that leave the tries meanwhile are in `leaving`, which is read last, after their removal is announced.
     """
     names, places = [np.zeros((0, 24), np.uint8)], [np.zeros(0, np.uint64)]
     for trie in list(cache.tries):
@@ -59,7 +59,7 @@ def snapshot_of_disk(cache: TieredCache, durable: StoreTier) -> Steps[DiskSnapsh
 
 
 def compare_with_index(known: DiskSnapshot, records: Records) -> list[str]:
-    """Where the store's index differs from `known`. Runs in a thread."""
+    """The differences between the store's index and `known`. Runs in a thread."""
     ids = np.frombuffer(b"".join(records.namespaces), np.uint8).reshape(-1, 8)
     names = np.hstack([ids[records.namespace], records.keys])
     places = np.zeros(len(records), np.uint64)
@@ -77,7 +77,7 @@ def compare_with_index(known: DiskSnapshot, records: Records) -> list[str]:
     for found, what in (
         (missing, "blocks on disk that the index does not name"),
         (surplus, "blocks that the index names and the cache has forgotten"),
-        (elsewhere, "blocks whose place or checksum in the index is another than in memory"),
+        (elsewhere, "blocks whose slot or checksum in the index differs from memory"),
     ):
         if found:
             shown = ", ".join(name[8:].hex() for name in found[:_SHOWN])
@@ -87,7 +87,7 @@ def compare_with_index(known: DiskSnapshot, records: Records) -> list[str]:
 
 
 def _places(slots: npt.NDArray[np.int64], checksums: Uint64s) -> Uint64s:
-    """One number for each row of [m, parts] slots and checksums; other ones give another, but for chance."""
+    """A hash of each row of [m, parts] slots and checksums."""
     mixed = np.zeros(len(slots), np.uint64)
     for part in range(slots.shape[1]):
         mixed = (mixed ^ slots[:, part].astype(np.uint64)) * _MIX

@@ -1,4 +1,4 @@
-"""Is every slot and every hold somebody's? The tiers' memory and the tries' counters against leases and requests."""
+"""Audits slots and holds: compares the tiers' memory and the tries' counters with leases and requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prefixd.cache.sessions.sessions import Lease, Reservation
 from prefixd_swap import IntegrityError
 from prefixd_swap.tiers import Int64s, MemoryTier, PagedTier, Tier
 
-_GRANTS = 256  # looked at between two pauses
+_GRANTS = 256  # checked between two pauses
 
 _Held = tuple[Trie, Rows, Tier | None, GroupMask | None]
-"""Blocks that somebody keeps, the tier in which their bytes are held, and the KV groups; None as in `Hold`."""
+"""Held blocks, the tier in which their bytes are held, and the KV groups; None as in `Hold`."""
 
 
 def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
-    """Sessions, leases and reservations."""
+    """Checks sessions, leases and reservations."""
     looked_at = 0
     for key, session in list(cache.leases.sessions.items()):
         if cache.leases.sessions.get(key) is not session:
@@ -52,14 +52,14 @@ def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
 
 
 def audit_slots(found: Findings, cache: TieredCache) -> Steps[None]:
-    """Every slot in the memory tiers is one block's, or in flight, or free."""
+    """Checks that every slot in the memory tiers belongs to one block, or is in flight, or is free."""
     for tier in cache.tiers.memories:
         if cache.tiers.exists(tier):
             yield from _audit_owners(found, cache, tier)
 
 
 def audit_holds(found: Findings, cache: TieredCache) -> Steps[None]:
-    """The tries' counters are the sum of who holds and keeps their blocks."""
+    """Checks that the tries' counters are the sums of the holds on their blocks."""
     for trie in list(cache.tries):
         for tier in cache.tiers:
             yield from _audit_holds(found, cache, trie, tier)
@@ -75,7 +75,7 @@ class _Memory(Protocol):
 
 
 class _AsOfNow:
-    """What a tier says now: only the event loop may look at it."""
+    """A snapshot of a tier that only the event loop may read."""
 
     def __init__(self, tier: MemoryTier) -> None:
         self._taken, self._wrong = tier.allocated(), ""
@@ -116,28 +116,30 @@ def _audit_owners(found: Findings, cache: TieredCache, tier: MemoryTier) -> Step
         owned.sort()
         found.slots += len(taken)
         found.demand_none(_repeated(owned), f"{name} tier: slots with several owners")
-        found.demand_none(_lacking(taken, owned), f"{name} tier: slots that are taken, but nobody's")
-        found.demand_none(_lacking(owned, taken), f"{name} tier: slots that are somebody's, but not taken")
+        found.demand_none(_lacking(taken, owned), f"{name} tier: allocated slots without an owner")
+        found.demand_none(_lacking(owned, taken), f"{name} tier: slots with an owner that are not allocated")
         found.demand_none(_repeated(claimed), f"{name} tier: slots reserved twice")
         found.demand_none(_lacking(claimed, in_flight), f"{name} tier: reserved slots that were given away")
         if quiet:
-            found.demand_none(_lacking(in_flight, claimed), f"{name} tier: slots in flight that nobody is filling")
+            found.demand_none(
+                _lacking(in_flight, claimed), f"{name} tier: slots in flight that no reservation or request has"
+            )
 
     yield compare
 
 
 def _claimed_slots(cache: TieredCache, tier: MemoryTier) -> list[Int64s]:
-    """The slots in flight of which somebody says that they are his; NO_SLOT among them."""
+    """The slots in flight that a reservation, the quarantine or a request has; NO_SLOT among them."""
     if tier is cache.tiers.compute:
         return [np.array(frames, np.int64) for claim in cache.claims for _, _, frames in claim()]
     grants = chain.from_iterable(session.grants.values() for session in cache.leases.sessions.values())
-    # A commit in slices takes a reservation's slots away one after the other.
+    # A commit in slices removes a reservation's slots one after the other.
     reserved = [grant.slots.flatten() for grant in grants if isinstance(grant, Reservation)]
     return [np.fromiter(cache.quarantine.slots(), np.int64), *reserved]
 
 
 def _holders(cache: TieredCache, trie: Trie) -> list[_Held]:
-    """Who holds or keeps blocks of a trie now."""
+    """The holds on blocks of a trie now."""
     held: list[_Held] = [(hold.trie, hold.rows, hold.tier, hold.wanted) for hold in cache.holds if hold.trie is trie]
     for claim in cache.claims:
         held += [(other, rows, cache.tiers.compute, None) for other, rows, _ in claim() if other is trie]
@@ -158,9 +160,11 @@ def _audit_holds(found: Findings, cache: TieredCache, trie: Trie, tier: Tier) ->
                 chosen = rows if groups is None else rows[(groups & np.uint8(group.mask)) != 0]
                 wanted[chosen, group.bit] += 1  # a holder's rows are different ones
         lacking, surplus = (there < wanted).any(axis=1), (there > wanted).any(axis=1)
-        found.demand_none(np.flatnonzero(lacking), f"{where}rows leased or in use, but not held in the {name} tier")
+        found.demand_none(
+            np.flatnonzero(lacking), f"{where}rows with a hold, but not counted as held in the {name} tier"
+        )
         if quiet:
-            found.demand_none(np.flatnonzero(surplus), f"{where}rows held in the {name} tier by nobody")
+            found.demand_none(np.flatnonzero(surplus), f"{where}rows counted as held in the {name} tier without a hold")
 
     yield compare
 
@@ -174,20 +178,20 @@ def _audit_keepers(found: Findings, cache: TieredCache, trie: Trie) -> Steps[Non
         wanted = np.zeros_like(keep)
         for _, rows, _, _ in held:
             wanted[rows] += 1
-        found.demand_none(np.flatnonzero(keep < wanted), f"{where}rows reserved upon, but not kept")
+        found.demand_none(np.flatnonzero(keep < wanted), f"{where}rows with a hold, but not kept")
         if quiet:
-            found.demand_none(np.flatnonzero(keep > wanted), f"{where}rows kept by nobody")
+            found.demand_none(np.flatnonzero(keep > wanted), f"{where}rows counted as kept without a hold")
 
     yield compare
 
 
 def _repeated(ordered: Int64s) -> Int64s:
-    """Numbers that are there more than once, each once."""
+    """The numbers that occur more than once, each once."""
     return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
 
 
 def _lacking(ordered: Int64s, others: Int64s) -> Int64s:
-    """Numbers of the first that are not in the second; both ascend."""
+    """The numbers in the first array that are not in the second; both ascend."""
     if not len(others):
         return np.unique(ordered)
     place = np.minimum(np.searchsorted(others, ordered), len(others) - 1)

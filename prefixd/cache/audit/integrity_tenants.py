@@ -1,7 +1,7 @@
-"""Is every byte of a tier counted for the tenant that has it? Counts against the tries, slots in flight, and holds.
+"""Audits the bytes counted for each tenant: compares them with the tries, the slots in flight, and the holds.
 
-So is every block that waits to be written to disk: the count is kept beside the tries because write-back's limit looks
-at it with every commit, and a scan of the tries takes milliseconds.
+Also audits the count of blocks that wait to be written to disk. It is stored because every commit checks write-back's
+limit, and a scan of the tries takes milliseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prefixd_swap.tiers import Account, MemoryTier, Tier
 
 
 def audit_tenants(found: Findings, cache: TieredCache) -> Steps[None]:
-    """What each tenant has cached, in flight and held, in each tier that has quotas."""
+    """Checks the bytes that each tenant has cached, in flight and held, in each tier with quotas."""
     for tier in cache.tiers.own:
         if tier.level < len(QUOTA_TIERS):
             yield from _audit_cached(found, cache, tier)
@@ -74,7 +74,7 @@ def _audit_cached(found: Findings, cache: TieredCache, tier: Tier) -> Steps[None
 
 def _audit_in_flight(found: Findings, cache: TieredCache, tier: MemoryTier) -> Steps[None]:
     use, charges = cache.mover.use, list(tier.in_flight.values())
-    accounts = {tier.unassigned: "nobody"}
+    accounts = {tier.unassigned: "no tenant"}
     for tenant in cache.tenants:
         accounts[use.moving(tenant, tier)] = f"tenant {tenant.name}"
         accounts[use.granted(tenant, tier)] = f"tenant {tenant.name}, granted"
@@ -192,7 +192,7 @@ def _by_name(nbytes: Counter[Tenant]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What is counted of a trie in one tier, and who holds what."""
+    """The holder counts of a trie in one tier, and its holds."""
 
     trie: Trie
     counted: Holders

@@ -1,4 +1,4 @@
-"""Does a trie add up in itself? Every row against its parent and its own columns, and the counters against the rows."""
+"""Audits a trie: compares every row with its parent and its own columns, and the counters with the rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.placement.retention import MOST_PRIORITY
 from prefixd.cache.tiers import Tiers
 
-_SLICE_ROWS = 1 << 12  # each is looked at in some 100 ways
+_SLICE_ROWS = 1 << 12  # each row is checked in some 100 ways
 
 Bools = npt.NDArray[np.bool_]
 
 
 def audit_trie(found: Findings, trie: Trie, tiers: Tiers, known: Callable[[Ordinals], Bools]) -> Steps[None]:
-    """Looks at the rows a slice at a time, each as it is then, and counts in copies of the columns.
+    """Checks the rows in slices, and the counters in copies of the columns.
 
-    `known`: which namespaces there are, by ordinal, whose blocks belong into this trie.
+    `known`: which ordinals are of namespaces whose blocks belong to this trie.
     """
     for start in range(0, trie.rows, _SLICE_ROWS):
         rows = start + np.flatnonzero(trie.namespace[start : min(start + _SLICE_ROWS, trie.rows)] != NOWHERE)
@@ -71,7 +71,7 @@ def _audit_places(found: Findings, trie: Trie, rows: Rows) -> None:
 
 
 def _audit_copies(found: Findings, trie: Trie, rows: Rows, tiers: Tiers) -> None:
-    """What used rows say about their copies, and whether somebody needs them."""
+    """The columns of used rows about their copies, and whether each row is needed."""
     where = _where(trie)
     whole, available = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.uint8)
     for tier in range(TIERS):
@@ -104,17 +104,17 @@ def _audit_copies(found: Findings, trie: Trie, rows: Rows, tiers: Tiers) -> None
             nearest[(whole & trie.offered & (1 << tier)) != 0] = tier
         found.demand_none(rows[trie.nearest[rows] != nearest], f"{where}rows with a wrong nearest tier")
     needed = (trie.children[rows] != 0) | (trie.keep[rows] != 0) | trie.pinned[rows]
-    found.demand_none(rows[(trie.any_part[rows] == 0) & ~needed], f"{where}rows that have no copy and nobody needs")
+    found.demand_none(rows[(trie.any_part[rows] == 0) & ~needed], f"{where}rows without a copy that are not needed")
     priority = trie.priority[rows]
     retained = np.where(priority > 0, trie.groups_there(rows), np.uint8(0))
-    found.demand_none(rows[trie.retained_groups[rows] != retained], f"{where}rows that are retained, and miscount what")
+    found.demand_none(rows[trie.retained_groups[rows] != retained], f"{where}rows with wrong retained KV groups")
     found.demand_none(rows[np.abs(priority) > MOST_PRIORITY], f"{where}rows with a priority beyond {MOST_PRIORITY}")
     kept = trie.keep[rows] >= trie.holds[rows].max(axis=2).sum(axis=1)
     found.demand_none(rows[~kept], f"{where}rows that are held but not kept")
 
 
 def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
-    """Used and free rows, and how many continue each of them."""
+    """Used and free rows, and the number of children of each."""
     columns = (*(trie.parent,) * 4, trie.priority, trie.retained_groups)
     copies = yield from memory_for_copies(*(column[: trie.rows] for column in columns))
     n, keys, where = trie.rows, len(trie), _where(trie)
@@ -154,7 +154,7 @@ def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
 
 
 def _audit_counts_with_copies(found: Findings, trie: Trie, tier: int, name: str) -> Steps[None]:
-    """How many blocks with a copy in a tier continue each row."""
+    """The number of children of each row with a copy in a tier."""
     copies = yield from memory_for_copies(*(column[: trie.rows] for column in (trie.parent,) * 4))
     n = trie.rows
     namespace, parent, any_part, children = (
@@ -173,6 +173,6 @@ def _audit_counts_with_copies(found: Findings, trie: Trie, tier: int, name: str)
 
 
 def _children(used: Bools, parent: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """[n]: how many of the used rows have each row for a parent."""
+    """[n]: the number of used rows with this parent."""
     n = len(used)
     return np.bincount(parent[used & (parent >= 0) & (parent < n)], minlength=n)

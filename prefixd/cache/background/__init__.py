@@ -1,1 +1,1 @@
-"""What the cache does ahead of need or behind it: writing back, scrubbing, prefetching, forgetting."""
+"""Background work of the cache: write-back, scrubbing, prefetches, forgetting, common blocks."""

@@ -1,9 +1,9 @@
-"""Blocks that several tenants have computed become common to all (`cache.share_after`).
+"""Makes blocks common to all tenants after several of them have computed them (`cache.share_after`).
 
-Were the blocks of all tenants one cache, a tenant could find out what others have asked: a prompt that is found, or
-computed faster, was somebody's. So each tenant's blocks are its own, and beside its namespace stands a common one, of
-the same name and geometry, in the same trie and with the same keys. A block gets there when k tenants have computed it,
-each for itself; a prompt's path is then composed of the tenant's own and of common blocks (`paths.compose`).
+If all tenants shared one cache, a tenant could find out the prompts of others: a prompt that is found, or computed
+faster, was sent before. So each tenant has its own blocks, and beside its namespace there is a common one, with the
+same name and geometry, in the same trie and with the same keys. A block is copied there when k tenants have computed it
+independently. A prompt's path then consists of the tenant's own and of common blocks (`paths.compose`).
 
 ```
 tenant a   commit, record --rows--> queue --> digests of the bytes --> key, tenant, digest   (Computed)
@@ -13,16 +13,16 @@ tenant c   ...                                          k tenants have one diges
            found by all  <-------------------------------------  common namespace
 ```
 
-- Who only used a common block has not computed it.
-- Where clients fill blocks, k tenants must have computed the same bytes, so that one tenant cannot have others read
-  what it made up. Nobody can make up bytes for a digest here (BLAKE2b with a secret of this process), and those of the
-  copy are compared with it again. What the daemon's own workers compute is taken as it is.
-- Counting begins anew when the daemon starts; what is common by then comes back from disk as any other block.
-- All of it is work in the background. Room is made for a copy as for a write ahead of need, at the cost of nobody's
-  guarantee, and without room there is no copy: the next tenant that computes the block gives another chance.
+- A tenant that only used a common block has not computed it.
+- If clients fill blocks, k tenants must have computed the same bytes, so that others never read bytes that one tenant
+  made up. Digests are BLAKE2b with a secret of this process, so that no client can find bytes for a digest; the digest
+  of the copy is compared again. Bytes of the daemon's own workers are trusted.
+- Counting begins anew at each start of the daemon; common blocks are restored from disk like other blocks.
+- It runs in the background. Room for a copy is made as for a write ahead of need and takes no guaranteed bytes. Without
+  room there is no copy; it is tried again when the next tenant computes the block.
 
-Tenants that one party controls count as several: choose k above the number of those that may work together. What they
-make common is beyond their quotas, and they can fill all that common blocks may take (`cache.common_bytes`), no more.
+Tenants that one party controls count separately: choose k above the number of tenants that may work together. Blocks
+that they make common do not count in their quotas, but cannot exceed the limit of common blocks (`cache.common_bytes`).
 """
 
 from __future__ import annotations
@@ -57,42 +57,42 @@ from prefixd_swap.transfers import Urgency
 log = logging.getLogger(__name__)
 
 _QUEUED_BLOCKS = 1 << 17
-"""Blocks that wait to be counted; of more, the oldest ones of the tenant with most of them are not counted."""
+"""The most blocks that wait to be counted; beyond it, the tenant with most blocks loses its oldest ones."""
 _REMEMBERED_BYTES = 50 << 20
-"""For which computations are remembered, one a block, KV group and tenant."""
+"""Memory for noted computations, one for each block, KV group and tenant."""
 _ENTRY_BYTES = 400
-"""Of one of them, at most."""
+"""The most memory of one computation."""
 _BATCH_BLOCKS, _BATCH_BYTES = 64, 8 << 20
-"""So much is digested, or copied, at a time."""
+"""Digested or copied at a time."""
 _GATHER_S = 0.05
-"""Blocks that a request computes one by one are looked at together, after so long."""
+"""Time to collect blocks that a request computes one by one."""
 _WORKERS = b""
-"""Stands for the bytes that the daemon's own workers compute."""
+"""The digest of all bytes that the daemon's own workers compute."""
 _Stored = tuple[Trie, Rows, npt.NDArray[np.int32]]
-"""Blocks of one namespace, with the generations that their rows had."""
+"""Blocks of one namespace, and their generations."""
 
 
 class Computed:
-    """Which tenants have computed a KV group of a block, and which bytes.
+    """The tenants that have computed a KV group of a block, with digests of the bytes.
 
     Args:
-        limit_bytes: of memory for what is remembered. When it is reached, the tenant with most of it forgets the block
-            that nobody has computed for longest: a tenant with less than its part of the memory forgets nothing.
+        limit_bytes: the most memory. Beyond it the tenant with the most entries loses its oldest one, so a tenant
+            within its share loses none.
     """
 
     def __init__(self, limit_bytes: int = _REMEMBERED_BYTES) -> None:
         self._limit = max(limit_bytes // _ENTRY_BYTES, 1)
         self._digests: dict[bytes, dict[str, bytes]] = {}  # by key and group, each tenant's
-        self._keys: dict[str, OrderedDict[bytes, None]] = {}  # by tenant, those that it computed longest ago first
-        self._tenants: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by how many keys each has
-        self._most = 0  # keys that a tenant has
+        self._keys: dict[str, OrderedDict[bytes, None]] = {}  # tenant -> its keys, the oldest first
+        self._tenants: defaultdict[int, dict[str, None]] = defaultdict(dict)  # number of keys -> tenants
+        self._most = 0  # the most keys of a tenant
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def note(self, key: bytes, tenant: str, digest: bytes) -> int:
-        """A tenant has computed it; returns how many have computed these bytes."""
+        """Notes that a tenant has computed a group; returns the number of tenants with the same bytes."""
         digests = self._digests.setdefault(key, {})
         keys = self._keys.setdefault(tenant, OrderedDict())
         if tenant not in digests:
@@ -117,7 +117,7 @@ class Computed:
         self._size -= 1
 
     def _count(self, tenant: str, before: int, after: int) -> None:
-        """A tenant has one key more, or less."""
+        """Updates the number of a tenant's keys by one."""
         self._tenants[before].pop(tenant, None)
         if not self._tenants[before]:
             del self._tenants[before]
@@ -129,17 +129,17 @@ class Computed:
             self._most = after
 
     def agreed(self, key: bytes, tenant: str) -> tuple[int, bytes]:
-        """How many have computed the bytes that this tenant has computed, and their digest; 0 if it has not."""
+        """The number of tenants with the same bytes as this tenant, and their digest; 0 if it has none."""
         digests = self._digests.get(key, {})
         digest = digests.get(tenant)
         return (0, b"") if digest is None else (_same(digests, digest), digest)
 
 
 class _Waiting:
-    """Blocks that wait to be counted, by tenant; tenants take turns."""
+    """The queue of blocks that wait to be counted; tenants take turns."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[str, deque[_Stored]] = OrderedDict()  # whose turn it is first
+        self._queues: OrderedDict[str, deque[_Stored]] = OrderedDict()  # the next tenant first
         self._blocks: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
@@ -152,7 +152,7 @@ class _Waiting:
             self._pop_from(max(self._blocks, key=self._blocks.__getitem__))
 
     def pop(self) -> _Stored:
-        """The oldest of the tenant whose turn it is."""
+        """Takes the oldest blocks of the next tenant."""
         tenant = next(iter(self._queues))
         self._queues.move_to_end(tenant)
         return self._pop_from(tenant)
@@ -170,12 +170,12 @@ def _same(digests: dict[str, bytes], digest: bytes) -> int:
 
 
 class CommonBlocks:
-    """Counts who has computed what, and makes it common.
+    """Counts the tenants that have computed each block, and copies blocks to the common namespace.
 
     Args:
-        mover: what is where.
-        namespaces: says whose a row is.
-        chain: the chain of a prompt in a namespace, by its token ids.
+        mover: moves blocks.
+        namespaces: all namespaces.
+        chain: makes the chain of a prompt, from its namespace and token ids.
         clock: seconds, monotonic.
         share_after: k, at least 2.
     """
@@ -216,7 +216,7 @@ class CommonBlocks:
         self._threads.shutdown()
 
     def stored(self, trie: Trie, rows: Rows) -> None:
-        """Blocks of one namespace, in a prompt's order, have got bytes from who computed them."""
+        """Queues blocks of one namespace, in prompt order, whose bytes their tenant has computed."""
         if not len(rows):
             return
         namespace = self._namespaces.at(int(trie.namespace[rows[-1]]))
@@ -232,7 +232,7 @@ class CommonBlocks:
             await self.work()
 
     async def work(self) -> None:
-        """Counts what waits to be counted, and makes common what k tenants have computed by now."""
+        """Counts all waiting blocks, and makes those common that k tenants have computed."""
         self._wake.clear()
         ends: list[tuple[Trie, int, int]] = []  # last blocks that k tenants have computed, with their generations
         while self._waiting and not self._stopping.is_set():
@@ -240,7 +240,7 @@ class CommonBlocks:
             with self._mover.working():
                 if (at := await self._count(trie, rows, generations)) >= 0:
                     ends.append((trie, int(rows[at]), int(generations[at])))
-        seen: set[tuple[int, int]] = set()  # blocks that later ones have been looked at with
+        seen: set[tuple[int, int]] = set()  # blocks that were shared together with later ones
         for trie, row, generation in reversed(ends):
             if (trie.ordinal, row) in seen or trie.generation[row] != generation or self._stopping.is_set():
                 continue
@@ -253,8 +253,10 @@ class CommonBlocks:
     # -- counting -----------------------------------------------------------------------------------------------
 
     async def _count(self, trie: Trie, rows: Rows, generations: npt.NDArray[np.int32]) -> int:
-        """Notes that the blocks' tenant has computed what is there of them. Returns the place of the last one of which
-        k tenants have computed something, -1 where there is none."""
+        """Notes that the blocks' tenant has computed their bytes.
+
+        Returns the index of the last block with a group that k tenants have computed, or -1.
+        """
         reached, pacer = -1, Pacer(_BATCH_BLOCKS)
         for start, end in _batches(trie, len(rows), trie.all_groups):
             places = start + np.flatnonzero(trie.generation[rows[start:end]] == generations[start:end])
@@ -280,14 +282,14 @@ class CommonBlocks:
         return reached
 
     async def _digests(self, trie: Trie, slots: Slots, groups: GroupMask) -> list[list[bytes]]:
-        """Of each block the digest of each group in its mask, b"" for the others. `slots` [m, parts] are held."""
+        """For each block the digest of each group in its mask, or b"". The caller holds `slots`, [m, parts]."""
         addresses, masks = self._shared.addresses(slots).tolist(), groups.tolist()
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: [self._digest(trie, *each) for each in zip(addresses, masks, strict=True)]
         )
 
     def _digest(self, trie: Trie, addresses: Sequence[int], groups: int) -> list[bytes]:
-        """Of a block whose parts lie at `addresses` the digest of each group in the mask."""
+        """The digest of each group in the mask, of a block whose parts are at `addresses`."""
         digests = [b""] * len(trie.groups)
         for group in trie.groups:
             if groups & group.mask:
@@ -300,7 +302,7 @@ class CommonBlocks:
     # -- becoming common ----------------------------------------------------------------------------------------
 
     async def _share(self, trie: Trie, row: int) -> list[int]:
-        """Makes common what k tenants have computed of the prefix that ends with a block; returns its rows."""
+        """Makes the blocks common that k tenants have computed, in the prefix up to `row`; returns the prefix."""
         namespace = self._namespaces.at(int(trie.namespace[row]))
         common, holds = namespace.common, self._mover.placement.holds
         if common is None:
@@ -318,7 +320,7 @@ class CommonBlocks:
             lacks = lacks[:blocks]
             if lacks.any():
                 await enter_own(target, common, chain, blocks, self._clock())
-                made = len(target.rows)  # fewer where a key is another block's
+                made = len(target.rows)  # fewer if a key is another block's
                 await self._copy(trie, namespace, path[:made], target.rows, lacks[:made])
                 self._mover.placement.extend(trie, target.rows)
                 self._mover.changed.set()
@@ -326,7 +328,7 @@ class CommonBlocks:
         return rows
 
     async def _agreed(self, trie: Trie, namespace: Namespace, path: Rows, groups: GroupMask) -> GroupMask:
-        """Those `groups` of each block of a tenant of which k tenants have computed the same bytes."""
+        """[len(path)]: the `groups` of each block that k tenants have computed with the same bytes as this one."""
         agreed, keys, pacer = groups.copy(), trie.keys(path).tobytes(), Pacer()
         for at in np.flatnonzero(groups).tolist():
             for group in trie.groups:
@@ -337,8 +339,7 @@ class CommonBlocks:
         return agreed
 
     async def _copy(self, trie: Trie, namespace: Namespace, rows: Rows, target: Rows, groups: GroupMask) -> None:
-        """Copies `groups`, [m] masks, of held blocks to the same ones in the common namespace; the first ones where
-        room is short."""
+        """Copies `groups`, [m] masks, of held blocks to the common namespace; the first ones if room is short."""
         borders = 1 + np.flatnonzero(np.diff(groups))
         for first, last in pairwise([0, *borders.tolist(), len(rows)]):
             mask = int(groups[first])
@@ -348,7 +349,7 @@ class CommonBlocks:
                     return
 
     async def _copy_alike(self, trie: Trie, namespace: Namespace, rows: Rows, target: Rows, mask: int) -> int:
-        """As `_copy`, some blocks, the same groups of each; returns how many were copied."""
+        """Copies the same groups of some blocks; returns how many were copied."""
         shared, movement = self._shared, Movement(Urgency.WRITE_BACK)
         parts = np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist()
         wanted = np.full(len(rows), mask, np.uint8)
@@ -373,7 +374,7 @@ class CommonBlocks:
     async def _copied(
         self, trie: Trie, namespace: Namespace, rows: Rows, parts: Sequence[int], slots: Slots, mask: int
     ) -> npt.NDArray[np.bool_]:
-        """Copies parts of held blocks to `slots`, and says which copies have the bytes that k tenants have computed."""
+        """Copies parts of held blocks to `slots`; returns which copies have the bytes that k tenants have computed."""
         sources, targets = self._shared.addresses(trie.slots[rows, self._shared.level]), self._shared.addresses(slots)
         keys, groups = trie.keys(rows).tobytes(), [group for group in trie.groups if group.mask & mask]
         agreed = []
@@ -394,13 +395,13 @@ class CommonBlocks:
 
 
 def _key(namespace: Namespace, key: bytes, group: int) -> bytes:
-    """By which tenants' computations of a block are compared: those of one common namespace alone."""
+    """The key of a KV group of a block in `Computed`, the same for all namespaces with one common namespace."""
     assert namespace.common is not None, "only blocks that can become common are counted"
     return key + namespace.common.id + bytes([group])
 
 
 def _batches(trie: Trie, blocks: int, mask: int) -> Iterator[tuple[int, int]]:
-    """Divides blocks, of each the KV groups in `mask`, into some that are worked on at a time."""
+    """Start and end of the batches of `blocks` blocks, with the KV groups in `mask` of each."""
     step = min(max(1, _BATCH_BYTES // int(trie.group_bytes[mask])), _BATCH_BLOCKS)
     for start in range(0, blocks, step):
         yield start, min(start + step, blocks)

@@ -1,7 +1,7 @@
-"""Forgetting many blocks: a prefix and what continues it, a namespace, or everything; a slice at a time.
+"""Forgets many blocks in slices: a prefix with its descendants, a namespace, or everything.
 
-The blocks are found first, and forgotten then, children before parents. Others use the trie in between, so a block is
-known by its row and the row's generation: one that has gone meanwhile, and left its row to another, is not touched.
+The blocks are found first and then forgotten, children before parents. Others change the trie meanwhile, so a block is
+identified by its row and generation: a row that has another block by then is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FoundBlocks:
         return len(self.rows)
 
     async def of(self, namespaces: Collection[int]) -> FoundBlocks:
-        """Those of some namespaces, by ordinal."""
+        """The blocks of some namespaces, by ordinal."""
         wanted, rows, generations = np.array(sorted(namespaces), np.int64), [self.rows[:0]], [self.generations[:0]]
         for part in slices(len(self)):
             mine = np.isin(self.trie.namespace[self.rows[part]], wanted)
@@ -49,7 +49,7 @@ class FoundBlocks:
 
 
 async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
-    """A block and everything that continues it. Empty when the block goes meanwhile."""
+    """Finds a block and its descendants; empty if the block is removed meanwhile."""
     generation = trie.generation[root]
     while trie.generation[root] == generation:
         rows, generations = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
@@ -60,19 +60,14 @@ async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
                 rows.append(found)
                 generations.append(trie.generation[found])
                 await give_way()
-        except MovedError:  # what it has found may lack what continues the block that went
+        except MovedError:  # the result may lack descendants of the removed block
             continue
         return FoundBlocks(trie, np.concatenate(rows)[::-1], np.concatenate(generations)[::-1])
     return FoundBlocks(trie, np.empty(0, np.int64), np.empty(0, np.int32))
 
 
-async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
-    """All blocks of a namespace, by its ordinal, or of all namespaces of a trie."""
-    return await find_namespaces(trie, None if namespace is None else (namespace,))
-
-
 async def find_namespaces(trie: Trie, ordinals: Collection[int] | None) -> FoundBlocks:
-    """All blocks of some namespaces, or of all of a trie, in one look over its rows."""
+    """Finds all blocks of some namespaces, or of all namespaces of a trie, in one scan."""
     wanted = None if ordinals is None else np.array(sorted(ordinals), np.int64)
     rows, generations, depths = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for start in range(0, trie.rows, SLICE_ROWS):
@@ -91,11 +86,11 @@ async def find_namespaces(trie: Trie, ordinals: Collection[int] | None) -> Found
 
 
 async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> AsyncGenerator[tuple[int, int], None]:
-    """Forgets what nobody holds, keeps, pins or continues, some thousand blocks at a time.
+    """Forgets blocks that are not held, kept or pinned and have no other children, some thousand at a time.
 
-    After each of these parts, which is gone durably then, yields how many of its blocks went and how many stay. When it
-    is cancelled in between, what has left the trie leaves the disk as well. With `shared` they are deleted from the
-    shared store, too, where there is one.
+    Yields after each part, once it is durable, how many of its blocks were forgotten and how many stay. If it is
+    cancelled, blocks that have left the trie are still removed from disk. With `shared` they are also deleted from the
+    shared store, if there is one.
 
     Raises:
         StorageError: the last part is gone from memory, but the disk failed and it comes back at the next start.
@@ -113,10 +108,12 @@ async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> 
                     rows = blocks.rows[part]
                     same = rows[trie.generation[rows] == blocks.generations[part]]
                     if shared and mover.remote is not None:
-                        # First there: what has left this host nobody could name any more. It may be used meanwhile.
+                        # From the store first, since a block that left the trie has no name. It may be used meanwhile.
                         await mover.remote.copies.delete(trie, trie.all_removable(same.tolist()))
                         same = rows[trie.generation[rows] == blocks.generations[part]]
-                    count, identities = mover.forget_in_memory(trie, same.tolist())
+                    count, identities = mover.disk.removals.forget_in_memory(trie, same.tolist())
+                    if mover.tiers.durable is not None and len(identities) < count:
+                        mover.lost["removed before it was written"] += count - len(identities)
                     went, there = went + count, there + len(same)
                     on_disk += identities
                     await give_way()

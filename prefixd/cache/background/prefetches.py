@@ -1,8 +1,7 @@
-"""Prefixes that clients have asked for ahead of need: each has an owner, and each tenant has a limit.
+"""Brings prefixes up that clients have asked for ahead of need; each has an owner, and each tenant has a limit.
 
-What is brought up takes the event loop, about half a millisecond a block where others have to go for it, though nobody
-waits for it. So where there are several tenants those of one tenant are brought up some blocks at a time, one after the
-other, and not for more than half of the time.
+A prefetch takes time of the event loop, about half a millisecond a block if others are evicted for it. So if there are
+several tenants, the prefetches of each run one after the other, some blocks at a time, for at most half of the time.
 """
 
 from __future__ import annotations
@@ -29,30 +28,28 @@ log = logging.getLogger(__name__)
 
 BLOCKS_AT_ONCE = 128
 _LONGEST_PAUSE_S = 10.0
-"""However long some blocks took, where a disk does not answer for example."""
+"""The longest pause, however long some blocks took, for example if a disk does not answer."""
 
 
 class Prefetches:
-    """Brings prefixes to the shared tier, when nobody waits for a block, until their owners' sessions end.
+    """Brings prefixes to the shared tier at low urgency, until the sessions of their owners end.
 
     Args:
-        mover: brings them.
-        limit_bytes: the most that one tenant may have on its way, all sessions together; half of the shared tier by
-            default.
+        mover: brings blocks.
+        limit_bytes: the most bytes that one tenant's sessions may prefetch at once; half of the shared tier by default.
     """
 
     def __init__(self, mover: Mover, limit_bytes: int | None) -> None:
         self._mover = mover
         self._limit_bytes = mover.tiers.shared.capacity_bytes // 2 if limit_bytes is None else limit_bytes
-        self._under_way: dict[str, set[asyncio.Task[None]]] = {}  # by session
-        self._tasks_of: dict[Tenant, set[asyncio.Task[None]]] = {}
+        self._under_way: dict[asyncio.Task[None], Session] = {}
         self._turns: dict[Tenant, PacedLine] = {}
-        self._bytes_of: Counter[Tenant] = Counter()  # on their way
+        self._bytes_of: Counter[Tenant] = Counter()  # being brought
 
     def begin(self, session: Session, trie: Trie, path: Rows) -> int:
-        """Starts to bring up what a reader of the prefix `path` needs, from its beginning on as far as the limit goes.
+        """Starts bringing the bytes that a reader of the prefix `path` needs, from its beginning, up to the limit.
 
-        Returns how many blocks are on their way for it.
+        Returns how many blocks are being brought.
         """
         shared, block_bytes = self._mover.tiers.shared, sum(map(round_to_slot, trie.part_bytes))
         if not self._mover.tiers.exists(shared):
@@ -68,14 +65,13 @@ class Prefetches:
         beginning = Beginning(self._mover, owner, reader, set())
         task = self._mover.spawn(beginning.bring(partial(self._bring, session.tenant)))
         nbytes = len(lacking) * block_bytes
-        self._under_way.setdefault(session.id, set()).add(task)
-        self._tasks_of.setdefault(session.tenant, set()).add(task)
+        self._under_way[task] = session
         self._bytes_of[session.tenant] += nbytes
         task.add_done_callback(lambda task: self._ended(session, beginning, task, nbytes))
         return len(lacking)
 
     async def _bring(self, tenant: Tenant, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask | None) -> int:
-        """As `Mover.bring`, in turns with the tenant's other prefetches where there are several tenants."""
+        """As `Mover.bring`; if there are several tenants, in turns with the tenant's other prefetches."""
         mover = self._mover
         if mover.use.tenants.calling == 1:
             return await mover.bring(trie, rows, tier, wanted, urgency=Urgency.PREFETCH)
@@ -92,17 +88,18 @@ class Prefetches:
                     turns.pay(min(time() - begun_s, _LONGEST_PAUSE_S))
             there += came
             if came < len(rows[some]):
-                break  # no later one takes room that these lack
+                break  # later blocks must not take room that these lack
         return there
 
     def end(self, session: Session) -> None:
-        """Drops what has not been moved yet of a session's."""
-        for task in self._under_way.get(session.id, ()):
-            task.cancel()
+        """Cancels a session's prefetches."""
+        for task, owner in self._under_way.items():
+            if owner is session:
+                task.cancel()
 
     async def end_of(self, tenant: Tenant) -> bool:
-        """Lets go of what a tenant's prefetches hold, for somebody who waits for room; whether there were any."""
-        tasks = list(self._tasks_of.get(tenant, ()))
+        """Ends a tenant's prefetches and their holds, for a caller that needs room; returns whether there were any."""
+        tasks = [task for task, owner in self._under_way.items() if owner.tenant is tenant]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -112,10 +109,6 @@ class Prefetches:
     def _ended(self, session: Session, beginning: Beginning, task: asyncio.Task[None], nbytes: int) -> None:
         beginning.hold.end()
         self._bytes_of[session.tenant] -= nbytes
-        self._tasks_of[session.tenant].discard(task)
-        under_way = self._under_way[session.id]
-        under_way.remove(task)
-        if not under_way:
-            del self._under_way[session.id]
+        del self._under_way[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a prefix could not be brought up ahead of need: %s", error)

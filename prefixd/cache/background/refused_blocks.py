@@ -1,8 +1,7 @@
-"""Blocks whose bytes are as they were stored, and are wrong all the same: a model computes nothing from them.
+"""Refuses blocks whose bytes are unchanged since they were stored, but wrong: a model cannot compute with them.
 
-From the moment when it is known, no prompt goes on at such a block (`Trie.refused`), and nothing is recorded behind it.
-It and all that continues it, whose bytes were computed from it, leave every tier, the shared store too, as soon as
-nobody holds them.
+As soon as a block is refused, no prompt matches it (`Trie.refused`), and no block is recorded behind it. The block and
+its descendants, whose bytes were computed from it, leave every tier and the shared store when they are not held.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NOT_FINITE = "values that are not finite"
 
 
 class RefusedBlocks:
-    """Refuses blocks and has them go.
+    """Refuses blocks and forgets them.
 
     Args:
         mover: moves and forgets blocks.
@@ -35,18 +34,16 @@ class RefusedBlocks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def stop(self) -> None:
-        """What is left stays."""
+        """Ends the tasks; blocks that are not forgotten yet stay."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def refuse(self, trie: Trie, row: int, generation: int) -> None:
-        """Refuses a block, if it is still there, and what continues it. Counts those that go under `lost`."""
+        """Refuses a block, if it still exists, and its descendants. Counts the forgotten blocks under `lost`."""
         if trie.generation[row] != generation or trie.refused.get(row) == generation:
             return
-        log.error(
-            "block %s and what continues it are dropped, to be computed again: %s", trie.key(row).hex(), NOT_FINITE
-        )
+        log.error("block %s and its descendants are dropped, to be computed again: %s", trie.key(row).hex(), NOT_FINITE)
         trie.refused[row] = generation
         self._mover.placement.epoch += 1
         task = asyncio.create_task(self._forget(trie, row, generation))
@@ -54,11 +51,11 @@ class RefusedBlocks:
         task.add_done_callback(self._tasks.discard)
 
     async def _forget(self, trie: Trie, row: int, generation: int) -> None:
-        """Forgets the block and what continues it, and what is held of these when it is held no more."""
+        """Forgets the block and its descendants; tries again until none of them is held."""
         wait_s = _AGAIN_S
         while trie.generation[row] == generation:
             blocks = await find_subtree(trie, row)
-            for start in range(0, len(blocks), SLICE_ROWS):  # nobody wants these bytes
+            for start in range(0, len(blocks), SLICE_ROWS):  # pins do not keep wrong bytes
                 part = slice(start, start + SLICE_ROWS)
                 rows = blocks.rows[part]
                 trie.pinned[rows[trie.generation[rows] == blocks.generations[part]]] = False

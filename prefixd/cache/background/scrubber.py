@@ -1,8 +1,8 @@
-"""The scrubber: reads what is on disk and drops what is no longer what was written.
+"""The scrubber: reads the blocks on disk and drops damaged ones.
 
-Blocks are found in the tries, some thousands of rows at a time, and read in the order of their slots. The tries change
-meanwhile: what was dropped, or recycled, between finding a block and reading it is skipped. What looks bad is read
-again while nothing else changes the store, so that a block that is just being replaced is never taken for damage.
+It finds blocks in the tries, some thousand rows at a time, and reads them in the order of their slots. A block that was
+dropped or replaced between finding and reading is skipped. A block that looks damaged is read again while the store
+does not change, so that a block that is just being replaced is not taken for damaged.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from prefixd_swap import IndexUnavailableError, StorageError, round_to_slot
 
 log = logging.getLogger(__name__)
 
-_WINDOW_ROWS = 16_384  # rows put in the order of their slots at once: enough to read forward, few enough to keep
+_WINDOW_ROWS = 16_384  # rows sorted by slot at once: enough to read forward, few enough to keep in memory
 _BATCH_BYTES = 1 << 20  # read by one call into a thread
 _BATCH_BLOCKS = 64
-_LEAST_BYTES = 16 << 10  # what a smaller block counts as: what it costs is the time of the event loop
+_LEAST_BYTES = 16 << 10  # a smaller block counts as this: it costs the same time of the event loop
 _VERIFY_DEPTH = 8  # reads in flight: as fast as 16, and a tenth to two thirds faster than 4 or 1 (2 cores, O_DIRECT)
 _TROUBLE_PAUSE_S = 5.0
 _FAILURE_PAUSE_S = 60.0
-_DEVICE_FAILURES = 4  # so many blocks that cannot be read, and none that can, are a failing device
+_DEVICE_FAILURES = 4  # this many unreadable blocks, and no readable one, mean a failing device
 
 
 @dataclass(slots=True)
 class ScrubCounters:
-    """What was checked since the start, in the background and on demand."""
+    """Blocks checked since the start, in the background and on demand."""
 
     checked_blocks: int = 0
     checked_bytes: int = 0
     damaged_blocks: int = 0
-    passes: int = 0  # times the whole disk tier was gone through
+    passes: int = 0  # complete passes over the disk tier
 
 
 class _Block(NamedTuple):
@@ -55,22 +55,22 @@ class _Block(NamedTuple):
 
 @dataclass(slots=True)
 class ScrubProgress:
-    """How far one pass is."""
+    """The progress of one pass."""
 
     total_blocks: int
     checked_blocks: int = 0
     checked_bytes: int = 0
     damaged_blocks: int = 0
     dropped_blocks: int = 0
-    """Damaged blocks and what continued them."""
+    """Damaged blocks and their descendants."""
     damaged: list[Damage] = field(default_factory=list)
-    """Found since the reader of the progress last took them away."""
+    """Damaged blocks since the reader of the progress last removed them from this list."""
     unreadable: list[_Block] = field(default_factory=list)
-    """What the device failed to read, until it has read something else: then it is the blocks, not the device."""
+    """Blocks that the device failed to read since it last read another one; after that, these blocks are damaged."""
 
 
 class TokenBucket:
-    """Bytes that may be read, at `bytes_per_s` with a second's worth in store. Its caller has the clock."""
+    """Limits reads to `bytes_per_s`, with bursts of one second's bytes."""
 
     def __init__(self, bytes_per_s: int, now_s: float) -> None:
         self._rate = bytes_per_s
@@ -78,7 +78,7 @@ class TokenBucket:
         self._at_s = now_s
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Takes what is to be read next; returns the seconds to wait before reading it."""
+        """Takes `nbytes` for the next read; returns the seconds to wait before it."""
         self._left = min(self._left + (now_s - self._at_s) * self._rate, self._rate)
         self._at_s = now_s
         self._left -= nbytes
@@ -87,14 +87,14 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks to read in one call: rows as they were when they were found."""
+    """Blocks to read in one call, with the generations of their rows."""
 
     trie: Trie
     rows: Rows
     generations: npt.NDArray[np.int32]
 
     def still_there(self, disk: DiskCopies) -> list[_Block]:
-        """The blocks that are on disk as they were."""
+        """The blocks that are unchanged and still on disk."""
         trie, rows = self.trie, self.rows
         same = (trie.generation[rows] == self.generations) & np.isin(rows, disk.records.stored(trie, rows))
         pairs = zip(rows[same].tolist(), self.generations[same].tolist(), strict=True)
@@ -102,14 +102,14 @@ class _Batch:
 
 
 class Scrubber:
-    """Checks every block on disk: again and again in the background, and at once when asked.
+    """Checks every block on disk, periodically in the background and on demand.
 
     Args:
         mover: the tries, and the disk tier.
         clock: seconds, monotonic.
-        bytes_per_s: the most that the background reads; 0: it does not run.
-        every_s: a pass in the background begins this long after the last one began, at the earliest.
-        sleep: how the background waits; replaced in tests.
+        bytes_per_s: the most that the background task reads; 0: it does not run.
+        every_s: the least time from the start of one background pass to the next.
+        sleep: used by the background task; replaced in tests.
     """
 
     def __init__(
@@ -137,19 +137,19 @@ class Scrubber:
         return self._task
 
     async def stop(self) -> None:
-        """Ends the background; the block that is being read is read to its end."""
+        """Ends the background task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})  # how it ended is its watcher's to report
             self._task = None
 
     async def verify(self, *, depth: int = _VERIFY_DEPTH) -> AsyncGenerator[ScrubProgress, None]:
-        """Checks everything that is on disk now, `depth` reads at a time; yields the same progress after each step.
+        """Checks all blocks on disk, `depth` reads at a time; yields the same progress object after each step.
 
-        Closing it ends the reads. Several may run at once.
+        Closing the generator ends the reads. Several may run at once.
 
         Raises:
-            StorageError: the device fails, or the index cannot be read; what was checked until then is counted.
+            StorageError: the device fails, or the index cannot be read; blocks checked before are counted.
         """
         progress = ScrubProgress(self._blocks_on_disk())
         batches = self._batches()
@@ -172,7 +172,7 @@ class Scrubber:
                 await asyncio.wait(reads)
         if progress.unreadable:
             raise StorageError(f"the device read none of the last {len(progress.unreadable)} blocks; look at its log")
-        progress.total_blocks = progress.checked_blocks  # what has left or come since the beginning
+        progress.total_blocks = progress.checked_blocks  # blocks were added or removed since the beginning
         self.counters.passes += 1
         yield progress
 
@@ -211,7 +211,7 @@ class Scrubber:
         return sum(len(disk.records.stored(trie, np.arange(trie.rows))) for trie in self._mover.tries)
 
     def _batches(self) -> Iterator[_Batch]:
-        """Everything on disk, found as late as possible."""
+        """All blocks on disk, found as late as possible."""
         store = self._tiers.durable
         if store is None:
             return
@@ -228,10 +228,10 @@ class Scrubber:
                 first = end
 
     async def _check(self, batch: _Batch, progress: ScrubProgress) -> None:
-        """Reads a batch, when nobody waits for the disk, and drops what is bad.
+        """Reads a batch at low urgency, and drops damaged blocks.
 
         Raises:
-            StorageError: the device has read nothing in several attempts, or the index cannot be read.
+            StorageError: several reads in a row have failed, or the index cannot be read.
         """
         disk, trie, store = self._mover.disk, batch.trie, self._tiers.durable
         blocks = batch.still_there(disk)
@@ -243,7 +243,7 @@ class Scrubber:
         suspects: dict[int, StorageError] = {}
         for position, error in enumerate(results):
             if isinstance(error, IndexUnavailableError) or not isinstance(error, StorageError | None):
-                raise error  # nothing can be said about any block
+                raise error  # it does not tell which blocks are damaged
             if error is not None:
                 suspects[position] = error
         for counts in (self.counters, progress):
@@ -270,5 +270,5 @@ def _bytes_on_disk(trie: Trie) -> int:
 
 
 def _is_device_failure(error: StorageError) -> bool:
-    """Whether the kernel refused the read; wrong bytes and a file that is too short are the block's own trouble."""
+    """Whether the kernel refused the read; wrong bytes and a file that is too short are damage of the block."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno is not None

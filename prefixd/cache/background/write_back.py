@@ -1,4 +1,4 @@
-"""Write back ahead of need: a copy further down, so that eviction costs nothing when room is wanted."""
+"""Write-back: copies blocks down ahead of need, so that a later eviction does not have to wait for a copy."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from prefixd_swap.transfers import Urgency
 log = logging.getLogger(__name__)
 
 _BATCH = 64
-_CLEAN_SHARE = 8  # an eighth of the compute tier is to be had without waiting for a copy
-_LOOKED_AT = 2048  # of its next victims: some milliseconds on the event loop
+_CLEAN_SHARE = 8  # an eighth of the compute tier is free or can be evicted without waiting for a copy
+_MOST_VICTIMS = 2048  # next victims to find at once: some milliseconds on the event loop
 _RETRY_S = 5.0
 
 
 class WriteBack:
-    """Copies down whatever would cost time to evict: every block of the shared tier to disk, and the next victims of
-    the compute tier to the tier below.
+    """Copies every block of the shared tier to disk, and the next victims of the compute tier to the tier below.
 
     Args:
-        mover: does the copying.
-        enabled: False leaves only `flush`.
-        limit_bytes: above this many bytes of blocks that wait in the CPU tier to be written to disk, `admit` waits. The
+        mover: copies blocks.
+        enabled: False: only `flush` works.
+        limit_bytes: `admit` waits while more bytes of blocks than this wait in the CPU tier to be written to disk. The
             tenants share it.
     """
 
@@ -55,16 +54,16 @@ class WriteBack:
         self.pushed_back = 0
         """Calls that had to wait in `admit`."""
         self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
-        self._without_room: set[Tenant] = set()  # the disk had no room for them in this turn
+        self._without_room: set[Tenant] = set()  # the disk had no room for their blocks in this turn
         self._awaited = 0  # calls that wait in `admit`
-        self._flushed_s = -math.inf  # when the last flush began, if the disk took what it wrote
+        self._flushed_s = -math.inf  # when the last flush began during which the disk could be written
         self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
         self._working = False
         self._turned = asyncio.Event()  # set, and replaced, when a call that waits in `admit` may go on
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # Others write as well: whoever waits for a long durable commit goes on as soon as enough of it is on disk.
-        mover.placement.on_shorter_queue = self._turn
+        # Other writes shorten the queue too, such as a long durable commit, so check the waiting calls then.
+        mover.placement.on_shorter_queue = self._wake_waiting
 
     def start(self) -> asyncio.Task[None] | None:
         """Starts working in the background, if enabled; the task ends with `stop`, or by a defect."""
@@ -73,11 +72,10 @@ class WriteBack:
         return self._task
 
     async def admit(self, tenant: Tenant) -> None:
-        """Waits until the disk has caught up with what is queued for it, so that new blocks of a tenant do not outrun
-        it.
+        """Waits until the disk has caught up with its queue, so that a tenant's new blocks do not outrun it.
 
-        It does not wait for what cannot come: while the disk is out of service, or has no room for what is queued, the
-        queue is what fits into memory, and eviction says what is lost.
+        Does not wait in vain: while the disk is out of service, or has no room for the queued blocks, the queue may
+        fill the memory, and eviction counts the lost blocks.
         """
         if not self._must_wait(tenant):
             return
@@ -92,7 +90,7 @@ class WriteBack:
 
     @property
     def _urgency(self) -> Urgency:
-        """While somebody waits for the disk to catch up, no prefetch keeps it from that."""
+        """As urgent as prefetches while a call waits in `admit`, so that these do not delay it."""
         return Urgency.PREFETCH if self._awaited else Urgency.WRITE_BACK
 
     def _must_wait(self, tenant: Tenant) -> bool:
@@ -102,11 +100,10 @@ class WriteBack:
         return bool(works) and self._fills_queue(tenant, self.limit_bytes)
 
     def _fills_queue(self, tenant: Tenant, limit_bytes: int) -> bool:
-        """Whether the queue is full, and by this tenant's blocks.
+        """Whether the queue is full, and this tenant has more than its share of it.
 
-        A tenant with no more in it than its own share never waits, even while others are beyond theirs: the blocks of
-        one reservation are not limited here. Blocks that the disk has no room for delay no other: they stay in memory
-        and do not count.
+        A tenant within its share never waits, even if others exceed theirs, as one large reservation may. Blocks
+        without room on disk do not count: they stay in memory and must not delay others.
         """
         placement, tenants = self._mover.placement, self._mover.use.tenants
         if tenant in placement.without_room:
@@ -115,7 +112,8 @@ class WriteBack:
         shared = SharedLimit(limit_bytes, lambda: tenants.calling, queued)
         return shared[tenant] > shared.reserved and not shared.left(tenant)
 
-    def _turn(self) -> None:
+    def _wake_waiting(self) -> None:
+        """Has the calls that wait in `admit` check again."""
         if not self._awaited:
             return
         turned, self._turned = self._turned, asyncio.Event()
@@ -128,16 +126,16 @@ class WriteBack:
             self._mover.changed.set()
             await asyncio.wait({self._task})  # how it ended is its watcher's to report
             self._task = None
-            self._turn()
+            self._wake_waiting()
 
     async def flush(self, *, again: bool = False) -> int:
-        """Writes every block that has no copy on disk to disk; returns how many blocks became durable.
+        """Writes all blocks without a copy on disk to disk; returns how many became durable.
 
-        Where that takes room, pages go as a whole, and with them copies of blocks that are in memory, too. These get
-        what room is left.
+        To make room on disk, whole pages may be evicted, with copies of blocks that are also in memory. These are
+        written again at the end, if there is free room.
 
-        again: after another flush. What nobody has used since gets free room only: the last flush found no room for it,
-            and would have it change places with what it has written instead.
+        again: after another flush. Blocks that were not used since get only free room: the last flush found no room for
+            them, and making room now would evict blocks that it has written instead.
         """
         if self._tiers.durable is None:
             return 0
@@ -154,14 +152,13 @@ class WriteBack:
         written = 0
         for trie in self._mover.tries:
             for source in reversed(self._tiers.memories):  # what a file can be written from first
-                # Others are evicted from the CPU tier for what reaches the disk through it.
+                # Blocks that reach the disk through the CPU tier evict others there, so only with `evict`.
                 if self._tiers.exists(source) and (evict or can_move(source, self._tiers.require_durable())):
                     written += await self._flush_tier(trie, source, used_since_s, evict)
         return written
 
     async def _flush_tier(self, trie: Trie, source: MemoryTier, used_since_s: float, evict: bool) -> int:
-        """Writes the blocks of a trie that are in `source` and not on disk, and were used since, parents first; returns
-        how many."""
+        """Writes a trie's blocks in `source` that were used since and are not on disk, parents first."""
         found, durable = [np.empty(0, np.int64)], self._tiers.require_durable()
         with ExitStack() as held:
             pacer = Pacer(SCANNED_AT_ONCE)
@@ -177,7 +174,7 @@ class WriteBack:
             if len(rows) > SCANNED_AT_ONCE:
                 rows = rows[await in_thread(lambda: np.argsort(depth, kind="stable"))]
             written = 0
-            for _, its in self._mover.use.by_owner(trie, rows):  # one may have no room where others have
+            for _, its in self._mover.use.by_owner(trie, rows):  # one tenant may have no room while others have
                 written += await self._to_disk(trie, its, source, evict)
             return written
 
@@ -187,7 +184,7 @@ class WriteBack:
             return await mover.write(trie, rows, source, Urgency.WRITE_BACK, evict=evict)
         written = 0
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
-        while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits
+        while len(rows):  # device memory is written through the pinned arena, in batches
             batch = rows[:_BATCH]
             with self._holds.hold("flush", trie, batch, shared):
                 wanted = trie.wanted(batch, source.level)
@@ -210,20 +207,20 @@ class WriteBack:
             try:
                 with mover.working():
                     while not self._stopping.is_set() and await self._batch():
-                        self._turn()
+                        self._wake_waiting()
             except SwapError as error:
                 log.error("write back failed and is tried again: %s", error)
                 failed = True
             finally:
                 self._working = False
-                self._turn()
+                self._wake_waiting()
             if failed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _RETRY_S)
                 mover.changed.set()
 
     async def _batch(self) -> bool:
-        """One batch down from each tier; whether there may be more to write to disk."""
+        """Copies one batch down from each tier; returns whether there may be more to write to disk."""
         compute, shared, durable = self._tiers.compute, self._tiers.shared, self._tiers.durable
         below = self._tiers.below(compute)
         if below is not None:
@@ -238,13 +235,13 @@ class WriteBack:
             self._note_room(trie, rows)
             if written < len(rows):
                 queue.begin_again()
-                more |= 0 < len(self._without_room) < len(self._mover.use.tenants)  # others' may be behind them
+                more |= 0 < len(self._without_room) < len(self._mover.use.tenants)  # others' blocks may follow
             self.written += written
             more |= written > 0
         return more
 
     def _note_room(self, trie: Trie, rows: Rows) -> None:
-        """Leaves out tenants of whose blocks, `rows`, nothing could be written."""
+        """Marks tenants as without room if none of their blocks in `rows` could be written."""
         for tenant, its in self._mover.use.by_owner(trie, rows):
             if self._mover.disk.missing(trie, its) == len(its):
                 self._without_room.add(tenant)
@@ -262,7 +259,7 @@ class WriteBack:
         self._movement = movement = Movement(self._urgency)
         with ExitStack() as held:
             held.enter_context(self._mover.room.under_way(source, movement))
-            for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
+            for trie, rows in chosen:  # hold all before the first copy: rows may be reused meanwhile
                 held.enter_context(self._holds.hold("write-back", trie, rows, source))
             for trie, rows in chosen:
                 if len(rows):
@@ -270,7 +267,7 @@ class WriteBack:
         return copied
 
     def _queue(self, trie: Trie) -> UnwrittenBlocks:
-        """The trie's blocks in the shared tier that wait to be written to disk."""
+        """The queue of a trie's blocks from the shared tier to disk."""
         source, placement = self._tiers.shared.level, self._mover.placement
         while len(self._queues) <= trie.ordinal:
             later = self._mover.tries[len(self._queues)]
@@ -283,13 +280,13 @@ class WriteBack:
         return self._queues[trie.ordinal]
 
     async def _next_victims(self, tier: MemoryTier, below: Tier) -> list[tuple[Trie, Rows]]:
-        """The blocks that would be evicted next and are not in the tier below."""
+        """The next victims of a tier that the tier below lacks."""
         mover = self._mover
         capacity_bytes = tier.capacity_bytes
         lacking_bytes = capacity_bytes // _CLEAN_SHARE - (capacity_bytes - tier.used_bytes)
         if lacking_bytes <= 0 or not mover.tries:
             return []
-        want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
+        want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _MOST_VICTIMS)
         search = Search(tier.level, mover.policy, demotable=True, now_s=mover.placement.clock())
         victims = await find_victims(mover.tries, search, want)
         lacking = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,12 +47,8 @@ class DamagedBlocks:
         self._placement = placement
         self._records = records
         self._removals = removals
-        self._under_way: set[asyncio.Task[None]] = set()
-
-    @property
-    def busy(self) -> set[asyncio.Task[None]]:
+        self.busy: set[asyncio.Task[None]] = set()
         """Removals of damaged blocks under way."""
-        return self._under_way
 
     def drop(self, trie: Trie, rows: Rows, error: StorageError) -> int:
         """Drops copies on disk that cannot be read, even if they are held.
@@ -87,7 +83,7 @@ class DamagedBlocks:
         walk = Descendants(trie, emptied)
         descendants = walk.take(_DROPPED_AT_ONCE)
         if walk.done:
-            children += self._forget(trie, descendants[::-1])
+            children += self._removals.forget_in_memory(trie, descendants[::-1])[1]
         else:
             self._in_background(self._drop_descendants(trie, emptied, trie.generation[emptied]))
         placement.sweep(trie, emptied)
@@ -96,15 +92,8 @@ class DamagedBlocks:
 
     def _in_background(self, removal: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(removal)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-
-    def _forget(self, trie: Trie, rows: Sequence[int]) -> list[Identity]:
-        """Drops those of `rows`, children before parents, that are not held; returns those that were on disk."""
-        going = trie.all_removable(rows)
-        on_disk = self._records.identities(trie, self._records.stored(trie, going))
-        self._placement.discard(trie, going)
-        return on_disk
+        self.busy.add(task)
+        task.add_done_callback(self.busy.discard)
 
     async def _drop_descendants(self, trie: Trie, roots: Rows, generations: npt.NDArray[np.int32]) -> None:
         """Drops descendants of blocks without a copy, except held ones, a part in each turn of the event loop.
@@ -126,7 +115,7 @@ class DamagedBlocks:
             rows_now = np.array(found[some], np.int64)
             same = rows_now[trie.generation[rows_now] == np.array(before[some])][::-1].tolist()
             with suppress(StorageError):  # reported; the records are removed when the disk works again
-                await self._removals.remove(trie, self._forget(trie, same))
+                await self._removals.remove(trie, self._removals.forget_in_memory(trie, same)[1])
 
     async def _remove_damaged(
         self, trie: Trie, children: list[Identity], damaged: list[Identity], records: bool

@@ -85,7 +85,18 @@ class DiskRemovals:
                 except StorageError as error:
                     self._failed(error)
                     raise
-            self._placement.room_may_be_had()  # the slots are free now
+            self._placement.retry_without_room()  # the slots are free now
+
+    def forget_in_memory(self, trie: Trie, rows: Sequence[int]) -> tuple[int, list[Identity]]:
+        """Drops different blocks, children before parents, from the trie and all tiers; skips those that are held,
+        kept, pinned or have other children.
+
+        Returns how many went, and those that the index still has: the caller removes them there.
+        """
+        going = trie.all_removable(rows)
+        identities = self._records.identities(trie, self._records.stored(trie, going))
+        self._placement.discard(trie, going)
+        return len(going), identities
 
     # -- making room for a write ---------------------------------------------------------------------------------
 

@@ -293,10 +293,6 @@ class _Entry:
                 trie.checksums[rows[mine]] = group.checksums[at]
 
 
-def _shape(group: RecordGroup) -> tuple[int, tuple[int, ...]]:
-    return group.tokens.shape[1], group.part_bytes
-
-
 def _fits(group: RecordGroup, trie: Trie) -> bool:
     """Whether the group's blocks can be blocks of `trie`: all parts of a KV group are on disk, or none."""
     if (trie.block_tokens, len(trie.part_bytes)) != (group.tokens.shape[1], len(group.part_bytes)):

@@ -1,1 +1,1 @@
-"""Which blocks exist: their keys, and the trie that orders them."""
+"""The index of cached blocks: block keys, the key index, and the trie."""

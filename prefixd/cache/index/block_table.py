@@ -1,4 +1,4 @@
-"""What the blocks of one trie have in common, and columns that are as wide as that."""
+"""The geometry of a trie's blocks, and columns of that width."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BlockTable(TrieTable):
         self.block_tokens = block_tokens
         self.part_bytes = tuple(part_bytes)
         self.all_groups = (1 << len(self.groups)) - 1
-        self.part_mask = np.zeros(len(part_bytes), np.uint8)  # of each part, the group that it belongs to
+        self.part_mask = np.zeros(len(part_bytes), np.uint8)  # the group of each part
         for group in self.groups:
             self.part_mask[list(group.parts)] = group.mask
         self.group_bytes = np.array(
@@ -44,12 +44,12 @@ class BlockTable(TrieTable):
             ],
             np.int64,
         )
-        """[2 ** groups]: bytes of a block's parts that belong to the groups of a mask."""
+        """[2 ** groups]: bytes of the parts in the groups of each mask."""
         self.partial_groups = sum(group.mask for group in self.groups if not group.rule.lasting)
-        """The groups of which a prefix does not need the bytes of all its blocks."""
+        """The groups of which a prefix does not need the bytes of all its blocks, as a mask."""
         self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
         """Whether a prefix may be usable though bytes of its blocks are missing."""
-        self.block_bytes = sum(part_bytes)
+        self.block_bytes = sum(part_bytes)  # eviction policies read it
 
     def needed(self, blocks: int, first_block: int = 0) -> GroupMask:
         """[blocks - first_block]: the groups that a reader of `blocks` blocks needs from `first_block` on."""

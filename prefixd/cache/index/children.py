@@ -1,12 +1,12 @@
-"""Which blocks continue a block: a list of siblings in three columns of the trie's table.
+"""The children of each block, as a list of siblings in three columns of the trie's table.
 
     row                1     2     3     4      prompts 1-2, 1-3-4
     first_child        2     .     4     .
     next_sibling       .     3     .     .
     previous_sibling   .     .     2     .      the first sibling has none
 
-A block without children costs 12 bytes, and to go through what continues a block takes as long as that is large, not as
-long as the table is. The first blocks of prompts have a namespace's root for a parent, and stand in no list.
+A block without children takes 12 bytes. A walk over descendants takes time by their number, not by the size of the
+table. The parent of a prompt's first block is the namespace's root, which has no list of children.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 class Linked(Protocol):
-    """A table with these columns, each as long as the others."""
+    """A table with these columns."""
 
     rows: int
     parent: Int32s
@@ -36,11 +36,11 @@ class Linked(Protocol):
 
 
 class MovedError(RuntimeError):
-    """The block where a walk had stopped does not exist any more; begin again."""
+    """The block at which a walk had stopped was removed; begin again."""
 
 
 def link(table: Linked, rows: Rows, parents: Rows) -> None:
-    """Enters m new blocks among their parents' children; parents that are no rows are roots."""
+    """Adds m new blocks to their parents' lists of children; negative parents are roots."""
     table.first_child[rows] = NO_ROW
     table.next_sibling[rows] = table.previous_sibling[rows] = NO_ROW
     inner = parents >= 0
@@ -62,7 +62,7 @@ def link(table: Linked, rows: Rows, parents: Rows) -> None:
 
 
 def unlink_all(table: Linked, rows: Rows, parents: Rows) -> None:
-    """Takes m blocks that have no children, or none but those before them, out of their parents' lists."""
+    """Removes m blocks from their parents' lists; their children, if any, come before them in `rows`."""
     first_child, next_sibling, previous_sibling = (
         column.data for column in (table.first_child, table.next_sibling, table.previous_sibling)
     )
@@ -79,9 +79,10 @@ def unlink_all(table: Linked, rows: Rows, parents: Rows) -> None:
 
 
 class Descendants:
-    """Goes through blocks and everything that continues them: each once, parents before children.
+    """Walks over blocks and their descendants: each once, parents before children.
 
-    A part of them at a time: others may change the trie in between. Blocks that come or go meanwhile may be met or not.
+    Others may change the trie between two calls of `take`. The walk may or may not meet blocks that are added or
+    removed meanwhile.
 
     Args:
         table: the trie.
@@ -90,7 +91,7 @@ class Descendants:
 
     def __init__(self, table: Linked, roots: Rows) -> None:
         self.done = not len(roots)
-        """Whether all have been met."""
+        """Whether the walk has ended."""
         self._table = table
         self._roots = iter(roots[np.argsort(table.depth[roots], kind="stable")].tolist())
         self._met = np.zeros(table.rows, np.bool_)
@@ -98,14 +99,14 @@ class Descendants:
         self._generation = 0
 
     def take(self, steps: int) -> list[int]:
-        """The blocks that it meets in about `steps` steps from block to block, there and back.
+        """Continues the walk for about `steps` steps, forwards and backwards; returns the blocks that it met.
 
         Raises:
-            MovedError: the block at which the last call stopped has gone.
+            MovedError: the block at which the last call stopped was removed.
         """
         table = self._table
         if self._at != NO_ROW and table.generation[self._at] != self._generation:
-            raise MovedError("the block where the walk had stopped has gone")
+            raise MovedError("the block at which the walk had stopped was removed")
         if len(self._met) < table.rows:
             self._met = np.concatenate([self._met, np.zeros(table.rows - len(self._met), np.bool_)])
         # Memoryviews are several times faster than numpy for one value; they end with this call, since columns grow.
@@ -119,7 +120,7 @@ class Descendants:
                 row = root = next(self._roots, NO_ROW)
                 if root == NO_ROW:
                     self.done = True
-                elif met[root]:  # it continues a root before
+                elif met[root]:  # it is a descendant of an earlier root
                     row = NO_ROW
             else:
                 row = first_child[at]

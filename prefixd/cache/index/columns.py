@@ -1,12 +1,12 @@
-"""Memory for columns that grow in place: no row is copied, however many there are.
+"""Memory for columns that grow in place, without copying rows.
 
-A column that outgrows a few pages gets a range of addresses for far more rows than it has. Addresses cost nothing: the
-kernel gives a page of memory when something is first written there, and a row that was never written reads as 0.
+A column that outgrows a few pages reserves addresses for far more rows than it has. Addresses cost nothing: the kernel
+provides a page of memory at the first write to it, and a row that was never written reads as 0.
 
     addresses   |<- rows in use ->|<- capacity ->|<-------------- reserved --------------->|
     memory      |#################|              |                                         |
 
-A longer column is then a longer view of the same memory, and views of the shorter one stay right.
+A longer column is then a longer view of the same memory, and views of the shorter one stay valid.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy.typing as npt
 
 Column = npt.NDArray[Any]
 Reserve = Callable[[int], mmap.mmap | None]
-"""Gives a mapping of so many bytes that read as 0 and take no memory before they are written, or None."""
+"""(nbytes): a mapping of bytes that read as 0 and take no memory before they are written, or None."""
 
 _COPIED_BYTES = 1 << 16  # a smaller column is copied when it grows: a thousand small tables reserve next to nothing
 _RESERVED_ROWS = 1 << 26  # with 300 bytes a row, 20 GB of addresses a table; a process has 128 TB
 _RESERVED_BYTES = 1 << 35  # of one column, whatever a row takes
 _MOST_ROWS = 1 << 31  # a row is an int32; reserved by a column that has outgrown the numbers above
-_HUGE_BYTES = 1 << 22  # what is larger may lie in huge pages, as numpy's own arrays do
+_HUGE_BYTES = 1 << 22  # larger columns may use huge pages, as numpy's own arrays do
 _MAP_NORESERVE = 0x4000  # Linux; Python has no name for it before 3.13
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _STRICT = "2"  # the kernel counts addresses as memory, whatever the flag says
@@ -39,8 +39,8 @@ _STRICT = "2"  # the kernel counts addresses as memory, whatever the flag says
 def reserve_addresses(nbytes: int) -> mmap.mmap | None:
     """A private anonymous mapping; it ends with the last array that looks at it.
 
-    None where addresses are counted as if they were memory (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory = 2), since a
-    reservation would take what others need; and when the kernel has no addresses or mappings left.
+    None if addresses count as memory (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory = 2), since a reservation would use
+    up the limit, and if the kernel has no addresses or mappings left.
     """
     limits = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     if any(limit != resource.RLIM_INFINITY for limit in limits) or _overcommit() == _STRICT:
@@ -52,7 +52,7 @@ def reserve_addresses(nbytes: int) -> mmap.mmap | None:
 
 
 def zeros(count: int, dtype: npt.DTypeLike) -> Column:
-    """`np.zeros` that never writes the zeros itself, as `calloc` does when it gives memory a second time."""
+    """`np.zeros` that never writes zeros itself, as `calloc` does for memory that was used before."""
     nbytes = count * np.dtype(dtype).itemsize
     memory = _mapped(nbytes) if nbytes >= _COPIED_BYTES else None
     if memory is None:
@@ -65,14 +65,14 @@ def zeros(count: int, dtype: npt.DTypeLike) -> Column:
 class ColumnMemory:
     """The memory of one table's columns.
 
-    Growing a table of 25 columns takes 0.1 ms at any size. It copies where nothing can be reserved, and once when a
-    column outgrows 67 million rows or 32 GiB.
+    Growing a table of 25 columns takes 0.1 ms at any size. A column is copied only if no addresses can be reserved, and
+    once when it outgrows 67 million rows or 32 GiB.
 
     Args:
         reserve: where ranges of addresses come from.
-        huge_pages: whether large columns lie in huge pages, for one that is read all over the place. Each takes the
-            kernel up to milliseconds to clear, and columns of the same width enter the next one with the same row: 20
-            columns in huge pages held the event loop for 85 ms.
+        huge_pages: whether large columns use huge pages, for a column with random access. The kernel takes up to
+            milliseconds to clear one, and columns of the same width reach their next page at the same row: 20 columns
+            in huge pages held the event loop for 85 ms.
     """
 
     def __init__(self, reserve: Reserve = reserve_addresses, *, huge_pages: bool = False) -> None:
@@ -85,9 +85,9 @@ class ColumnMemory:
 
         Args:
             name: the column's name among the table's columns.
-            column: [n, ...]: what the call before gave; at the first call, an array that is copied.
+            column: [n, ...]: the result of the last call; at the first call, an array that is copied.
             rows: at least n.
-            planes: the second axis is the outermost in memory, so that where it is never written it takes no memory.
+            planes: the second axis is the outermost in memory, so that an index that is never written takes no memory.
         """
         held = self._ranges.get(name)
         if held is None or rows > len(held.column):
@@ -99,7 +99,7 @@ class ColumnMemory:
         return held.column[:rows]
 
     def forget(self, name: str) -> None:
-        """The next call for this column is a first one; it may be of another width."""
+        """Drops a column's memory; the next call of `grown` for it may have another width."""
         self._ranges.pop(name, None)
 
     def _range(self, like: Column, rows: int, planes: bool) -> _Range:
@@ -129,7 +129,7 @@ class _Range:
             self.column = flat.reshape(rows, *shape)
 
     def use_huge_pages(self, rows: int) -> None:
-        """The first `rows` rows are going to be used."""
+        """Asks the kernel for huge pages for the first `rows` rows."""
         if self._memory is None:
             return
         nbytes = self._plane_bytes * rows // len(self.column)

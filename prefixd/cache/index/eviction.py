@@ -1,9 +1,9 @@
 """Eviction: which copies may go, because no caller holds them and other copies or other prefixes suffice.
 
-A row is *kept* while anything needs the block to exist (`keep`), and a group of it is *held* in a tier while somebody
-relies on its bytes there (`holds`); holding bytes that are still on their way is allowed and protects them from the
-moment they arrive. Every hold also keeps. Both columns are sums over the `Hold`s that exist (`placement/holds.py`): an
-eviction scan reads them of a million rows at once. `check_integrity` compares them.
+`keep` counts the reasons for a block to exist, and `holds` those for bytes of a KV group to stay in a tier. Bytes that
+are still being copied can be held; then they are protected from the moment they arrive. Every hold also keeps. Both
+columns are sums over the existing `Hold`s (`placement/holds.py`), since an eviction scan reads them for a million rows
+at once. `check_integrity` compares them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class EvictionColumns(CopyColumns):
     """Which blocks are held, used and wanted. Arguments as for `BlockTable`."""
 
     def hold(self, rows: Rows, tier: int, wanted: GroupMask | None = None) -> None:
-        """Protects bytes in `tier`, present or on their way. Rows are distinct.
+        """Protects bytes in `tier`, present or being copied.
 
         Args:
-            rows: [m] blocks.
+            rows: [m] different blocks.
             tier: where.
             wanted: [m] groups of each that are held; all by default.
         """
@@ -44,7 +44,7 @@ class EvictionColumns(CopyColumns):
         self.keep[rows] += change
 
     def release(self, rows: Rows, tier: int, groups: GroupMask) -> None:
-        """Ends one hold on `groups` [m] of each row; who held them keeps the blocks."""
+        """Ends one hold on `groups`, [m], of each row, but still keeps the blocks."""
         self._change_group_holds(rows, tier, groups, -1)
 
     def _change_group_holds(self, rows: Rows, tier: int, groups: GroupMask, change: int) -> None:
@@ -60,21 +60,20 @@ class EvictionColumns(CopyColumns):
         self.keep[rows] -= 1
 
     def touch(self, rows: Rows, now_s: float) -> None:
-        """Marks blocks as used. Touching whole prefixes keeps a parent at least as recent as its children."""
+        """Marks blocks as used. Callers touch whole prefixes, so a parent is at least as recent as its children."""
         self.last_used[rows] = now_s
 
     # -- expiry: bytes that only shorter prefixes need ------------------------------------------------------------
 
     def expire(self, path: Rows, groups: int | None = None, ends: Sequence[int] = ()) -> None:
-        """Of a prompt whose blocks are `path` some groups have been stored (a mask; all by default): what only shorter
-        prefixes need of them may go first, but for prefixes of `ends` blocks: a prompt that ends inside `path`, which
-        its answer continues, is likely to be asked again. Blocks that are pinned keep what was wanted of them.
+        """Marks bytes as expired that only shorter prefixes than `path` need, after `groups` of it were stored (a mask;
+        all by default). Expired bytes are evicted first.
 
-        Prompts that share a beginning continue differently where they branch, so the end of the shared part is a prefix
-        that is likely to be asked for again: what it needs is wanted, and wanted again if it had expired.
+        Bytes stay wanted, or become wanted again, if a likely prefix needs them. Likely prefixes are those of `ends`
+        blocks (a prompt that ends inside `path`, before its answer, is likely to be sent again) and those that end at a
+        branch of the trie (other prompts share that beginning). Pinned blocks do not change.
 
-        Blocks of `path` that are of another namespace than its last one stay as they are: who stored this prompt has
-        not stored them.
+        Blocks of another namespace than the last one do not change either: this prompt's writer has not stored them.
         """
         if self.has_rules and len(path):
             stays = self.pinned[path] | (self.namespace[path] != self.namespace[path[-1]])
@@ -83,27 +82,26 @@ class EvictionColumns(CopyColumns):
             self.expired[path] = (self.expired[path] & ~stored) | (expired & stored)
 
     def branches(self, path: Rows, ends: Sequence[int] = ()) -> npt.NDArray[np.int64]:
-        """The lengths of prefixes of `path` that are likely to be asked for: where it branches, and those of `ends`."""
+        """The lengths of the likely prefixes of `path`: where it branches, and those in `ends`."""
         branches = 1 + np.flatnonzero(self.children[path[:-1]] > 1)
         return np.concatenate([branches, [end for end in ends if 0 < end < len(path)]]).astype(np.int64)
 
     def revive(self, path: Rows) -> None:
-        """A prompt continues after `path`: the bytes that it needs are wanted again."""
+        """Marks the bytes that a prompt needs behind `path` as wanted again."""
         if self.has_rules and len(path):
             self.expired[path] &= ~self.needed(len(path))
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
     def evictable(self, tier: int, *, demotable: bool, among: Rows | slice | None = None) -> Rows:
-        """Rows whose copy in `tier` may go now: not held, and no child has a copy there (leaves first).
+        """Rows whose copy in `tier` may be evicted now: not held, and no child has a copy there (leaves first).
 
-        A copy that is the block's last may only go when the block itself may, or when some of it can be written a tier
-        down.
+        The last copy of a block may be evicted only if the block may be removed or written a tier down.
 
         Args:
             tier: where.
-            demotable: whether it can be written a tier down.
-            among: different rows, or some from one row on; all by default.
+            demotable: whether blocks can be written a tier down.
+            among: different rows, or a slice; all by default.
         """
         rows = slice(0, self.rows) if among is None else among
         leaves = (self.any_part[rows] & np.uint8(1 << tier)) != 0
@@ -117,16 +115,16 @@ class EvictionColumns(CopyColumns):
         return chosen[may_leave]
 
     def wanted(self, rows: Rows | slice, tier: int) -> GroupMask:
-        """[len(rows)]: the groups of each block that `tier` has and that not only shorter prefixes need."""
+        """[len(rows)]: the groups of each block that `tier` has and that have not expired."""
         wanted: GroupMask = self.there[rows, tier] & ~self.expired[rows]
         return wanted
 
     def last_copies(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: of which rows no other tier has anything, or none has one of the `wanted` groups.
+        """[len(rows)]: which rows have no part in another tier, or lack a `wanted` group there.
 
-        A record on disk without bytes is no copy: a block has one when others continue it there. Of a block that is
-        pinned, no copies are what a store has that others may delete from, and what memory has in place of the disk,
-        since the block is to be there after a restart.
+        A record on disk without bytes is not a copy; it exists because the block has children on disk. For a pinned
+        block, copies in a shared store do not count, since other hosts may delete them, and copies in memory do not
+        replace one on disk, since the block must survive a restart.
         """
         others = (self.any_part[rows] & np.uint8(ALL_TIERS & ~(1 << tier))) != 0
         if (pinned := self.pinned[rows]).any():
@@ -142,7 +140,7 @@ class EvictionColumns(CopyColumns):
         return np.asarray(~others | (lacking != 0))
 
     def count_copies(self, rows: slice, tier: int) -> tuple[list[int], list[int], dict[int, int]]:
-        """Counts some rows' blocks: those in each tier, those held there, and those in `tier` by namespace."""
+        """Counts the blocks of some rows: in each tier, held in each tier, and in `tier` by namespace."""
         blocks, held = [0] * TIERS, [0] * TIERS
         for each in range(TIERS):
             here = (self.any_part[rows] & np.uint8(1 << each)) != 0
@@ -153,7 +151,7 @@ class EvictionColumns(CopyColumns):
         return blocks, held, dict(zip(namespaces.tolist(), counts.tolist(), strict=True))
 
     def held(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: of which rows any group is held in `tier`."""
+        """[len(rows)]: which rows have a group that is held in `tier`."""
         holds = self.holds[rows, tier]
         if len(self.groups) == 1:
             return np.asarray(holds[..., 0] > 0)
@@ -161,6 +159,6 @@ class EvictionColumns(CopyColumns):
 
 
 def lasting_copies(tier: int) -> int:
-    """The tiers, a bit each, whose copies of a pinned block count beside the one in `tier`: this host's own, and none
-    beside the disk's, without which the block would not outlast a restart."""
+    """The tiers, a bit each, whose copy lets a pinned block lose the one in `tier`: the other tiers of this host. None
+    for the disk tier, since only its copy survives a restart."""
     return 0 if tier == DISK else LOCAL_TIERS & ~(1 << tier)

@@ -1,4 +1,4 @@
-"""The path of a prompt in a trie, remembered between looks."""
+"""The path of a prompt in a trie, remembered between searches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from prefixd.cache.index.trie import Rows, Trie
 
 
 class KnownPath:
-    """The rows of a prompt's first blocks, as of the last look; a look goes on where the one before ended.
+    """The rows of a prompt's first blocks; each search continues where the last one ended.
 
     ```
-    last look    17  18  40  52        the row of 52 has its generation: all four are what they were
-    this look                    | 53   only keys behind them are looked for
+    last search  17  18  40  52        the row of 52 has the same generation: all four are unchanged
+    this search                  | 53   finds only the keys behind them
     ```
 
     The trie is node-closed and a block keeps its row: as long as the last block is there, so are those before it.
@@ -26,8 +26,8 @@ class KnownPath:
         self._rows: Rows = np.empty(0, np.int64)
         self._generations: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
-    def look(self, trie: Trie, root: int, chain: BlockChain, limit: int) -> Rows:
-        """As `Trie.nodes`, of the same prompt in the same trie each time; the prompt may have grown."""
+    def find(self, trie: Trie, root: int, chain: BlockChain, limit: int) -> Rows:
+        """As `Trie.nodes`; always the same prompt, which may have grown, in the same trie."""
         rows = self._rows
         if len(rows) and trie.generation[rows[-1]] != self._generations[-1]:
             rows = rows[: int((trie.generation[rows] != self._generations).argmax())]

@@ -1,4 +1,4 @@
-"""Priorities: which blocks callers want to go first or last, and the bytes that are kept above others."""
+"""The priorities of blocks, and the bytes of blocks with a priority above 0."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class PriorityColumns(BlockTable):
     def __init__(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule] | None = None) -> None:
         super().__init__(block_tokens, part_bytes, rules)
         self.prioritized = 0
-        """Blocks that have a priority, or had one until it was over and no sweep has come by yet."""
+        """Blocks with a priority, including ended ones that no sweep has removed yet."""
         self.retained_bytes: Counter[int] = Counter()
-        """Likewise, of those with a priority above 0 the bytes that some tier has, each once, by namespace."""
+        """By namespace, bytes of blocks with a priority above 0 that a tier has, each once; ended ones as above."""
         self.on_retained: Callable[[int, int], None] = lambda namespace, change: None
         """Called with a namespace's ordinal and the change of its `retained_bytes`."""
 
     @property
     def has_priorities(self) -> bool:
-        """Whether any block may have a priority other than 0; what `priorities` says is all 0 if not."""
+        """Whether any block may have a priority other than 0."""
         return self.prioritized > 0
 
     def prioritize(
         self, rows: Rows, priority: int | npt.NDArray[np.int8], until_s: float | npt.NDArray[np.float64]
     ) -> None:
-        """Gives m different blocks a priority, from -100 to 100, until a time; 0 takes away what they have.
+        """Gives m different blocks a priority, from -100 to 100, until a time; 0 removes the priority.
 
         Args:
             rows: [m] blocks.
@@ -48,7 +48,7 @@ class PriorityColumns(BlockTable):
         self._count_retained(rows)
 
     def _count_retained(self, rows: Rows) -> None:
-        """Brings `retained_bytes` up to date with the priorities and the slots of different rows."""
+        """Updates `retained_bytes` after the priorities or the slots of different rows have changed."""
         rows = rows[(self.priority[rows] > 0) | (self.retained_groups[rows] != 0)]
         groups = np.where(self.priority[rows] > 0, self.groups_there(rows), np.uint8(0))
         change = self.group_bytes[groups] - self.group_bytes[self.retained_groups[rows]]
@@ -62,7 +62,7 @@ class PriorityColumns(BlockTable):
                 del self.retained_bytes[namespace]
 
     def groups_there(self, rows: Rows) -> GroupMask:
-        """[len(rows)]: the KV groups of which some tier has bytes, be it one part of several."""
+        """[len(rows)]: the KV groups of which a tier has at least one part."""
         has = (self.slots[rows] != NO_SLOT).any(axis=1)
         groups = np.zeros(len(rows), np.uint8)
         for group in self.groups:
@@ -70,6 +70,6 @@ class PriorityColumns(BlockTable):
         return groups
 
     def priorities(self, rows: Rows | slice, now_s: float) -> npt.NDArray[np.int8]:
-        """[len(rows)]: the priority of each block at that time; 0 where it has none, or had one until then."""
+        """[len(rows)]: the priority of each block at `now_s`; 0 if it has none or it has ended."""
         priorities: npt.NDArray[np.int8] = np.where(self.priority_until[rows] > now_s, self.priority[rows], np.int8(0))
         return priorities

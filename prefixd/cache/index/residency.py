@@ -1,7 +1,7 @@
-"""Copies: which tier has which parts of each block, and what follows from that.
+"""Copies: which tier has which parts of each block, and columns derived from that.
 
-`there`, `available`, `nearest` and `tier_children` follow from `slots`, `any_part` and `parent`. They are kept because
-a match and an eviction read them of up to a million rows at once; `check_integrity` compares them.
+`there`, `available`, `nearest` and `tier_children` are derived from `slots`, `any_part` and `parent`. They are stored
+because a match and an eviction read them for up to a million rows at once; `check_integrity` compares them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefixd.cache.rules import GroupMask, GroupRule
 GPU, CPU, DISK, REMOTE, NONE = 0, 1, 2, 3, 4
 ALL_TIERS = (1 << TIERS) - 1
 LOCAL_TIERS = ALL_TIERS & ~(1 << REMOTE)
-"""The tiers whose copies are this host's own, a bit each: no other host may delete them."""
+"""The tiers of this host, a bit each: no other host can delete copies there."""
 
 
 class CopyColumns(PriorityColumns):
@@ -28,14 +28,14 @@ class CopyColumns(PriorityColumns):
 
     def __init__(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule] | None = None) -> None:
         super().__init__(block_tokens, part_bytes, rules)
-        self.offered = ALL_TIERS  # tiers whose copies count as there
+        self.offered = ALL_TIERS  # tiers whose copies count as available
         self.observer: Callable[[Any, Rows], None] | None = None
-        """Called with the trie and the rows whose blocks can be had from other tiers than before, perhaps."""
+        """Called with the trie and rows whose tiers may have changed."""
 
     def put_copies(self, rows: Rows, tier: int, slots: npt.NDArray[np.int64], now_s: float) -> Rows:
-        """Records where parts of m different blocks are in `tier`: [m, parts] slots, NO_SLOT leaves a part as it is.
+        """Records the slots, [m, parts], of m different blocks in `tier`; NO_SLOT leaves a part unchanged.
 
-        Returns the blocks that had nothing there before.
+        Returns the blocks that had no part there before.
         """
         place = self.slots[rows, tier]
         place = np.where(slots != NO_SLOT, slots, place)
@@ -86,7 +86,7 @@ class CopyColumns(PriorityColumns):
             np.add.at(self.tier_children[:, tier], inner, change)
 
     def _note(self, rows: Rows, tier: int, place: npt.NDArray[np.int64]) -> None:
-        """Brings up to date what follows from the slots of `rows` in `tier`, [m, parts]."""
+        """Updates the columns derived from the slots, [m, parts], of `rows` in `tier`."""
         has = place != NO_SLOT
         there = np.zeros(len(rows), np.uint8)
         for group in self.groups:
@@ -100,7 +100,7 @@ class CopyColumns(PriorityColumns):
             self.observer(self, changed)
 
     def _offer(self, rows: Rows) -> None:
-        """Brings `available` and `nearest` of `rows` up to date."""
+        """Updates `available` and `nearest` of `rows`."""
         available = np.zeros(len(rows), np.uint8)
         nearest = np.full(len(rows), NONE, np.int8)
         for tier in reversed(range(TIERS)):
@@ -113,7 +113,7 @@ class CopyColumns(PriorityColumns):
         self.available[rows], self.nearest[rows] = available, nearest
 
     def _nearest(self, rows: Rows, wanted: GroupMask) -> npt.NDArray[np.int8]:
-        """The nearest tier that has, together with those above it, all `wanted` groups; 0 where none is wanted."""
+        """The nearest tier that has, together with those above it, all `wanted` groups; 0 if none is wanted."""
         nearest = np.zeros(len(rows), np.int8)
         lacking = wanted.copy()
         for tier in range(TIERS):
@@ -124,7 +124,7 @@ class CopyColumns(PriorityColumns):
         return nearest
 
     def offer(self, tier: int, offered: bool) -> None:
-        """Whether copies in `tier` count as there: blocks that have no other copy are matched no more if not."""
+        """Sets whether copies in `tier` count as available; blocks without another copy match only then."""
         self.offered = self.offered | 1 << tier if offered else self.offered & ~(1 << tier)
         self._offer(np.arange(self.rows))
         if self.observer is not None:
@@ -133,19 +133,19 @@ class CopyColumns(PriorityColumns):
     def set_checksums(self, rows: Rows, checksums: npt.NDArray[np.uint64]) -> None:
         """Records the checksums, [m, parts], of the copies on disk of m blocks.
 
-        CPU copies that have others do not count as checksummed any more.
+        CPU copies with other checksums do not count as checksummed any more.
         """
         self.checksummed[rows] &= self.checksums[rows] == checksums
         self.checksums[rows] = checksums
 
     def set_part_checksums(self, rows: Rows, parts: Rows, checksums: npt.NDArray[np.uint64]) -> None:
-        """Records the checksums of m parts in the CPU tier, except where a copy on disk has another."""
+        """Records the checksums of m parts in the CPU tier, except of parts that are on disk with another one."""
         alone = self.slots[rows, DISK, parts] == NO_SLOT
         self.checksums[rows[alone], parts[alone]] = checksums[alone]
         self.checksummed[rows, parts] = self.checksums[rows, parts] == checksums
 
     def available_here(self, rows: Rows) -> GroupMask:
-        """[len(rows)]: the groups that some tier of this host offers."""
+        """[len(rows)]: the groups that are available in a tier of this host."""
         here = np.zeros(len(rows), np.uint8)
         for tier in range(TIERS):
             if self.offered & LOCAL_TIERS & (1 << tier):
@@ -153,8 +153,10 @@ class CopyColumns(PriorityColumns):
         return here
 
     def unwritten(self, rows: Rows | slice, source: int, target: int, admit_uses: int = 0) -> GroupMask:
-        """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs;
-        none of blocks that were asked for again less often than `admit_uses`."""
+        """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs.
+
+        0 for blocks with fewer than `admit_uses` uses.
+        """
         groups: GroupMask = self.there[rows, source] & ~self.there[rows, target] & ~self.expired[rows]
         if admit_uses:
             groups[self.uses[rows] < admit_uses] = 0
@@ -164,10 +166,6 @@ class CopyColumns(PriorityColumns):
         """Whether `tier` has every part of the block."""
         return bool(self.there[row, tier] == self.all_groups)
 
-    def copies(self, tier: int, without: int | None = None) -> Rows:
-        """Rows with every part in `tier` (and no part in `without`)."""
-        n = self.rows
-        rows = self.there[:n, tier] == self.all_groups
-        if without is not None:
-            rows &= (self.any_part[:n] & np.uint8(1 << without)) == 0
-        return np.flatnonzero(rows)
+    def copies(self, tier: int) -> Rows:
+        """Rows with every part in `tier`."""
+        return np.flatnonzero(self.there[: self.rows, tier] == self.all_groups)

@@ -12,8 +12,8 @@ from prefixd.base.long_work.steps import Steps
 from prefixd.cache.index.keys.key_index import Rows
 
 SCANNED_AT_ONCE = 1 << 15
-"""Rows that eviction and write-back look at in one turn of the event loop: 0.1 to 0.3 ms. A table with fewer rows is
-scanned in one turn, so that nothing changes meanwhile."""
+"""Rows that eviction and write-back scan in one turn of the event loop: 0.1 to 0.3 ms. A table with fewer rows is
+scanned in one turn, so it does not change meanwhile."""
 
 
 def slices(rows: int) -> Iterator[slice]:
@@ -28,10 +28,10 @@ _ALIGNMENT = 64
 
 
 class ColumnCopies:
-    """Memory for copies, touched beforehand: new memory makes a copy five times slower, page by page.
+    """Memory for copies, written beforehand: page faults in new memory make a copy five times slower.
 
     Args:
-        nbytes: what the copies take together; one that does not fit gets memory of its own.
+        nbytes: for all copies together; a copy that does not fit gets memory of its own.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -39,7 +39,7 @@ class ColumnCopies:
         self._used = 0
 
     def copy(self, column: npt.NDArray[T]) -> npt.NDArray[T]:
-        """A copy of a column, of which each row lies behind the one before."""
+        """A contiguous copy of a column."""
         end = self._used + column.nbytes
         if end > len(self._memory):
             return column.copy()
@@ -50,7 +50,7 @@ class ColumnCopies:
 
 
 def memory_for_copies(*columns: npt.NDArray[Any]) -> Steps[ColumnCopies]:
-    """Memory for copies of these columns, and of some rows that they may get meanwhile; made in a thread."""
+    """Memory for copies of these columns, and of some rows that are added meanwhile; written in a thread."""
     nbytes = sum(column.nbytes + _ALIGNMENT for column in columns)
     copies: ColumnCopies = yield lambda: ColumnCopies(nbytes + nbytes // 8)
     return copies
@@ -60,9 +60,9 @@ Scores = npt.NDArray[np.float64]
 
 
 class LowestRows:
-    """Keeps the `keep` rows with the lowest scores of all that are offered, in memory for a few times as many.
+    """Keeps the `keep` rows with the lowest scores of all offered rows, in memory for a few times as many.
 
-    Of rows with equal scores those with the lowest `tie` are kept, and of these the ones that were offered first.
+    Of rows with equal scores it keeps those with the lowest `tie`, and of these the ones that were offered first.
 
     Args:
         keep: how many rows; not negative.
@@ -76,7 +76,7 @@ class LowestRows:
         self._ties: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
 
     def offer(self, rows: Rows, scores: Scores, ties: npt.NDArray[np.integer]) -> None:
-        """Takes in m rows, with one score and one tie each."""
+        """Offers m rows, with a score and a tie each."""
         self._rows.append(rows)
         self._scores.append(scores)
         self._ties.append(ties.astype(np.int64))

@@ -1,4 +1,4 @@
-"""The structure of a trie: which blocks exist, found by key, entered behind what they continue, and removed."""
+"""The structure of a trie: finds blocks by key, enters them behind their parents, and removes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.children import Descendants, link, unlink_all
+from prefixd.cache.index.children import link, unlink_all
 from prefixd.cache.index.eviction import EvictionColumns
 from prefixd.cache.index.keys.key_index import Ordinals, Rows
 from prefixd.cache.index.residency import NONE
 from prefixd.cache.index.trie_table import NO_SLOT, NOWHERE
-
-_WALK_STEPS = 1 << 20
 
 
 class Structure(EvictionColumns):
@@ -23,11 +21,11 @@ class Structure(EvictionColumns):
     # -- by key ---------------------------------------------------------------------------------------------------
 
     def find(self, namespace: int, key: bytes) -> int | None:
-        """The row of the block that has this key in a namespace; its tokens and its parent may be another prompt's."""
+        """The row with this key in a namespace. The caller compares tokens and parent: keys can collide."""
         return self._keys.find(self._masks.apply(namespace, key).tobytes())
 
     def find_all(self, namespaces: int | Ordinals, keys: bytes | npt.NDArray[np.uint8]) -> Rows:
-        """`find` for keys one behind the other, in one namespace or each in its own; -1 where there is none."""
+        """`find` for keys one behind the other, in one namespace or each in its own; -1 for keys without a row."""
         return self._keys.find_all(self._masks.apply(namespaces, keys).view(np.uint8))
 
     def find_by_digits(self, digits: str, start: int = 0, stop: int | None = None) -> Rows:
@@ -50,23 +48,12 @@ class Structure(EvictionColumns):
         """[len(rows), 16]: keys of the blocks in `rows`."""
         return self._masks.apply(self.namespace[rows], self._keys.keys(rows)).view(np.uint8)
 
-    def subtree(self, roots: Rows) -> list[int]:
-        """`roots`, different rows, and everything that continues them, each row once and parents before children.
-
-        It takes 0.1 us a row: see `Descendants` for subtrees of any size.
-        """
-        walk = Descendants(self, roots)
-        found: list[int] = []
-        while not walk.done:
-            found += walk.take(_WALK_STEPS)
-        return found
-
     # -- adding and removing ------------------------------------------------------------------------------------
 
     def insert_path(
         self, parent: int, namespace: int, keys: npt.NDArray[np.uint8], tokens: npt.NDArray[np.uint32], now_s: float
     ) -> tuple[Rows, int]:
-        """The rows of blocks that continue `parent` one after the other; new ones where there are none.
+        """The rows of consecutive blocks behind `parent`; adds those that are missing.
 
         Args:
             parent: a row, or the namespace's root for first blocks.
@@ -76,8 +63,8 @@ class Structure(EvictionColumns):
             now_s: the time of the new blocks' last use.
 
         Returns:
-            The rows, and how many of them, from the first, were there before. Fewer than m rows when a key is another
-            block's of the namespace: from there on the prompt cannot be cached.
+            The rows, and how many of them, from the first, were there before. Fewer than m rows if another block of the
+            namespace has a key: from there on the prompt cannot be cached.
         """
         found = self.find_all(namespace, keys)
         there = found[: len(found) if (found >= 0).all() else int((found < 0).argmax())]
@@ -85,7 +72,7 @@ class Structure(EvictionColumns):
         same &= (self.tokens[there] == tokens[: len(there)]).all(axis=1)
         old = len(same) if same.all() else int(same.argmin())
         rest = found[old:]
-        fresh = len(rest) if (rest < 0).all() else int((rest >= 0).argmax())  # a key that is found here is another's
+        fresh = len(rest) if (rest < 0).all() else int((rest >= 0).argmax())  # keys found here collide
         fresh = min(fresh, _first_repeated(keys[old : old + fresh]))
         if not fresh:
             return found[:old], old
@@ -108,7 +95,7 @@ class Structure(EvictionColumns):
         return np.concatenate([found[:old], rows]), old
 
     def _clear(self, rows: Rows) -> None:
-        """Makes 0 what `insert_all` expects to be, in rows that were used before: they are as they were left."""
+        """Sets the columns to 0 that `insert_all` expects to be 0, in rows that had another block before."""
         columns: tuple[npt.NDArray[Any], ...] = (
             *(self.children, self.keep, self.pinned, self.any_part, self.available, self.expired),
             *(self.there, self.checksummed, self.holds, self.tier_children, self.entered, self.uses, self.rank),
@@ -126,9 +113,9 @@ class Structure(EvictionColumns):
         tokens: npt.NDArray[np.uint32],
         now_s: float,
     ) -> None:
-        """Puts m blocks that are not there into rows just taken; parents are there, or among them and before them.
+        """Enters m new blocks into rows just taken. Each parent is in the trie already, or before its child in `rows`.
 
-        What a row without a block has as 0 (`remove`) stays as it is, and untouched memory stays untaken.
+        Does not write columns that are 0 in new rows, so that their memory stays untouched.
 
         Args:
             rows: [m], from `take_rows`.
@@ -153,14 +140,11 @@ class Structure(EvictionColumns):
         np.add.at(self.children, parents[inner], 1)
         link(self, rows, parents)
 
-    def removable(self, row: int) -> bool:
-        """Whether the block exists and nothing continues, keeps or pins it."""
-        if self.children[row] or self.keep[row] or self.pinned[row]:
-            return False
-        return bool(self.namespace[row] != NOWHERE)
-
     def all_removable(self, rows: Sequence[int]) -> Rows:
-        """Those of different blocks, children before parents, that are removable once those before them are gone."""
+        """The rows, of different blocks, children before parents, that are removable after those before them.
+
+        A block is removable if it exists and is not kept or pinned, and all its children are removed.
+        """
         children, keep, pinned = self.children.data, self.keep.data, self.pinned.data
         namespace, parent = self.namespace.data, self.parent.data
         gone: dict[int, int] = {}  # children that go, by parent
@@ -171,20 +155,10 @@ class Structure(EvictionColumns):
                 gone[parent[row]] = gone.get(parent[row], 0) + 1
         return np.array(going, np.int64)
 
-    def remove(self, row: int) -> None:
-        """Forgets a block that has no copy left and is removable.
-
-        Ancestors that were without copies and stayed only for its sake go with it.
-        """
-        if self.any_part[row] or not self.removable(row):
-            raise RuntimeError(f"row {row} was removed while it has no block, or one with copies, children or keepers")
-        self.remove_bare([row])
-
     def remove_all(self, rows: Rows) -> None:
-        """Forgets m different blocks without copies, children before parents: each is removable once those before it
-        are gone.
+        """Removes m different blocks without copies, children before parents; each is removable after those before it.
 
-        Ancestors that were without copies and stayed only for their sake go with them.
+        Also removes ancestors without copies that nothing else needs.
         """
         if self.any_part[rows].any():
             raise RuntimeError(f"of {len(rows)} rows to be removed, row {rows[self.any_part[rows] != 0][0]} has copies")
@@ -195,9 +169,9 @@ class Structure(EvictionColumns):
         self.remove_bare(np.unique(parents[self.any_part[parents] == 0])[::-1].tolist())
 
     def remove_bare(self, rows: Iterable[int]) -> int:
-        """Forgets those of `rows` that have no copy and are removable, and ancestors that stayed only for their sake.
+        """Removes the `rows` that are removable and have no copy, and then ancestors without copies.
 
-        Returns how many blocks went; 1 us each.
+        Returns the number of removed blocks; takes 1 us each.
         """
         any_part, children, keep = self.any_part.data, self.children.data, self.keep.data
         namespace, parent, pinned = self.namespace.data, self.parent.data, self.pinned.data
@@ -218,20 +192,20 @@ class Structure(EvictionColumns):
 
     def _forget(self, rows: Rows, parents: Rows) -> None:
         self._keys.remove_all(rows)
-        if self.has_priorities:  # without copies, nothing of them is in `retained_bytes`
+        if self.has_priorities:  # blocks without copies have no `retained_bytes`
             self.prioritize(rows[self.priority[rows] != 0], 0, 0.0)
         self._count_blocks(self.namespace[rows], -1)
         self.namespace[rows] = NOWHERE
         self.generation[rows] += 1
         self.free.extend(rows.tolist())
-        stays = self.namespace[np.maximum(parents, 0)] != NOWHERE  # of a parent that goes too nobody reads the list
+        stays = self.namespace[np.maximum(parents, 0)] != NOWHERE  # the lists of removed parents are not read any more
         unlink_all(self, rows[stays], parents[stays])
 
 
 def _first_repeated(keys: npt.NDArray[np.uint8]) -> int:
-    """How many keys, from the first on, are all different."""
+    """The number of keys before the first one that repeats an earlier one."""
     halves = np.ascontiguousarray(keys).view(np.uint64)
     order = np.lexsort((halves[:, 0], halves[:, 1]))
     same = (halves[order[1:]] == halves[order[:-1]]).all(axis=1)
-    again = order[1:][same]  # `order` is stable: of equal keys the later one
+    again = order[1:][same]  # `order` is stable, so this is the later of equal keys
     return int(again.min()) if len(again) else len(keys)

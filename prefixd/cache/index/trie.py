@@ -1,26 +1,25 @@
-"""The prefix trie: which blocks exist, what they continue, and where their bytes are.
+"""The prefix trie: the cached blocks, their parents, and the tiers that have their bytes.
 
-One trie holds all namespaces of one geometry (tokens a block; bytes and rule of each part). It is a table: a block is a
+One trie has all namespaces of one geometry (tokens a block; bytes and rule of each part). It is a table: a block is a
 row, a column is a numpy array, so that matching compares the tokens of a whole prompt, and eviction scans a whole tier,
 in one call. Each file of the table has the columns of one subject:
 
-    trie_table    memory of the columns, rows given out again
+    trie_table    memory of the columns, reuse of rows
     block_table   the geometry
-    priorities    what callers want kept
-    copies        what each tier has
-    eviction      what may go
-    structure     which blocks exist, by key and by what they continue
+    priorities    priorities of blocks
+    copies        the parts that each tier has
+    eviction      which copies may be evicted
+    structure     blocks by key, parents and children
     trie          matching
 
 The trie is *node-closed*: a block has a row only if every block before it has one. The *bytes* of a row may be missing,
-all of them or those of some KV groups, where the groups' rules do not need them (`rules/`). A prefix can be used
-when every group's rule allows its length.
+all of them or those of some KV groups, if the groups' rules do not need them (`rules/`). A prefix can be used if every
+group's rule allows its length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -40,21 +39,8 @@ from prefixd.cache.index.trie_table import NO_SLOT as NO_SLOT
 from prefixd.cache.index.trie_table import TIERS as TIERS
 from prefixd.cache.rules import Bools, GroupMask, GroupRule, longest_prefix, possible_lengths
 
-_WALK_STEPS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix of a prompt: one row a block, from the first block on."""
-
-    rows: Rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
 Observer = Callable[["Trie", "int | Rows"], None]
-"""Told of the rows whose blocks can be had from other tiers than before, perhaps; it looks at them later."""
+"""Called with rows whose tiers may have changed; it reads them later."""
 
 
 class Trie(Structure):
@@ -77,28 +63,21 @@ class Trie(Structure):
         super().__init__(block_tokens, part_bytes, rules)
         self.ordinal = ordinal
         self.refused: dict[int, int] = {}
-        """Rows, with their generations, from which on no prompt goes on: their bytes are wrong (`RefusedBlocks`)."""
+        """Row -> generation of blocks with wrong bytes (`RefusedBlocks`); no prompt matches from there on."""
 
     def reshape(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule]) -> None:
-        """Becomes a trie of another geometry; it has no blocks, and no namespace of its old geometry is known."""
+        """Changes the geometry of a trie without blocks; no namespace of the old geometry is registered any more."""
         if len(self):
-            raise RuntimeError(f"trie {self.ordinal} was to get another geometry while it has {len(self)} blocks")
+            raise RuntimeError(f"trie {self.ordinal} cannot get another geometry: it has {len(self)} blocks")
         self._set_geometry(block_tokens, part_bytes, rules)
         self._set_widths(block_tokens, len(part_bytes), len(self.groups))
 
     # -- finding ------------------------------------------------------------------------------------------------
 
-    def match(self, root: int, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest prefix of `chain`, at most `limit` blocks, that every KV group's rule allows.
-
-        It holds the event loop for some 0.5 us a block: see `paths.find_path` for prompts of any length.
-        """
-        return Match(self.usable(self.nodes(root, chain, limit)))
-
     def nodes(self, root: int, chain: BlockChain, limit: int | None = None, known: Rows | None = None) -> Rows:
-        """The rows of the first blocks of `chain`, at most `limit`, wherever their bytes are or are not.
+        """The rows of the first blocks of `chain`, at most `limit`, with or without bytes.
 
-        `known` are the rows of its first blocks, if any are known: the search goes on behind them.
+        `known` are the rows of its first blocks as far as they are known: the search begins behind them.
         """
         begin = [np.empty(0, np.int64)] if known is None else [known]
         slices = [*begin, *self.walk(root, chain, limit, known)]
@@ -106,19 +85,19 @@ class Trie(Structure):
         return full[0] if len(full) == 1 else np.concatenate(slices)
 
     def walk(self, root: int, chain: BlockChain, limit: int | None = None, known: Rows | None = None) -> Iterator[Rows]:
-        """`nodes`, but those `known`, in slices of 2,048 blocks or a little more; the last one has fewer, or none.
+        """As `nodes`, without `known`, in slices of 2,048 blocks or a little more; the last one has fewer, or none.
 
-        Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
-        out another prompt's KV.
+        Keys lead to candidates, whose token ids and parents are compared. So a collision of keys never returns another
+        prompt's KV.
 
-        Blocks that were given out may go between two slices: compare the generations of their rows at the end.
+        Blocks may be removed between two slices: compare the generations of their rows at the end.
         """
         before, start = root, 0
         if known is not None and len(known):
             before, start = int(known[-1]), len(known)
         batches: list[Rows] = []
         blocks = 0
-        find_all = partial(self._keys.find_masked, self._masks, _namespace_of(root))
+        find_all = partial(self.find_all, -1 - root)  # the root says which namespace
         for rows in chain.walk_batches(find_all, len(chain) if limit is None else limit, start):
             batches.append(rows)
             blocks += len(rows)
@@ -132,10 +111,10 @@ class Trie(Structure):
         yield self._verified(before, chain, start, np.concatenate([np.empty(0, np.int64), *batches]))
 
     def _verified(self, before: int, chain: BlockChain, start: int, rows: Rows) -> Rows:
-        """The beginning of `rows` that really is this chain's from block `start` on, which continues row `before`."""
+        """The beginning of `rows` that has the tokens of this chain from block `start` on, and `before` as parent."""
         if not len(rows):
             return rows
-        good = (self.tokens[rows] == chain.rows[start : start + len(rows)]).all(axis=1)
+        good = (self.tokens[rows] == chain.token_rows[start : start + len(rows)]).all(axis=1)
         parents = self.parent[rows]
         good[0] &= parents[0] == before
         good[1:] &= parents[1:] == rows[:-1]
@@ -146,7 +125,7 @@ class Trie(Structure):
 
         Args:
             path: rows from the first block on.
-            available: [len(path)] groups that count as there; by default those that some tier offers.
+            available: [len(path)] groups that count as available; by default those that are in some tier.
         """
         if self.refused:
             path = path[: self.unrefused(path)]
@@ -157,15 +136,14 @@ class Trie(Structure):
         return path if good.all() else path[: int(good.argmin())]
 
     def usable_lengths(self, path: Rows) -> Bools:
-        """[len(path) + 1]: after which lengths of `path`, the rows of a prompt from its first block on, every group
-        lets a prompt continue, by what the tiers offer."""
+        """[len(path) + 1]: which lengths of `path`, a prompt's rows from its first block on, every group allows."""
         usable = possible_lengths(self.groups, self.available[path])
         if self.refused:
             usable[self.unrefused(path) + 1 :] = False
         return usable
 
     def unrefused(self, rows: Rows, first_block: int = 0) -> int:
-        """How many of the rows of a prompt from `first_block` on come before one that is refused."""
+        """The number of rows, of a prompt from `first_block` on, before the first refused one."""
         there = (row for row, generation in self.refused.items() if self.generation[row] == generation)
         places = ((row, int(self.depth[row]) - first_block) for row in there)
         return min((at for row, at in places if 0 <= at < len(rows) and rows[at] == row), default=len(rows))
@@ -176,18 +154,13 @@ class Trie(Structure):
         return lacking
 
     def missing(self, rows: Rows, tier: int, wanted: GroupMask | None = None) -> Rows:
-        """The rows of which `tier` lacks a `wanted` group; any group by default."""
+        """The rows for which `tier` lacks a `wanted` group; any group by default."""
         chosen: Rows = rows[self.lacking(rows, tier, wanted) != 0]
         return chosen
 
     def distances(self, path: Rows) -> npt.NDArray[np.int8]:
-        """[len(path)]: the tier from which each block of a usable prefix has to be brought, the nearest where it has
-        bytes that the prefix needs; 0 for a block of which nothing is needed."""
+        """[len(path)]: the tier from which each block of a usable prefix must be loaded: the nearest one with the bytes
+        that the prefix needs; 0 for a block without needed bytes."""
         if not self.has_rules:
             return self.nearest[path]
         return self._nearest(path, self.needed(len(path)))
-
-
-def _namespace_of(root: int) -> int:
-    """The namespace whose first blocks have this root for a parent."""
-    return -1 - root

@@ -13,11 +13,11 @@ from prefixd.cache.index.keys.key_index import KeyIndex, Rows, process_masks
 
 TIERS = 4
 NO_SLOT = -1
-NOWHERE = -1  # namespace of a row that had a block and has none
+NOWHERE = -1  # namespace of a row whose block was removed
 
 
 class TrieTable:
-    """Columns, of which all below `rows` are valid, and rows that are given out again when they are free.
+    """Columns, valid below `rows`, and the free rows among them, which are used again.
 
     Args:
         block_tokens: tokens a block.
@@ -46,23 +46,23 @@ class TrieTable:
         self.keep = np.empty(0, np.int32)
         self.pinned = np.empty(0, np.bool_)
         self.last_used = np.empty(0, np.float64)
-        self.uses = np.empty(0, np.uint8)  # how often it was asked for again; 255 stands for more
+        self.uses = np.empty(0, np.uint8)  # uses after the first; 255 means 255 or more
         self.any_part = np.empty(0, np.uint8)  # tiers that have any part, a bit each
         self.available = np.empty(0, np.uint8)  # KV groups that some tier offers, a bit each
         self.expired = np.empty(0, np.uint8)  # KV groups that only shorter prefixes need
         self.nearest = np.empty(0, np.int8)
-        self.priority = np.empty(0, np.int8)  # what somebody asked for, until `priority_until`
+        self.priority = np.empty(0, np.int8)  # given by a caller, valid until `priority_until`
         self.priority_until = np.empty(0, np.float64)  # seconds of the cache's clock
-        self.retained_groups = np.empty(0, np.uint8)  # with a priority above 0: those with bytes
+        self.retained_groups = np.empty(0, np.uint8)  # groups with bytes, if the priority is above 0
         self.there = _by_tier(0, (), np.uint8)  # KV groups of which the tier has every part
         self.tier_children = _by_tier(0, (), np.int32)
         self.entered = _by_tier(0, (), np.float64)
         self.rank = _by_tier(0, (), np.float64)  # the eviction policy's own number
 
     def _set_widths(self, block_tokens: int, parts: int, groups: int) -> None:
-        """Makes the columns anew that are as wide as blocks have tokens, parts or groups; no row holds a block.
+        """Makes the columns anew whose width is the tokens, parts or groups of a block; no row has a block.
 
-        The others stay: who knows a block that has gone, by its row and generation, takes no other one for it.
+        The other columns stay, so that a row and generation of a removed block never match another block.
         """
         self.tokens = np.empty((0, block_tokens), np.uint32)
         self.slots = _by_tier(0, (parts,), np.int64)
@@ -76,32 +76,28 @@ class TrieTable:
         self.slots[: self.rows] = NO_SLOT
 
     def blocks_of(self, namespace: int) -> int:
-        """How many rows hold a block of a namespace."""
+        """The number of blocks of a namespace."""
         return int(self._blocks_of[namespace]) if namespace < len(self._blocks_of) else 0
 
     def blocks_by_namespace(self) -> npt.NDArray[np.int64]:
-        """`blocks_of` all namespaces, by ordinal; a copy."""
+        """The number of blocks of each namespace, by ordinal; a copy."""
         return self._blocks_of.copy()
 
     def _count_blocks(self, namespaces: npt.NDArray[Any], change: int) -> None:
-        """Counts blocks that come (1) or go (-1), each of a namespace."""
+        """Counts added (1) or removed (-1) blocks, given the namespace of each."""
         if (most := int(namespaces.max(initial=-1)) + 1) > len(self._blocks_of):
             more = np.zeros(most + 64 - len(self._blocks_of), np.int64)
             self._blocks_of = np.concatenate([self._blocks_of, more])
         np.add.at(self._blocks_of, namespaces, change)
 
-    def used_rows(self) -> Rows:
-        """All rows that hold a block."""
-        return np.flatnonzero(self.namespace[: self.rows] != NOWHERE)
-
     def reserve(self, rows: int) -> None:
-        """Makes room for so many more blocks."""
+        """Makes room for `rows` more blocks."""
         needed = self.rows + rows - len(self.free)
         if needed > self._capacity:
             self._grow(max(1024, needed + needed // 2))
 
     def take_rows(self, count: int) -> Rows:
-        """Rows for new blocks: free ones, as they were left, then ones in which all is 0."""
+        """Rows for new blocks: free rows with old values first, then new rows with all columns 0."""
         self.reserve(count)
         kept = max(len(self.free) - count, 0)
         old = np.array(self.free[kept:], np.int64)[::-1]
@@ -120,7 +116,7 @@ class TrieTable:
 
 
 def _by_tier(rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A column of 0 for each tier, [rows, TIERS, *shape]; where a tier never writes, it takes no memory."""
+    """Zeros, [rows, TIERS, *shape]; a tier that is never written takes no memory."""
     return np.zeros((TIERS, rows, *shape), dtype).swapaxes(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Slots in a memory tier: free ones, or those of blocks that leave for them."""
+"""Allocates slots in a memory tier, and evicts blocks if no slot is free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -26,25 +25,20 @@ _ALLOCATED_AT_ONCE = 2048  # slots: a millisecond or two on the event loop
 _EVICTED_AT_ONCE = 384
 
 
-def _demand() -> Movement:
-    return Movement(Urgency.DEMAND)
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """For what slots are allocated.
+    """The purpose of an allocation, and its limits.
 
     Attributes:
-        movement: what they are for; by default somebody waits for them.
-        tenant: whom they are for; None: nobody in particular. A tenant never gets above its most; before that its own
-            blocks go.
-        account: has their bytes; `TenantUse.moving` by default.
-        limit: bytes that may be allocated beside what is; asked whenever something is about to be; None: any.
-        ahead: spare copies of blocks that are in a tier above as well: they were made ahead of need, too, and one such
-            copy must not cost another.
+        movement: the movement that needs the slots; by default one that a caller waits for.
+        tenant: the owner; None: no tenant in particular. At its limit a tenant loses its own blocks.
+        account: counts their bytes; `TenantUse.moving` by default.
+        limit: returns how many more bytes may be allocated, called before each allocation; None: no limit.
+        ahead: do not evict copies of blocks that are in a tier above as well: they were made ahead of need, and one
+            copy ahead of need must not cost another.
     """
 
-    movement: Movement = field(default_factory=_demand)
+    movement: Movement = field(default_factory=lambda: Movement(Urgency.DEMAND))
     tenant: Tenant | None = None
     account: Account | None = None
     limit: Callable[[], int | None] | None = None
@@ -55,11 +49,11 @@ class Allocation:
     """Allocates slots.
 
     Args:
-        placement: what is where.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
         room: makes room.
-        checksums: their blocks are held, and may go afterwards.
-        working: around what has slots in hand that nothing else accounts for.
+        checksums: its tasks hold blocks that may be evicted afterwards.
+        working: a context for work with slots that are recorded nowhere else.
     """
 
     def __init__(
@@ -80,14 +74,14 @@ class Allocation:
     async def allocate(
         self, tier: MemoryTier, sizes: Sequence[int], blocks: int, claim: Claim | None = None, near: Sequence[int] = ()
     ) -> Slots:
-        """Slots in flight for up to `blocks` blocks in a memory tier, evicting what may go; fewer if need be.
+        """Allocates slots for up to `blocks` blocks in a memory tier, evicting blocks; fewer if room is short.
 
         Args:
             tier: where.
             sizes: bytes of each of the p parts of a block.
             blocks: how many.
-            claim: what they are for.
-            near: slots [p] of a block of the same prefix, close to which the new ones should lie; NO_SLOT for none.
+            claim: their purpose and limits.
+            near: slots [p] of a block of the same prefix, to allocate close to; NO_SLOT for none.
 
         Returns:
             [m, p], m <= blocks.
@@ -102,7 +96,7 @@ class Allocation:
             account = self._use.moving(tenant, tier)
         hint = np.array(near, np.int64) if len(near) else None
         at_once = max(1, _ALLOCATED_AT_ONCE // len(sizes))
-        with self._working():  # these slots are in nobody's book until this returns
+        with self._working():  # no other structure has these slots until this returns
             try:
                 while count < blocks and not claim.movement.dropped:
                     lacking = blocks - count
@@ -127,8 +121,10 @@ class Allocation:
     async def _make_room(
         self, tier: MemoryTier, sizes: Sequence[int], allowed: int, lacking: int, claim: Claim
     ) -> bool:
-        """Makes room for some of the `lacking` blocks; whether there may be room now. `allowed`: of these, as many as
-        the tenant may still have."""
+        """Makes room for some of the `lacking` blocks; returns whether there may be room now.
+
+        `allowed`: how many of them the tenant may still have.
+        """
         hashing = set(self._checksums.tasks)  # their blocks are held
         want = min(allowed or lacking, _EVICTED_AT_ONCE)
         if await self._room.make(tier, sizes, want, claim.movement, claim.tenant, ahead=claim.ahead, own=not allowed):
@@ -148,18 +144,18 @@ class Allocation:
         near: Sequence[int] = (),
         beside: int = 0,
     ) -> list[int] | None:
-        """Frames of the compute tier in flight, `count` times one or more for each of `widths`; all or none.
+        """Allocates slots of `widths` frames each, `count` times, in the compute tier; all, or None.
 
         Args:
-            count: how often.
-            widths: frames side by side of each slot, as a block's parts take them (`KvShape.block_widths`).
-            tenant: whom they are for, to keep as long as it likes; the default one by default.
+            count: how many of each width.
+            widths: adjacent frames of each slot, one for each part of a block (`KvShape.block_widths`).
+            tenant: the owner, which may keep them as long as it likes; the default tenant by default.
             near: slots [widths] of the same prefix, see `allocate`.
-            beside: frames that are taken next. Nothing is evicted when not all, these included, can be had; where parts
-                of several sizes share large pages that is an estimate.
+            beside: frames that the caller needs next. Blocks are evicted only if all frames, including these, can be
+                freed; an estimate if parts of several sizes share large pages.
 
         Returns:
-            Of each slot the first frame.
+            The first frame of each slot.
         """
         if not count or not widths:
             return []
@@ -172,9 +168,14 @@ class Allocation:
             limits.append((wanted - room, True))
         for lacking, own in limits:
             if lacking > 0:
-                losses, weigh = self._use.losses(tenant, tier, own=own), partial(_bytes_of_part, tier)
+                losses = self._use.losses(tenant, tier, own=own)
                 may_sink = self._tiers.below(tier) is not None
-                if not await can_free(self._tries, tier.level, lacking, demotable=may_sink, weigh=weigh, losses=losses):
+                if not await can_free(
+                    *(self._tries, tier.level, lacking),
+                    demotable=may_sink,
+                    weigh=lambda nbytes: tier.footprint((nbytes,)),
+                    losses=losses,
+                ):
                     return None
         claim = Claim(tenant=tenant, account=self._use.granted(tenant, tier))
         slots = await self.allocate(tier, sizes, count, claim, near)
@@ -183,7 +184,3 @@ class Allocation:
             return None
         frames: list[int] = slots.ravel().tolist()
         return frames
-
-
-def _bytes_of_part(tier: MemoryTier, nbytes: int) -> int:
-    return tier.footprint((nbytes,))

@@ -9,8 +9,8 @@ while its first ones are on disk. Example, a tier of 8 blocks and a prompt of 12
     held for 8 blocks           h h h h h h h h             8 to b may go
     in the tier                 x x x x x x x x
 
-Each time that room runs out the hold is cut to the blocks that fit where it has bytes in the tier. Each cut makes it
-shorter, so they end. Nobody waits for what others hold, so prefixes that share the tier never wait for each other.
+Each time that room runs out, the hold is cut to the blocks that fit into the room of the bytes it has in the tier. Each
+cut makes it shorter, so the loop ends. No prefix waits for blocks that another one holds, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prefixd.cache.placement.holds import Hold
 from prefixd.cache.rules import GroupMask, needed_bytes
 from prefixd_swap.tiers import Int64s, MemoryTier
 
-_IN_VAIN = 3  # cuts after which no block more had come
+_IN_VAIN = 3  # cuts after which no further block had arrived
 
 Bring = Callable[[Trie, Rows, MemoryTier, GroupMask | None], Awaitable[int]]
 """(trie, rows, tier, wanted): see `Mover.bring`."""
@@ -39,10 +39,10 @@ class Reader:
 
     Attributes:
         trie: the blocks' trie.
-        path: [n] the prefix from its first block on. The rules say what a reader of these n blocks needs.
-        first_block: the reader has what is before it.
-        end: nothing is read from here on.
-        slice_only: the rest of `path` is read by other leases. Else the prompt goes on behind `end`, which has to be a
+        path: [n] the prefix from its first block on. The rules say which bytes a reader of these n blocks needs.
+        first_block: the reader has the blocks before it.
+        end: the reader needs no block from here on.
+        slice_only: other leases read the rest of `path`. Otherwise the prompt continues behind `end`, which must be a
             length that the rules allow.
     """
 
@@ -54,7 +54,7 @@ class Reader:
 
     @property
     def rows(self) -> Rows:
-        """The blocks that are read."""
+        """The blocks to read."""
         return self.path[self.first_block : self.end]
 
     @property
@@ -70,11 +70,11 @@ class Reader:
         return replace(self, path=path, end=len(path))
 
     def cut_to_bytes(self, room_bytes: int, nbytes: Int64s) -> Reader:
-        """The longest reader, shorter than this one, that needs at most so many bytes.
+        """The longest reader, shorter than this one, that needs at most `room_bytes`.
 
         Args:
-            room_bytes: the most.
-            nbytes: [groups, len(rows)], what each group of each block takes of the room.
+            room_bytes: the limit.
+            nbytes: [groups, len(rows)], bytes of the room that each group of each block takes.
         """
         shorter = max(self.end - 1, self.first_block)
         if self.slice_only:
@@ -89,16 +89,16 @@ class Reader:
 
 
 class Beginning:
-    """Holds in the shared tier what a reader needs, and, once `bring` has returned, has it there.
+    """Holds the bytes that a reader needs in the shared tier; they are there when `bring` has returned.
 
-    `reader` may be a shorter one by then. The hold begins at once; it is not counted, since it ends soon, or becomes a
+    `reader` may be a shorter one by then. The hold begins at once. It is not counted, since it ends soon or becomes a
     lease.
 
     Args:
         mover: brings blocks.
-        owner: who holds, for people.
-        reader: what is read.
-        uncut: those that have not been short of room yet, and hold all that they want; this one is added.
+        owner: name of the hold.
+        reader: the blocks to read.
+        uncut: beginnings that have not run out of room yet and hold all their blocks; this one is added.
     """
 
     def __init__(self, mover: Mover, owner: str, reader: Reader, uncut: set[Beginning]) -> None:
@@ -106,33 +106,36 @@ class Beginning:
         self._tier = mover.tiers.shared
         self._owner = owner
         self._uncut = uncut
-        self._looked = asyncio.Event()  # set when it is not uncut any more
+        self._left_uncut = asyncio.Event()  # set when it is not uncut any more
         self.reader = reader
         self.hold = self._hold(reader)
         uncut.add(self)
 
     async def bring(self, bring: Bring | None = None, give_way: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Brings the longest beginning that fits. Where it fails, nothing is held.
+        """Brings the longest beginning that fits. If it fails, nothing is held.
 
         Args:
-            bring: does it; `Mover.bring` by default.
-            give_way: called when room is short for the first time: whether others have let go of some.
+            bring: brings blocks; `Mover.bring` by default.
+            give_way: called when room runs out for the first time; returns whether others have released some.
         """
         bring = bring or self._mover.bring
         waits, there, in_vain = True, -1, 0
         try:
-            while (came := await self._bring_held(bring)) < len(self.hold.rows):
+            while True:
+                came = await bring(self.hold.trie, self.hold.rows, self._tier, self.hold.wanted)
+                if came == len(self.hold.rows):
+                    break
                 in_vain = 0 if came > there else in_vain + 1
                 there = came
                 if give_way is not None and await give_way():
                     pass
                 elif self in self._uncut:
                     self.cut(self._fitting())
-                    self._looks()
-                elif waits and (others := self._who_let_go_soon()):
-                    await asyncio.wait([asyncio.ensure_future(other._looked.wait()) for other in others])
+                    self._leave_uncut()
+                elif waits and (others := self._uncut_of_same_prompt()):
+                    await asyncio.wait([asyncio.ensure_future(other._left_uncut.wait()) for other in others])
                     waits = False
-                elif in_vain >= _IN_VAIN:  # it is not for want of room: the next block is damaged, or cannot be read
+                elif in_vain >= _IN_VAIN:  # room is not the cause: the next block is damaged or cannot be read
                     self.cut(self.reader.cut(self.reader.first_block + came))
                 else:
                     self.cut(self._fitting())
@@ -141,18 +144,15 @@ class Beginning:
             self.hold.end()
             raise
         finally:
-            self._looks()
+            self._leave_uncut()
 
-    async def _bring_held(self, bring: Bring) -> int:
-        return await bring(self.hold.trie, self.hold.rows, self._tier, self.hold.wanted)
-
-    def _looks(self) -> None:
+    def _leave_uncut(self) -> None:
         self._uncut.discard(self)
-        self._looked.set()
+        self._left_uncut.set()
 
-    def _who_let_go_soon(self) -> list[Beginning]:
-        """Those that hold more blocks of the same prompt than they will when they find that room is short. They wait
-        for nobody."""
+    def _uncut_of_same_prompt(self) -> list[Beginning]:
+        """Other uncut beginnings of the same prompt. They release blocks when they run out of room, and do not wait
+        before."""
         trie, first = self.reader.trie, self.reader.path[:1].tolist()
         return [
             other
@@ -161,20 +161,20 @@ class Beginning:
         ]
 
     def cut(self, reader: Reader) -> None:
-        """Holds for a shorter reader."""
+        """Replaces the hold with that of a shorter reader."""
         longer, self.hold, self.reader = self.hold, self._hold(reader), reader
         longer.end()
 
     def keep(self) -> Hold:
-        """What is held now, as a hold that is counted."""
+        """Counts the hold from now on and returns it."""
         self.hold.count_in(self._tier)
         return self.hold
 
     def _fitting(self) -> Reader:
-        """The longest reader that fits where this one alone has bytes in the tier.
+        """The longest reader that fits into the room of the bytes that only this one has in the tier.
 
-        What leases hold, too, stays there in any case. Those who look for room at this moment, perhaps for the same
-        blocks, count as letting go: each of them comes to the same beginning.
+        Bytes that leases hold too stay in any case, so they need no room. Holds of other beginnings, perhaps
+        of the same blocks, are ignored: each of them computes the same length.
         """
         trie, reader = self.reader.trie, self.reader
         rows, wanted = reader.rows, reader.wanted

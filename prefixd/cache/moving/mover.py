@@ -1,14 +1,14 @@
-"""Copies between the tiers: whoever wants a block somewhere asks here.
+"""Moves blocks between the tiers.
 
-Demotion goes down a tier at a time, promotion straight to the tier that wants the block (paper
-`prefix_cache_long_term_memory`, IV.B). All of it is driven from the event loop; only the bytes move elsewhere, in the
-order of their urgency (`swap/transfers`). A row that takes part in a copy is held in the copy's source tier meanwhile.
+A demotion goes down a tier at a time, a promotion straight to the tier that needs the block (paper
+`prefix_cache_long_term_memory`, IV.B). The event loop controls all of it; `swap/transfers` moves the bytes, the
+most urgent first. A row is held in the source tier while it is copied.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,6 @@ from prefixd.base.long_work.pacer import give_way
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache.disk.checksums import Checksums
 from prefixd.cache.disk.copies import DiskCopies
-from prefixd.cache.disk.records import Identity
 from prefixd.cache.disk.writes import Write
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.moving.allocation import Allocation
@@ -39,25 +38,25 @@ from prefixd_swap.transfers import PIECE_BYTES, Urgency
 T = TypeVar("T")
 
 _DURABLE_BYTES = 32 << 20
-"""What is written and synced together where somebody waits until it is durable. A sync of data and index costs as much
-as 6 MiB: pieces of 4 MiB, as others have, make half as much durable in a second."""
-_MOVED_AHEAD = 2  # movements of one caller under way: one's last piece does not keep the next one's first waiting
+"""Bytes that are written and synced together if a caller waits for them. A sync of data and index costs as much as
+6 MiB, so the pieces of 4 MiB of other writes would make half as much durable in a second."""
+_MOVED_AHEAD = 2  # movements of one caller under way: the next starts before the last piece of the first has arrived
 
 
 class Mover:
-    """Brings blocks to the tier that wants them and decides who leaves a full one.
+    """Brings blocks to the tier that needs them, writes them to disk, and makes room.
 
     Args:
         tiers: the memory, and the transfers.
         tries: all tries, by ordinal; the list grows as geometries are registered.
         namespaces: for the ids on disk.
         engine: copies between memory spans.
-        policy: who goes first.
+        policy: orders evictions.
         clock: seconds; passed in so that tests own the time.
-        uses: how often blocks were asked for; told of all that happens to them.
-        admit_uses: see `Placement`.
-        remote: how the remote tier is used, where there is one.
-        tenants: whom the blocks belong to.
+        uses: counts the uses of blocks.
+        admit_uses: a block is written to disk after this many uses.
+        remote: settings of the remote tier, if there is one.
+        tenants: the owners of blocks.
     """
 
     def __init__(
@@ -98,37 +97,37 @@ class Mover:
         self._tasks: set[asyncio.Task[object]] = set()
         self._probing: asyncio.Task[None] | None = None
         self.demanded_writes = 0
-        """Writes to disk under way that somebody waits for; `changed` is set when one ends."""
+        """Writes to disk under way that a caller waits for; `changed` is set when one ends."""
         self._working = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Blocks, and their bytes, that wait in the shared tier to be written to disk."""
+        """The number of blocks that wait in the shared tier to be written to disk, and their bytes."""
         if self.tiers.durable is None:
             return 0, 0
-        return self.placement.queued_blocks, self.placement.queued_bytes
+        return self.placement.queued_blocks, self.placement.queued_bytes_of.total()
 
     @property
     def epoch(self) -> int:
-        """Grows with every change of what is where."""
+        """Grows with every change of a copy."""
         return self.placement.epoch
 
     def start_probing(self) -> asyncio.Task[None]:
-        """Has a background task try a disk tier in trouble until it works again; it ends with `close`."""
+        """Starts the background task that probes the disk after a failure; it ends with `close`."""
         self._probing = asyncio.create_task(self.disk.health.watch(), name="disk-probe")
         return self._probing
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is under way that holds blocks or has slots in hand, besides leases and requests."""
+        """Whether no work is under way that holds blocks or has slots, except leases and requests."""
         changing = self.room.making or self.disk.changing
         return not (self._working or self._moving or self._tasks or self.checksums.tasks or changing)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around work that holds blocks or has slots in hand across an await."""
+        """A context for work that holds blocks or has slots across an await."""
         self._working += 1
         self._idle.clear()
         try:
@@ -139,7 +138,7 @@ class Mover:
                 self._idle.set()
 
     async def idle(self) -> None:
-        """Returns when no such work is under way."""
+        """Waits until no work in `working` is under way."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -166,7 +165,7 @@ class Mover:
     # -- room ---------------------------------------------------------------------------------------------------
 
     async def send_down(self, owner: str, trie: Trie, rows: Rows, tier: MemoryTier) -> int:
-        """Sends blocks out of `tier`, as urgently as somebody waits for their room; see `Room.send_down`.
+        """Evicts chosen blocks from `tier` at DEMAND urgency; returns how many were copied down (`Room.send_down`).
 
         Raises:
             SwapError: a copy failed; the blocks stay where they are.
@@ -192,35 +191,35 @@ class Mover:
     ) -> int:
         """Brings `rows` (held in `tier` by the caller) into `tier`; returns how many, from the first, are there.
 
-        Movements that are under way already are joined, and made as urgent, not repeated (the paper's lock on a prefix,
-        V.D). So are movements to the shared tier, from which the rest of the way is short: nothing is read from disk
-        twice. What nobody waits for any more, because its callers were cancelled, is dropped.
+        Joins movements that are under way already and makes them as urgent, instead of repeating them (the paper's lock
+        on a prefix, V.D). It joins movements to the shared tier too, so that a block is not read from disk twice: the
+        rest of the way is short. A movement is dropped when all its callers were cancelled.
 
         Args:
             trie: the blocks' trie.
             rows: [m] blocks.
             tier: where to.
             wanted: [m] KV groups of each that have to be there; all by default.
-            urgency: how urgent it is for this caller; asked for each movement that begins, where it may change.
-            due_s: when he wants it, on the clock of the transfers: of equally urgent movements the first one due goes
-                first.
+            urgency: the urgency for this caller; a function is called for each movement that begins.
+            due_s: when the caller needs the blocks, on the clock of the transfers: of equally urgent movements the
+                first one due goes first.
         """
         if wanted is None:
             wanted = np.full(len(rows), trie.all_groups, np.uint8)
         urgency_now = urgency if callable(urgency) else partial(Urgency, urgency)
         while await self._bring_once(trie, rows, tier, wanted, urgency_now, due_s):
-            pass  # what others bring may be other KV groups of the same block
+            pass  # others may have brought other KV groups of the same blocks
         there = trie.lacking(rows, tier.level, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
 
     def hurry(self, trie: Trie, rows: Rows, tier: MemoryTier) -> None:
-        """Somebody waits for `rows` by now: their movements to `tier` that are under way become DEMAND."""
+        """Raises movements of `rows` to `tier` that are under way to DEMAND, since a caller waits for them now."""
         for row in rows.tolist():
             if (movement := self._coming(trie, row, tier)) is not None:
                 movement.raise_to(Urgency.DEMAND)
 
     def _coming(self, trie: Trie, row: int, tier: MemoryTier) -> Movement | None:
-        """What moves a row to `tier`, or to the shared tier on its way there."""
+        """The movement under way that brings a row to `tier`, or to the shared tier before."""
         movement = self._moving.get((trie.ordinal, row, tier.level))
         return movement or self._moving.get((trie.ordinal, row, self.tiers.shared.level))
 
@@ -233,9 +232,9 @@ class Mover:
         urgency: Callable[[], Urgency],
         due_s: float | None,
     ) -> bool:
-        """Moves what is lacking and nobody moves, some at a time, and waits for it and for what others move.
+        """Moves lacking blocks that are not being moved yet, some at a time, and waits for all of them.
 
-        Returns whether others moved some of it.
+        Returns whether others moved some of them.
         """
         own: list[Movement] = []
         others: set[Movement] = set()
@@ -245,7 +244,7 @@ class Mover:
                 while len(own) >= _MOVED_AHEAD:
                     short |= not await self._arrived(own.pop(0))
                 if short:
-                    break  # the first ones come first: no later one takes room that they lack
+                    break  # later blocks must not take room that these lack
                 here = slice(start, start + COPIED_AT_ONCE)
                 lacking = trie.lacking(rows[here], tier.level, wanted[here])
                 fresh: list[int] = []
@@ -272,7 +271,7 @@ class Mover:
     def _start(
         self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency, due_s: float | None
     ) -> Movement:
-        """Starts a movement that one caller has joined."""
+        """Starts a movement, which the caller has joined."""
         movement = Movement(urgency, due_s)
         movement.join(urgency, due_s)
         for row in rows.tolist():
@@ -281,7 +280,7 @@ class Mover:
         return movement
 
     async def _arrived(self, movement: Movement) -> bool:
-        """Waits for the end of a movement; whether all of it arrived.
+        """Waits for the end of a movement; returns whether all its blocks arrived.
 
         Raises:
             SwapError: it failed.
@@ -290,7 +289,10 @@ class Mover:
         return movement.task is not None and movement.task.result()
 
     async def _fetch(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, movement: Movement) -> bool:
-        """Brings `wanted` groups of `rows` to `tier`, each from the nearest tier that has it; whether all arrived."""
+        """Brings `wanted` groups of `rows` to `tier`, each from the nearest tier that has it.
+
+        Returns whether all arrived.
+        """
         sources: list[tuple[Tier, Rows, GroupMask]] = []
         left = wanted.copy()
         with ExitStack() as held:
@@ -329,37 +331,9 @@ class Mover:
         finally:
             if demanded:
                 self.demanded_writes -= 1
-                self.changed.set()  # write-back has what was left, and whoever waits for it has a look
+                self.changed.set()  # write-back continues with the rest, and callers that wait for it check again
         if evict and written < lacking:
             for tenant, its in self.use.by_owner(trie, rows):
                 if missing := self.disk.missing(trie, its):
                     self.lost[f"not written: {self.placement.why_unwritten(tenant, trie)}"] += missing
         return written
-
-    # -- forgetting ---------------------------------------------------------------------------------------------
-
-    async def forget(self, trie: Trie, rows: Sequence[int]) -> int:
-        """Drops different blocks, children before parents, from every tier; skips what is held, kept, pinned or has
-        other children.
-
-        It holds the event loop for some 10 us a block: see `background/forgetting.py` for many blocks.
-
-        Returns how many went, when their going is durable.
-
-        Raises:
-            StorageError: they are gone from memory, but the disk failed and they come back at the next start.
-        """
-        await self.checksums.wait_for_all()
-        went, on_disk = self.forget_in_memory(trie, rows)
-        await self.disk.removals.remove(trie, on_disk)
-        return went
-
-    def forget_in_memory(self, trie: Trie, rows: Sequence[int]) -> tuple[int, list[Identity]]:
-        """As `forget`, but those that were on disk are the caller's to remove there: they are returned, too."""
-        going = trie.all_removable(rows)
-        on_disk = self.disk.records.stored(trie, going)
-        if self.tiers.durable is not None and len(on_disk) < len(going):
-            self.lost["removed before it was written"] += len(going) - len(on_disk)
-        identities = self.disk.records.identities(trie, on_disk)
-        self.placement.discard(trie, going)
-        return len(going), identities

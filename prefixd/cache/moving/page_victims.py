@@ -1,12 +1,12 @@
-"""Who has to go when blocks of other sizes have the room: whole pages, those whose occupants are worth least.
+"""Chooses whole pages to evict if blocks of other sizes take the room: the pages whose blocks are worth least.
 
-A page has slots of one size. Where a tier holds blocks of several sizes, room for one of them may mean that a page of
-another has to be emptied (Jenga, sections 4.3 and 5.4). Here every slot in the tier gets a worth from the eviction
-policy, and `swap/pages` says which single slots, or whole pages, make room at the least cost.
+A page has slots of one size. If a tier holds blocks of several sizes, a page of one size may have to be emptied to make
+room for another size (Jenga, sections 4.3 and 5.4). Each slot in the tier gets a worth from the eviction policy, and
+`swap/pages` chooses the single slots, or whole pages, that make room at the least cost.
 
-Of blocks that are worth the same, as those of a prompt that was used as a whole, the last goes first. A page may have a
-block that others continue, which lie elsewhere. It goes all the same: with LRU they are worth no more than it, and
-where its last copy goes, its row stays in the trie for as long as they do.
+Blocks of a prompt that was used as a whole are worth the same; the last block goes first. A page may contain a block
+with children in other pages. It is evicted too: with LRU its children are worth no more, and if its last copy is
+dropped, its row stays in the trie as long as they do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefixd_swap.pages.page_eviction import Allow
 
 _ATTEMPTS = 3
 _BARE_AT_ONCE = 256
-"""Records without bytes that go in one call, of each slice: some milliseconds on the event loop."""
+"""Records without bytes that are dropped in one call, for each slice: some milliseconds on the event loop."""
 
 Choose = Callable[
     [int, int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_], Allow | None],
@@ -42,7 +42,7 @@ see `swap/page_eviction`."""
 
 
 def has_other_sizes(tries: Sequence[Trie], tier: int, sizes: Sequence[int]) -> bool:
-    """Whether `tier` may hold slots of other sizes than those of parts of `sizes` bytes, or of several."""
+    """Whether `tier` may hold slots of several sizes, including those for parts of `sizes` bytes."""
     wanted = {round_to_slot(size) for size in sizes}
     held = {
         round_to_slot(nbytes)
@@ -62,24 +62,23 @@ async def find_page_victims(
     for_thread: Callable[[], Choose] | None = None,
     limits: Limits = no_limits,
 ) -> list[tuple[Trie, Rows]]:
-    """The blocks that have to leave a tier so that `want` blocks with parts of `sizes` bytes have room, by trie, each
-    trie's children before their parents.
+    """The blocks that must leave a tier to make room for `want` blocks with parts of `sizes` bytes, by trie, children
+    before their parents.
 
-    Before them go the blocks that have nothing in the tier but a record there, which nothing continues any more: they
-    give no room, and nobody else would ever choose them. So a trie may be named twice.
+    The first ones are blocks without children that have only a record without bytes in the tier: they free no room, so
+    no other search would choose them. A trie may occur twice.
 
-    Large tables are read in slices, and the choice is made in a thread; others use the tries meanwhile. So it is
-    checked at the end whether all that was chosen may still go, else the choice is made again. What is returned may go
-    at that moment; after some attempts it may be less than was chosen.
+    Large tables are read in slices, and the choice is made in a thread; others change the tries meanwhile. So the
+    victims are checked at the end, and chosen again if some may not be evicted any more. The returned blocks may be
+    evicted at that moment; after some attempts they may be fewer than wanted.
 
     Args:
         tries: all tries, by ordinal.
-        search: what is looked for.
+        search: which blocks are candidates.
         sizes: bytes of each part of a wanted block.
         want: how many blocks.
         choose: the tier's own choice among slots.
-        for_thread: gives a choice among the slots as they are now that can be made in a thread; `choose` itself is
-            one, where this is absent.
+        for_thread: returns a choice among the slots as of now for use in a thread; `choose` by default.
         limits: what each tenant may lose.
 
     Raises:
@@ -107,13 +106,12 @@ async def find_page_victims(
 def _still_going(
     chosen: Sequence[tuple[Trie, Rows, Rows, Rows]], search: Search, losses: Losses | None
 ) -> tuple[list[tuple[Trie, Rows]], bool]:
-    """Of rows that were chosen, with their parts and slots, those that may go now, children before parents; and whether
-    these are all."""
+    """The chosen rows (with parts and slots) that may be evicted now, children before parents; whether that is all."""
     found, all_may_go = [], True
     for trie, rows, parts, slots in chosen:
         fine = _may_go(search, trie, rows) & (trie.slots[rows, search.tier, parts] == slots)
         going = np.unique(rows[fine])
-        if losses is not None and not losses.take(trie, going):  # others have taken of it meanwhile
+        if losses is not None and not losses.take(trie, going):  # other evictions have used it up meanwhile
             going = np.array([row for row in going.tolist() if losses.take(trie, np.array([row]))], np.int64)
             fine &= np.isin(rows, going)
         all_may_go &= bool(fine.all())
@@ -122,14 +120,14 @@ def _still_going(
 
 
 def _is_bare(trie: Trie, rows: Rows, tier: int) -> npt.NDArray[np.bool_]:
-    """[len(rows)]: which blocks have a record in `tier`, no bytes there, and nothing that continues them."""
+    """[len(rows)]: which blocks have a record without bytes in `tier`, and no children."""
     is_bare: npt.NDArray[np.bool_] = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
     is_bare &= (trie.children[rows] == 0) & (trie.slots[rows, tier] == NO_SLOT).all(axis=1)
     return is_bare
 
 
 def _may_go(search: Search, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-    """[len(rows)]: which blocks' copies in the tier may go, if they have one."""
+    """[len(rows)]: which blocks may lose their copy in the tier."""
     tier = search.tier
     last = trie.last_copies(rows, tier)
     goes: npt.NDArray[np.bool_] = ~trie.held(rows, tier)
@@ -143,13 +141,13 @@ def _may_go(search: Search, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """The n slots that are taken in a tier, with the blocks that have them. A thread may look at it."""
+    """The n allocated slots of a tier and their blocks, as a snapshot that a thread may read."""
 
     interrupted: bool
-    """Others have used the tries while they were read."""
+    """Whether others could change the tries while they were read."""
     tries: list[Trie]
     bare: list[tuple[Trie, Rows]]
-    """The blocks that have a record in the tier and nothing else, see `_is_bare`."""
+    """The blocks with only a record in the tier, see `_is_bare`."""
     left: npt.NDArray[np.int64] | None
     """By owner, bytes that may go; None: all."""
     slots: npt.NDArray[np.int64]
@@ -159,16 +157,18 @@ class _Slots:
     rows: Rows
     parts: Rows
     places: Rows
-    """Whose rows: positions in `tries`."""
+    """Of each row, the position of its trie in `tries`."""
     priorities: npt.NDArray[np.int8]
     sizes: npt.NDArray[np.int64]
     owners: Rows
     row_bytes: npt.NDArray[np.int64]
-    """Of their blocks, all that leaves the tier with them; with the owners only where there are limits."""
+    """All bytes of the slot's block in the tier; set, as the owners, only if there are limits."""
 
     def pick(self, sizes: Mapping[int, int], want: int, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
-        """Chooses what has to go for `want` blocks, which have so many parts of each of `sizes`: by trie, the rows,
-        parts and slots."""
+        """Chooses the slots to free for `want` blocks; `sizes` is the number of parts by size.
+
+        Returns, by trie, the rows, parts and slots.
+        """
         worth = _worth(self.scores, self.depths, self.priorities)
         evicted = np.zeros(len(self.slots), np.bool_)
         for size, parts in sizes.items():
@@ -188,7 +188,7 @@ class _Slots:
         worth: npt.NDArray[np.float64],
         evicted: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.int64]:
-        """The positions of slots that have to go, beside those `evicted`, for `count` slots of one size."""
+        """The positions of slots to evict for `count` slots of one size, besides those `evicted`."""
         chosen = np.empty(0, np.int64)
         levels = np.unique(self.priorities[self.may_go]).tolist()
         for level in levels:  # evict from a higher priority only if the lower ones do not free enough
@@ -206,8 +206,10 @@ class _Slots:
     def _affordable(
         self, size: int, worth: npt.NDArray[np.float64], may_go: npt.NDArray[np.bool_], left: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """[n]: of the slots that go alone, those of least worth that their owner may lose, so that not all are asked
-        for one by one; and all others that may go."""
+        """[n]: `may_go` without the slots of this size beyond those of least worth that their owner may lose.
+
+        So the choice does not ask for them one by one.
+        """
         may_go = may_go.copy()
         alone = np.flatnonzero(may_go & (self.sizes == size))
         for owner in np.unique(self.owners[alone]).tolist():
@@ -219,12 +221,12 @@ class _Slots:
 
 
 class _Allowance:
-    """Says of slots, one after the other, whether they may go without an owner's losing more than he may.
+    """Decides, one call after the other, whether slots may be evicted within the limits of their owners.
 
     Args:
         slots: all slots.
         left: by owner, bytes that may go.
-        evicted: slots that go anyway.
+        evicted: slots that are evicted already.
     """
 
     def __init__(self, slots: _Slots, left: npt.NDArray[np.int64], evicted: npt.NDArray[np.bool_]) -> None:
@@ -236,7 +238,7 @@ class _Allowance:
         self(np.flatnonzero(evicted))
 
     def __call__(self, positions: npt.NDArray[np.int64]) -> bool:
-        """Whether the blocks of these slots may go; they are gone then."""
+        """Whether the blocks of these slots may be evicted; counts them as evicted if so."""
         blocks = np.unique(self._block[positions])
         blocks = blocks[~self._gone[blocks]]
         owners = self._owner[blocks]
@@ -249,7 +251,7 @@ class _Allowance:
 
 
 async def _read_slots(tries: Sequence[Trie], search: Search, losses: Losses | None) -> _Slots:
-    """The slots that are taken in a tier, read in slices."""
+    """Reads the allocated slots of a tier in slices."""
     tier = search.tier
     bit, pacer, scanned = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE), 0
     nothing = np.empty(0, np.int64)
@@ -296,7 +298,7 @@ async def _read_slots(tries: Sequence[Trie], search: Search, losses: Losses | No
 def _worth(
     scores: npt.NDArray[np.float64], depths: npt.NDArray[np.int32], priorities: npt.NDArray[np.int8]
 ) -> npt.NDArray[np.float64]:
-    """[n] numbers in the order of `priorities`, then of `scores`; of equal ones the deeper block is worth less."""
+    """[n] numbers that order slots by priority, then score, then depth: the deeper block is worth less."""
     order = np.lexsort((scores, priorities)) if priorities.any() else np.argsort(scores)
     ascending, levels = scores[order], priorities[order]
     rank = np.zeros(len(scores), np.int64)

@@ -1,23 +1,22 @@
-"""Room in a tier: one way to make it, whatever the tier is.
+"""Makes room in a tier, in the same way for every tier.
 
-1. Bytes that only shorter prefixes need go before anything else.
-2. Then single blocks go, or whole pages where blocks of other sizes have the room (see `victims`, `page_victims`). What
-   has no copy in the next tier down, and may go there, is copied there before: a demotion (paper
+1. Bytes that only shorter prefixes need are dropped first.
+2. Then single blocks leave, or whole pages if blocks of other sizes take the room (`victims`, `page_victims`). A block
+   that the next tier down lacks and may take is copied there before: a demotion (paper
    `prefix_cache_long_term_memory`, IV.B).
-3. Where nothing can go down, what may vanish does.
-4. Last, where requests run, bytes go that a prefix needs which is likely to be asked for, but that nobody holds: of
-   blocks which somebody holds, or keeps, for a longer prefix.
+3. If no block can be demoted, blocks that may vanish are dropped.
+4. Last, only in the compute tier: bytes that are not held and that a likely prefix needs are dropped, from blocks that
+   are held or kept for a longer prefix.
 
-Room is made for a tenant, at the cost of what all have beyond what they are guaranteed (`tenant_use`), and only where
-nobody has anything beyond that, of its own blocks: nobody loses what is guaranteed to him, and a tenant with so much
-less than that does not make room for itself. Where the tenant is at its most, only its own blocks go, as many as it
-takes.
+Room for a tenant is taken from the bytes that tenants have beyond their guarantees (`tenant_use`). If no tenant has
+such bytes, it is taken from the tenant's own blocks. So no tenant loses guaranteed bytes to another one. A tenant at
+its limit loses only its own blocks, no more than needed.
 
-Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again; so
-does write-back. Who finds nothing to choose looks again when others have let go of what they held so, and waits for it
-if need be, and lends them his urgency. He waits in his own tier for somebody who waits, if at all, further down; so
-nobody waits in a circle. Blocks that could go nowhere are no reason to look again; so callers who all find no room do
-not send each other round for ever.
+Several callers may make room in one tier at once. Each holds the blocks that it has chosen, so they are not chosen
+twice; write-back does the same. A caller that finds no victim searches again after others have released such blocks. It
+waits for that and lends them its urgency. A caller waits only for callers of its own tier, and these wait only for
+callers further down, so there is no cycle. Blocks that could not leave at all do not cause another search, so callers
+that all find no room do not wake each other for ever.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ Copy = Callable[..., Awaitable[int]]
 
 @dataclass(eq=False, slots=True)
 class _UnderWay:
-    """Blocks of a tier are held that may go afterwards.
+    """Blocks of a tier that are held now and may be evicted afterwards.
 
     Attributes:
-        movement: what they are held for.
-        done: set when they are let go.
-        in_vain: they could go nowhere, and cannot for anybody else.
+        movement: why they are held.
+        done: set when they are released.
+        in_vain: none of them could leave the tier, for this caller or another one.
     """
 
     movement: Movement
@@ -64,8 +63,8 @@ class _UnderWay:
 
 
 @dataclass(slots=True)
-class _Wish:
-    """The room that is wanted: for `want` blocks with parts of `sizes` bytes; see `Room.make`."""
+class _RoomRequest:
+    """The arguments of `Room.make`, and whose blocks may leave."""
 
     tier: Tier
     sizes: Sequence[int]
@@ -73,21 +72,21 @@ class _Wish:
     ahead: bool
     own: bool
     limits: Sequence[Limits]
-    """What tenants may lose for it: each where there is nothing within those before it."""
+    """What tenants may lose, tried in this order until one has a victim."""
 
 
 class Room:
     """Makes room.
 
     Args:
-        placement: what is where.
+        placement: records where blocks are.
         tries: all tries, by ordinal.
-        policy: who goes first.
-        disk: tells the durable tier what has left it.
+        policy: orders the victims.
+        disk: removes evicted blocks from the durable tier.
     """
 
     copy: Copy
-    """Copies blocks a tier down; set once there is something that does."""
+    """Copies blocks a tier down; set after construction."""
 
     def __init__(self, placement: Placement, tries: list[Trie], policy: EvictionPolicy, disk: DiskCopies) -> None:
         self._placement = placement
@@ -97,7 +96,7 @@ class Room:
         self._policy = policy
         self._disk = disk
         self._making: dict[Tier, set[_UnderWay]] = {}
-        self._chances: Counter[Tier] = Counter()  # how often something went, or blocks that may go were let go
+        self._releases: Counter[Tier] = Counter()  # how often blocks left, or evictable blocks were released
 
     @property
     def making(self) -> bool:
@@ -106,14 +105,14 @@ class Room:
 
     @contextmanager
     def under_way(self, tier: Tier, movement: Movement) -> Iterator[_UnderWay]:
-        """Blocks of `tier` are held within it that may go afterwards: who finds no room waits for its end."""
+        """A context that holds evictable blocks of `tier`; callers that find no room wait for its end."""
         work = _UnderWay(movement)
         self._making.setdefault(tier, set()).add(work)
         try:
             yield work
         finally:
             work.done.set()
-            self._chances[tier] += not work.in_vain
+            self._releases[tier] += not work.in_vain
             self._making[tier].discard(work)
             if not self._making[tier]:
                 del self._making[tier]
@@ -135,79 +134,79 @@ class Room:
             tier: where.
             sizes: bytes of each part.
             want: how many blocks.
-            movement: what the room is for: what leaves for it is as urgent.
-            tenant: whom the blocks belong to; None: nobody in particular.
-            ahead: spare copies of blocks that are in a tier above as well; see `Mover.allocate`.
-            own: the tenant is at its most: only its own blocks go.
+            movement: why room is made; demotions are as urgent.
+            tenant: the owner of these blocks; None: no tenant in particular.
+            ahead: do not evict copies of blocks that are in a tier above as well; see `Claim`.
+            own: the tenant is at its limit: only its own blocks leave.
 
         Returns:
-            Whether something went, here or elsewhere; False when nothing may go.
+            Whether blocks left, for this caller or another one; False if none may leave.
         """
         needed: Callable[[], int] | None = None
         if own and tenant is not None:
             needed = partial(self._needed, tenant, tier, want * self._use.footprint(tier, sizes))
             while needed() <= 0 < needed() + self._use.leaving_bytes(tenant, tier):
-                # Others have chosen enough of the tenant's blocks already. If those stay, own ones are chosen below.
-                if await self._others_give_a_chance(tier, self._chances[tier], movement):
+                # Other callers have chosen enough of the tenant's blocks already. If these stay, choose below.
+                if await self._wait_for_releases(tier, self._releases[tier], movement):
                     return True
             if needed() <= 0:
                 return True
-            want = _OWN_AT_ONCE  # the blocks may be smaller: how many go is decided by their bytes
+            want = _OWN_AT_ONCE  # the victims may be smaller: their bytes decide how many leave
         limits = [lambda: self._use.losses(tenant, tier, own=own, wanted=None if needed is None else needed())]
         if not own and tenant is not None and self._use.guaranteed(tenant, tier):
             spare = self._use.losses(None, tier)
             if spare is not None and (spare.left > 0).any():
                 limits.insert(0, lambda: self._use.losses(None, tier))
-        wish = _Wish(tier, sizes, want, ahead, own, limits)
-        chances = self._chances[tier]
-        freed: int | None = await self._expire(wish, movement, likely=False)
+        request = _RoomRequest(tier, sizes, want, ahead, own, limits)
+        releases = self._releases[tier]
+        freed: int | None = await self._expire(request, movement, likely=False)
         if not freed and (below := self._tiers.below(tier)) is not None:
-            freed = await self._demote(wish, below, movement)
-        if movement.dropped:  # what was not copied down for it stays where it is
+            freed = await self._demote(request, below, movement)
+        if movement.dropped:  # blocks that were not copied down stay
             return False
-        if freed == 0:  # nothing can go down: drop what may vanish
-            victims, with_page = await self._choose(wish, demotable=False)
+        if freed == 0:  # no block can be demoted: drop blocks that may vanish
+            victims, with_page = await self._choose(request, demotable=False)
             freed = await self._drop(tier, victims, with_page, movement)
-        if not freed and not self._making.get(tier):  # else others may let go of what can go down
-            freed = await self._expire_likely(wish, movement)
+        if not freed and not self._making.get(tier):  # else others may release blocks that can be demoted
+            freed = await self._expire_likely(request, movement)
         if freed:
-            self._chances[tier] += 1
+            self._releases[tier] += 1
             self._placement.changed.set()
             return True
-        if needed is not None and needed() <= 0:  # while blocks were looked for, others of the tenant's went
+        if needed is not None and needed() <= 0:  # other blocks of the tenant left during the search
             return True
-        if await self._others_give_a_chance(tier, chances, movement):
+        if await self._wait_for_releases(tier, releases, movement):
             return True
-        return await self._expire_likely(wish, movement) > 0
+        return await self._expire_likely(request, movement) > 0
 
     def _needed(self, tenant: Tenant, tier: Tier, nbytes: int) -> int:
-        """Bytes that have to go before a tenant at its most may have `nbytes` more, beside those on their way out."""
+        """Bytes that must leave before a tenant at its limit may have `nbytes` more, without those leaving already."""
         return nbytes - (self._use.room(tenant, tier) or 0) - self._use.leaving_bytes(tenant, tier)
 
-    async def _expire_likely(self, wish: _Wish, movement: Movement) -> int:
-        return await self._expire(wish, movement, likely=True) if wish.tier is self._tiers.compute else 0
+    async def _expire_likely(self, request: _RoomRequest, movement: Movement) -> int:
+        return await self._expire(request, movement, likely=True) if request.tier is self._tiers.compute else 0
 
-    async def _expire(self, wish: _Wish, movement: Movement, *, likely: bool) -> int:
-        tier, expired = wish.tier, list[tuple[Trie, Rows, GroupMask]]()
-        for limits in wish.limits:
+    async def _expire(self, request: _RoomRequest, movement: Movement, *, likely: bool) -> int:
+        tier, expired = request.tier, list[tuple[Trie, Rows, GroupMask]]()
+        for limits in request.limits:
             if not expired:
-                expired = await find_expired(self._tries, tier.level, wish.want, likely=likely, limits=limits)
+                expired = await find_expired(self._tries, tier.level, request.want, likely=likely, limits=limits)
         if tier is self._tiers.durable:
             return await self._disk.removals.drop_groups(expired, movement)
         return sum(self._placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
 
-    async def _demote(self, wish: _Wish, below: Tier, movement: Movement) -> int | None:
-        """Copies the next victims down where they have no copy, and drops them; returns how many went.
+    async def _demote(self, request: _RoomRequest, below: Tier, movement: Movement) -> int | None:
+        """Copies the next victims down if the tier below lacks them, and drops them; returns how many left.
 
-        None when no block may leave the tier now: what is held for a moment must not vanish because it is let go before
-        somebody looks again.
+        None if no block may leave now. The caller then drops nothing else: a block that is held for a moment may be
+        demoted later and must not vanish instead.
         """
-        tier = wish.tier
-        victims, with_page = await self._choose(wish, demotable=True)
+        tier = request.tier
+        victims, with_page = await self._choose(request, demotable=True)
         if not victims:
             return None
         with self._use.leaving(tier, victims), self.under_way(tier, movement) as work:
-            await self._copy_down("eviction", tier, below, victims, movement, wish.ahead)
+            await self._copy_down("eviction", tier, below, victims, movement, request.ahead)
             if movement.dropped:
                 return 0
             dropped = await self._drop(tier, victims, with_page, movement)
@@ -215,18 +214,18 @@ class Room:
             return dropped
 
     async def send_down(self, owner: str, tier: Tier, trie: Trie, rows: Rows, movement: Movement) -> int:
-        """Sends blocks that the caller has chosen out of `tier`, as `make` does with those that it chooses.
+        """Evicts blocks that the caller has chosen from `tier`, as `make` does with the victims that it chooses.
 
         Args:
-            owner: who holds them meanwhile, for people.
+            owner: name of the hold on them meanwhile.
             tier: where they are.
             trie: the blocks' trie.
-            rows: [m] different blocks, children before parents. Those that somebody else holds stay.
-            movement: what it is done for.
+            rows: [m] different blocks, children before parents. Blocks with another hold stay.
+            movement: why they are evicted.
 
         Returns:
-            How many of them were copied to the next tier down; the others had a copy there, or found no room. Of these
-            the last copy goes too where the block may vanish.
+            The number of blocks that were copied to the next tier down. The others had a copy there or found no room;
+            such a block vanishes if nothing keeps it.
         """
         copied = 0
         with self._use.leaving(tier, [(trie, rows)]), self.under_way(tier, movement) as work:
@@ -236,7 +235,7 @@ class Room:
             dropped = await self._drop(tier, [(trie, rows)], False, movement)
             work.in_vain = not dropped
         if dropped:
-            self._chances[tier] += 1
+            self._releases[tier] += 1
             self._placement.changed.set()
         return copied
 
@@ -251,14 +250,16 @@ class Room:
         *,
         all_admitted: bool = False,
     ) -> int:
-        """Copies what has no copy in the next tier down to it; how many blocks. They are held meanwhile. To disk goes
-        what was asked for often enough, or with `all_admitted` everything."""
+        """Copies blocks that the next tier down lacks to it, and holds them meanwhile; returns how many were copied.
+
+        Only blocks that were used often enough are copied to disk, unless `all_admitted`.
+        """
         copied = 0
         with ExitStack() as held:
-            for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
+            for trie, rows in victims:  # hold all before the first copy: rows may be reused meanwhile
                 held.enter_context(self._placement.holds.hold(owner, trie, rows, tier))
             for trie, rows in victims:
-                # A tier at a time, though there may be a copy further down: what was up here is wanted near.
+                # Copy to the next tier even if there is a copy further down: the block was used recently.
                 sinks = (trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0
                 if below is self._tiers.durable and not all_admitted:
                     sinks &= self._placement.admits(trie, rows)
@@ -267,26 +268,26 @@ class Room:
         self._tiers.counters[tier.level].demoted += copied
         return copied
 
-    async def _choose(self, wish: _Wish, *, demotable: bool) -> tuple[list[tuple[Trie, Rows]], bool]:
-        """The next victims, and whether they leave with their pages."""
+    async def _choose(self, request: _RoomRequest, *, demotable: bool) -> tuple[list[tuple[Trie, Rows]], bool]:
+        """The next victims, and whether whole pages leave."""
         victims: tuple[list[tuple[Trie, Rows]], bool] = [], False
-        for limits in wish.limits:
+        for limits in request.limits:
             if not victims[0]:
-                victims = await self._choose_within(limits, wish, demotable=demotable)
+                victims = await self._choose_within(limits, request, demotable=demotable)
         return victims
 
     async def _choose_within(
-        self, limits: Limits, wish: _Wish, *, demotable: bool
+        self, limits: Limits, request: _RoomRequest, *, demotable: bool
     ) -> tuple[list[tuple[Trie, Rows]], bool]:
-        tier, want = wish.tier, wish.want
+        tier, want = request.tier, request.want
         choose, level = tier.choose_victims, tier.level
-        search = Search(level, self._policy, demotable, wish.ahead, self._placement.clock())
-        if choose is None or wish.own or not has_other_sizes(self._tries, level, wish.sizes):
-            if choose is None and not wish.own:
-                want = _blocks_with_as_many_slots(self._tries, level, want * len(wish.sizes))
+        search = Search(level, self._policy, demotable, request.ahead, self._placement.clock())
+        if choose is None or request.own or not has_other_sizes(self._tries, level, request.sizes):
+            if choose is None and not request.own:
+                want = _blocks_with_as_many_slots(self._tries, level, want * len(request.sizes))
             return await find_victims(self._tries, search, want, limits=limits), False
         found = await find_page_victims(
-            self._tries, search, wish.sizes, want, choose, for_thread=tier.choose_victims_later, limits=limits
+            self._tries, search, request.sizes, want, choose, for_thread=tier.choose_victims_later, limits=limits
         )
         return found, True
 
@@ -295,10 +296,10 @@ class Room:
             return await self._disk.removals.evict(victims, with_page, movement)
         return sum(self._placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
 
-    async def _others_give_a_chance(self, tier: Tier, before: int, movement: Movement) -> bool:
-        """Whether others have made room or let go of blocks that may go, or do so soon, more often than `before`."""
+    async def _wait_for_releases(self, tier: Tier, before: int, movement: Movement) -> bool:
+        """Waits while others hold evictable blocks; returns whether the tier's releases have changed from `before`."""
         urgency = movement.urgency
-        while self._chances[tier] == before and (others := list(self._making.get(tier, ()))):
+        while self._releases[tier] == before and (others := list(self._making.get(tier, ()))):
             waits = [asyncio.ensure_future(other.done.wait()) for other in others]
             for other in others:
                 other.movement.lend(urgency)
@@ -309,11 +310,11 @@ class Room:
                     other.movement.take_back(urgency)
                 for wait in waits:
                     wait.cancel()
-        return self._chances[tier] != before
+        return self._releases[tier] != before
 
 
 def _blocks_with_as_many_slots(tries: Sequence[Trie], tier: int, slots: int) -> int:
-    """How many blocks of `tier`, at least, have so many slots: more can be chosen afterwards, but none brought back."""
+    """The least number of blocks of `tier` that have `slots` slots: more can be chosen later, but none brought back."""
     bit = np.uint8(1 << tier)
     parts = [len(trie.part_bytes) for trie in tries if (trie.any_part[: trie.rows] & bit).any()]
     return -(-slots // max(parts, default=1))

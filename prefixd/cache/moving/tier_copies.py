@@ -1,4 +1,4 @@
-"""Copies of blocks from one tier to another: between memories, from a store, or through the shared tier."""
+"""Copies blocks from one tier to another: between memories, from a store, or through the shared tier."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STAGES = 3  # of a read to memory that a file cannot be read into: some are rea
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """From where to where blocks of one trie go, and for what."""
+    """The source, target and purpose of a copy of blocks of one trie."""
 
     trie: Trie
     source: Tier
@@ -43,14 +43,14 @@ class _Way:
 
 
 class Copying:
-    """Copies blocks that somebody holds in their source.
+    """Copies blocks that the caller holds in their source.
 
     Args:
-        placement: where copies are entered.
-        allocation: has slots for them.
+        placement: records the copies.
+        allocation: allocates slots for them.
         engine: copies between memory spans.
         disk: reads and writes the durable tier.
-        checksums: of what comes to the shared tier from memory.
+        checksums: computes checksums of blocks that are copied from the compute to the shared tier.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class Copying:
         *,
         ahead: bool = False,
     ) -> int:
-        """Copies rows, held in `source`, to `target`; returns how many arrived, of each tenant the first ones when room
-        is short.
+        """Copies rows, held in `source`, to `target`; returns how many arrived. If room is short, these are the first
+        rows of each tenant.
 
         Args:
             trie: the blocks' trie.
             rows: [m] different blocks.
             source: a tier that has the `groups` of each.
             target: where to.
-            movement: what it belongs to.
+            movement: the movement that it is a part of.
             groups: [m] KV groups to copy; by default those that `source` has, `target` lacks and a prefix needs.
             ahead: see `Claim` and `Write`.
         """
@@ -109,18 +109,18 @@ class Copying:
 
     async def _copy_of_tenant(self, way: _Way, rows: Rows, groups: GroupMask) -> int:
         arrived = 0
-        borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks of which different groups are copied
+        borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks with different groups to copy
         for start, end in pairwise([0, *borders.tolist(), len(rows)]):
             for first in range(start, end, COPIED_AT_ONCE):
                 some = rows[first : min(first + COPIED_AT_ONCE, end)]
                 came = await self._copy_alike(way, some, int(groups[start]))
                 arrived += came
                 if way.claim.movement.dropped or (came < len(some) and isinstance(way.source, MemoryTier)):
-                    return arrived  # nobody wants more, or there is no room for more
+                    return arrived  # the movement was dropped, or there is no more room
         return arrived
 
     async def _copy_alike(self, way: _Way, rows: Rows, groups: int) -> int:
-        """As `copy`, the same groups of all blocks of one tenant."""
+        """Copies the same groups of blocks of one tenant; returns how many arrived."""
         trie, source, target = way.trie, way.source, way.target
         parts = np.flatnonzero(trie.part_mask & np.uint8(groups)).tolist()
         near = self._slots_before(way, rows, parts)
@@ -153,7 +153,7 @@ class Copying:
         sizes: Sequence[int],
         movement: Movement,
     ) -> Bools:
-        """Copies slots [m, parts] to others; which blocks were copied.
+        """Copies slots, [m, parts], to others; returns which blocks were copied.
 
         Raises:
             SwapError: a copy failed.
@@ -166,13 +166,13 @@ class Copying:
         return np.array([result is None for result in results], np.bool_)
 
     def _read_from(self, source: Tier) -> Read:
-        """What reads blocks from a store."""
+        """The function that reads blocks from a store."""
         return (
             self.read_remote if self.read_remote is not None and source is self._tiers.remote else self._disk.reads.read
         )
 
     def _slots_before(self, way: _Way, rows: Rows, parts: Sequence[int]) -> list[int]:
-        """The slots in the target of the block before the first of `rows`: what is read together lies together."""
+        """The slots in the target of the block before the first of `rows`, so that a prefix lies together."""
         parent = int(way.trie.parent[rows[0]]) if len(rows) else -1
         if parent < 0:
             return []
@@ -180,26 +180,26 @@ class Copying:
         return near
 
     def _enter(self, way: _Way, rows: Rows, slots: Slots) -> None:
-        """Enters parts that came, of [m] blocks, and notes which of them were verified on the way."""
+        """Enters parts of m blocks that arrived, and marks parts as checksummed that the read has verified."""
         if not len(rows):
             return
         trie, target, durable = way.trie, way.target, self._tiers.durable
         lacked = (trie.slots[rows, target.level] == NO_SLOT) & (slots != NO_SLOT)
         self._placement.put_lacking(trie, rows, target, slots)
         if not isinstance(way.source, MemoryTier) and target is self._tiers.shared:
-            if way.source is self._tiers.remote and durable is not None:  # what is on disk has the trie's checksums
+            if way.source is self._tiers.remote and durable is not None:  # parts on disk have the trie's checksums
                 lacked &= trie.slots[rows, durable.level] == NO_SLOT
             trie.checksummed[rows] |= lacked
 
     async def _read_staged(self, way: _Way, rows: Rows, parts: Sequence[int], taken: Slots, arrived: Bools) -> None:
-        """Reads into memory that a file cannot be read into, through the shared tier; sets `arrived` [m].
+        """Reads blocks through the shared tier into memory that a file cannot be read into; sets `arrived` [m].
 
-        A pipeline: while some blocks are copied on, others are read.
+        A pipeline: some blocks are read while others are copied from the shared tier.
         """
         sizes, shared, movement = _sizes(way.trie, parts), self._tiers.shared, way.claim.movement
         claim, read_from = Claim(movement, way.claim.tenant), self._read_from(way.source)
         step = piece_items(sum(sizes), len(rows), at_least=_STAGES)
-        starts = iter(range(0, len(rows), step))  # the stages share it
+        starts = iter(range(0, len(rows), step))  # shared by the stages
 
         async def stage() -> None:
             for start in starts:
@@ -230,7 +230,7 @@ def _sizes(trie: Trie, parts: Sequence[int]) -> list[int]:
 
 
 def _memory(tier: Tier) -> MemoryTier:
-    """The tier, where only one that has addresses can be meant."""
+    """The tier as a memory tier; TypeError for a store."""
     if not isinstance(tier, MemoryTier):
         raise TypeError(f"the {tier.name} tier has no addresses")
     return tier

@@ -1,8 +1,8 @@
-"""Who has to go: the eviction policy's choice over all tries, leaves first.
+"""Chooses the blocks to evict from a tier, by the eviction policy over all tries, leaves first.
 
-The tables are scanned in slices, and others use the tries between two slices. Only what may go anyway is looked at
-closely: what was found is checked, scored and chosen again at the end, in one turn, so that it is true at the moment
-when it is returned. A caller that awaits nothing before it acts can rely on it.
+The tables are scanned in slices, and others change the tries between two slices. So the candidates are checked and
+scored again at the end, and the victims chosen, in one turn of the event loop. The result is correct when it is
+returned, and stays so until the caller awaits something.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _ROW_BITS = 40
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
 Limits = Callable[[], Losses | None]
-"""What each tenant may lose as of now; None: everything."""
+"""Returns what each tenant may lose as of now; None: everything."""
 
 
 def no_limits() -> None:
-    """Everybody may lose everything."""
+    """Limits under which each tenant may lose all its blocks."""
 
 
-_SPARE = 64  # candidates beyond twice the number wanted, for those that may not go any more at the end
+_SPARE = 64  # candidates beyond twice the wanted number, since some may not be evicted any more at the end
 
 
 async def find_expired(
     tries: Sequence[Trie], tier: int, want: int, *, likely: bool = False, limits: Limits = no_limits
 ) -> list[tuple[Trie, Rows, GroupMask]]:
-    """Up to `want` blocks of each trie that have bytes in `tier` which only shorter prefixes need and nobody holds, the
-    least recently used first; with each the groups that may go.
+    """Up to `want` blocks of each trie with bytes in `tier` that only shorter prefixes need and that are not held, the
+    least recently used first, and the groups of each that may go.
 
     Args:
         tries: all tries, by ordinal.
         tier: where.
         want: how many of each trie.
-        likely: those of prefixes that are likely to be asked for, too, as far as a longer prefix does without them.
+        likely: include bytes that likely prefixes need, if a longer prefix does not need them.
         limits: what each tenant may lose.
     """
     groups_that_go = _unheld if likely else _expired
@@ -77,12 +77,12 @@ async def find_expired(
 
 
 def _expired(trie: Trie, rows: Rows, tier: int) -> GroupMask:
-    """[len(rows)]: the groups of each block whose bytes in `tier` only shorter prefixes need and nobody holds."""
+    """[len(rows)]: the groups of each block with bytes in `tier` that only shorter prefixes need and are not held."""
     return _without_held(trie, rows, tier, trie.expired[rows] & trie.there[rows, tier])
 
 
 def _unheld(trie: Trie, rows: Rows, tier: int) -> GroupMask:
-    """[len(rows)]: the groups of each block with bytes in `tier` that longer prefixes do without, and nobody holds."""
+    """[len(rows)]: the groups of each block with bytes in `tier` that longer prefixes do not need and are not held."""
     groups = np.where(trie.pinned[rows], np.uint8(0), trie.there[rows, tier] & np.uint8(trie.partial_groups))
     return _without_held(trie, rows, tier, groups)
 
@@ -102,10 +102,10 @@ async def can_free(
     weigh: Callable[[int], int] = lambda nbytes: 1,
     losses: Losses | None = None,
 ) -> bool:
-    """Whether evictions, one after the other, can free so many slots in `tier`, where a part of so many bytes counts
-    as `weigh` says: with `losses`, as the bytes of its slot.
+    """Whether evictions can free `slots` in `tier`. `weigh` is the weight of a part by its bytes: by default 1, with
+    `losses` the bytes of its slot.
 
-    A scan in slices, which ends where there are enough. Others use the tries between two slices, so it is an estimate.
+    An estimate, since others change the tries between two slices of the scan. The scan ends when it has found enough.
     """
     bit, pacer = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE)
     left = None if losses is None else np.maximum(losses.left, 0)
@@ -135,14 +135,14 @@ async def can_free(
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is looked for.
+    """Which blocks of a tier are candidates, and in which order they go.
 
     Attributes:
         tier: the level of the tier that needs room.
-        policy: gives every block a score, lowest goes first.
-        demotable: a block's last copy may go too, because it will be written a tier down before.
-        spare_copies: spare blocks that are in a tier above as well.
-        now_s: the time, for priorities: those of a lower one go first.
+        policy: gives every block a score; the lowest goes first.
+        demotable: a block's last copy may go too, since it is written a tier down before.
+        spare_copies: exclude blocks that are in a tier above as well.
+        now_s: the time, for priorities; blocks of lower priority go first.
     """
 
     tier: int
@@ -153,11 +153,11 @@ class Search:
 
     @property
     def spared(self) -> int:
-        """Bits of the tiers with a copy of blocks that are spared."""
+        """The tiers, a bit each, with copies that exclude a block."""
         return (1 << self.tier) - 1 if self.spare_copies else 0
 
     def find(self, trie: Trie, among: Rows | slice, losses: Losses | None) -> tuple[Rows, Scores]:
-        """Those of `among` that may go, with their scores."""
+        """The rows in `among` that may be evicted, and their scores."""
         rows = trie.evictable(self.tier, demotable=self.demotable, among=among)
         rows = rows[(trie.any_part[rows] & np.uint8(self.spared)) == 0]
         if losses is not None:
@@ -168,15 +168,15 @@ class Search:
 async def find_victims(
     tries: Sequence[Trie], search: Search, want: int, limits: Limits = no_limits
 ) -> list[tuple[Trie, Rows]]:
-    """The `want` blocks that the policy sends out of a tier first, by trie, each trie's leaves before their parents.
+    """The `want` blocks that the policy evicts from a tier first, by trie, each trie's leaves before their parents.
 
     Blocks of a lower priority go before all others.
 
     Args:
         tries: all tries, by ordinal.
-        search: what is looked for.
-        want: how many, at most some thousand; fewer are returned when no more may go, or when tenants have lost what
-            they may while others have more, or have to, which others may do meanwhile.
+        search: which blocks are candidates.
+        want: how many, at most some thousand. Fewer are returned if no more may go, if the best candidates belong to
+            tenants that may lose no more, or if other evictions have freed enough meanwhile.
         limits: what each tenant may lose.
     """
     if want <= 0:
@@ -193,10 +193,10 @@ async def find_victims(
         candidates = lowest.ascending()
         await give_way()
         losses = limits()
-        if losses is not None and losses.wanted is not None and losses.wanted <= 0:  # enough has gone meanwhile
+        if losses is not None and losses.wanted is not None and losses.wanted <= 0:  # other evictions have freed enough
             return []
         chosen = _Choice(search, tries, losses, lowest.has_priorities).choose(want, candidates)
-        if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile; there may be others
+        if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile: scan again
             return [
                 (trie, chosen[mine] & _ROW_MASK)
                 for trie in tries
@@ -205,7 +205,7 @@ async def find_victims(
 
 
 class _LowestByPriority:
-    """As `LowestRows`, of several tries; all of a lower priority come before others.
+    """As `LowestRows`, for several tries; blocks of lower priority come first.
 
     Args:
         keep: how many.
@@ -231,21 +231,21 @@ class _LowestByPriority:
             lowest.offer(ids[mine], scores[mine], ids[mine])
 
     def ascending(self) -> Rows:
-        """The rows, with their tries' ordinals, by priority, score and number."""
+        """The identities (row and trie ordinal), by priority, score and number."""
         ordered = [self._lowest[priority].ascending() for priority in sorted(self._lowest)]
         return np.concatenate(ordered)[: self._keep]
 
 
 class _Choice:
-    """A choice in one turn of the event loop among candidates, and the parents that become leaves with them.
+    """Chooses among candidates, and the parents that become leaves, in one turn of the event loop.
 
-    A block is one number here, its trie's ordinal above its row.
+    A block is one number here: the trie's ordinal above the row.
 
     Args:
-        search: what is looked for.
+        search: which blocks are candidates.
         tries: all tries, by ordinal.
         losses: what each tenant may lose.
-        has_priorities: whether some blocks are of another priority than others.
+        has_priorities: whether any block has a priority.
     """
 
     def __init__(self, search: Search, tries: Sequence[Trie], losses: Losses | None, has_priorities: bool) -> None:
@@ -254,14 +254,14 @@ class _Choice:
         self._losses = losses
         self._views = [_Columns(trie, search.tier) for trie in tries]
         self._gone: dict[int, int] = {}  # children that leave this tier as victims, by parent
-        self._vanished: dict[int, int] = {}  # those of them that had no other copy and go nowhere
+        self._vanished: dict[int, int] = {}  # children that had no other copy and are not demoted
         self._priorities: dict[int, int] | None = {} if has_priorities else None
         self._costs: dict[int, tuple[int, int]] = {}  # the owner's ordinal, and bytes
         self._left = [] if losses is None else losses.left.tolist()
         self._wanted = None if losses is None else losses.wanted
 
     def choose(self, want: int, candidates: Rows) -> Rows:
-        """Up to `want` of them, children before parents."""
+        """Chooses up to `want` blocks, children before parents."""
         ids: list[Rows] = [np.empty(0, np.int64)]
         scores: list[Scores] = [np.empty(0, np.float64)]
         for trie in self._tries:
@@ -282,7 +282,7 @@ class _Choice:
         return np.array(chosen, np.int64)
 
     def _reveal(self, identity: int) -> tuple[int, float] | None:
-        """The parent that may go once this block is gone, with its score."""
+        """The parent that may be evicted after this block, and its score."""
         search, ordinal, row = self._search, identity >> _ROW_BITS, identity & _ROW_MASK
         trie, columns = self._tries[ordinal], self._views[ordinal]
         bit, leaves = 1 << search.tier, 1
@@ -298,13 +298,13 @@ class _Choice:
             some = columns.any_part[parent]
             if some or protected:
                 break
-            row, leaves = parent, 0  # it has no copy, and goes with the last of its children
+            row, leaves = parent, 0  # it has no copy, so it is removed with the last of its children
         if self._gone[up] < columns.tier_children[parent] or not some & bit or columns.is_held(parent):
             return None
         if some & search.spared:
             return None
         may_stay = not columns.is_last(parent) or (search.demotable and columns.wanted(parent))
-        if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier
+        if protected if not may_stay else not leaves:  # one that may stay was revealed by the last child with a copy
             return None
         return up, search.policy.score(trie, parent, search.tier)
 
@@ -317,7 +317,7 @@ class _Choice:
         return priorities[identity]
 
     def _allow(self, identity: int) -> bool:
-        """Whether its owner may lose the block; it is lost then."""
+        """Whether its owner may lose the block; counts it as lost if so."""
         if self._wanted is not None and self._wanted <= 0:
             return False
         if identity not in self._costs and self._losses is not None:
@@ -332,14 +332,16 @@ class _Choice:
 
 
 def _costs(trie: Trie, rows: Rows, losses: Losses) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Of each row, with its trie's ordinal: whose the block is, and the bytes that go with it."""
+    """The identity of each row with its owner and the bytes of the block in the tier."""
     costs = zip(losses.owners(trie, rows).tolist(), losses.bytes_of(trie, rows).tolist(), strict=True)
     return zip((rows | (trie.ordinal << _ROW_BITS)).tolist(), costs, strict=True)
 
 
 class _Columns:
-    """A trie's columns for access by row, which takes a third of the time that numpy takes. Good for one turn of the
-    event loop: columns grow."""
+    """A trie's columns as memoryviews: access by row takes a third of numpy's time.
+
+    Valid for one turn of the event loop, since columns grow.
+    """
 
     __slots__ = (
         *("any_part", "children", "keep", "parent", "pinned", "tier_children"),
@@ -362,15 +364,15 @@ class _Columns:
         self._other_tiers = LOCAL_TIERS & ~(1 << tier)
 
     def is_held(self, row: int) -> bool:
-        """Whether somebody holds the copy of a KV group in the tier."""
+        """Whether any KV group of the block is held in the tier."""
         return any(holds[row] for holds in self._holds)
 
     def wanted(self, row: int) -> int:
-        """See `Trie.wanted`."""
+        """`Trie.wanted` for one row."""
         return self._there[row] & ~self._expired[row]
 
     def is_last(self, row: int) -> bool:
-        """See `Trie.last_copies`."""
+        """`Trie.last_copies` for one row."""
         if self.pinned[row] and not self._lasting:
             return True
         lacking = self.wanted(row)

@@ -1,1 +1,1 @@
-"""What lies where, whose it is, what holds it there, and how long it should stay."""
+"""Where blocks are: placement in tiers, owners, holds, and retention."""

@@ -1,4 +1,4 @@
-"""Holds: reasons why blocks, or their bytes in a tier, stay.
+"""Holds keep blocks, or their bytes in a tier, from being evicted.
 
 A hold is an object with an owner. It ends when its scope is left (`with holds.hold(...)`) or when its owner ends it,
 and `check_integrity` compares the trie's counters with the holds that exist, by owner.
@@ -19,15 +19,15 @@ from prefixd_swap.tiers import Tier
 
 
 class Hold:
-    """Blocks that stay, and bytes of them that stay in a tier, until `end`.
+    """Keeps blocks, and their bytes in a tier, until `end`.
 
     Attributes:
-        owner: who holds, for people: `lease 12-ab`, `request 7`, `write-back`.
+        owner: name of the holder: `lease 12-ab`, `request 7`, `write-back`.
         trie: the blocks' trie.
         rows: [m] different blocks.
-        tier: where the bytes stay; None for a hold of the blocks alone, wherever their bytes are.
+        tier: where the bytes stay; None: only the blocks stay, wherever their bytes are.
         wanted: [m] KV groups whose bytes stay; None for all of them.
-        counted: the tier in which the bytes count as held by their tenant: who holds them keeps them as long as it
+        counted: the tier in which the bytes count as held by their tenant, if the holder keeps them for as long as it
             likes. None for a hold that ends soon by itself.
     """
 
@@ -55,11 +55,11 @@ class Hold:
 
     @property
     def ended(self) -> bool:
-        """Whether it has let go."""
+        """Whether `end` was called."""
         return self._holds is None
 
     def extend(self, rows: Rows, wanted: GroupMask | None = None) -> None:
-        """Holds more blocks, behind those that it has, and the `wanted` KV groups of them; all by default.
+        """Holds more blocks, added at the end, and their `wanted` KV groups; all by default.
 
         Raises:
             RuntimeError: the hold has ended: a defect of its owner.
@@ -72,15 +72,15 @@ class Hold:
         self.rows = np.concatenate((self.rows, rows))
 
     def count_in(self, tier: Tier) -> None:
-        """Counts the bytes from now on as held by their tenant in a tier; see `counted`."""
+        """Counts the bytes from now on as held by their tenant in a tier."""
         if self._holds is not None and self.counted is None:
             self.counted = tier
             self._held_bytes.change(self.trie, tier, self.rows, self.wanted, begin=True)
 
     def release(self, blocks: slice, groups: int) -> GroupMask:
-        """Lets go of the bytes of `groups`, a mask, of some blocks, and keeps the blocks.
+        """Releases the bytes of `groups`, a mask, of some blocks, but keeps the blocks.
 
-        Returns, of each of the blocks, the groups that it held until now.
+        Returns, for each of these blocks, the groups that were held until now.
         """
         if self._holds is None or self.tier is None:
             return np.zeros(0, np.uint8)
@@ -94,7 +94,7 @@ class Hold:
         return released
 
     def shrink(self, blocks: int) -> None:
-        """Keeps the first `blocks` blocks and lets go of the others."""
+        """Keeps the first `blocks` blocks and releases the others."""
         if self._holds is None or blocks >= len(self.rows):
             return
         rows, wanted = self.rows[blocks:], None if self.wanted is None else self.wanted[blocks:]
@@ -104,7 +104,7 @@ class Hold:
         self._holds.swept(self.trie, rows, self.tier)
 
     def end(self) -> None:
-        """Lets go. A hold that has ended already stays ended."""
+        """Releases everything. A second call does nothing."""
         holds, self._holds = self._holds, None
         if holds is not None:
             self._change(self.rows, self.wanted, begin=False)
@@ -137,9 +137,9 @@ class Holds:
     """All holds of a cache.
 
     Args:
-        swept: called with blocks that nobody holds any more, perhaps, and where they were held: forgets those that have
-            no bytes left.
-        held_bytes: counts what tenants hold.
+        swept: called with released blocks and the tier in which they were held; forgets those without bytes that have
+            no other hold.
+        held_bytes: counts the bytes that tenants hold.
     """
 
     def __init__(self, swept: Callable[[Trie, Rows, Tier | None], None], held_bytes: HeldBytes) -> None:
@@ -157,7 +157,10 @@ class Holds:
         *,
         counted: Tier | None = None,
     ) -> Hold:
-        """A new hold; see `Hold`. Bytes that are still on their way are protected from the moment they arrive."""
+        """Begins a hold; the arguments are the attributes of `Hold`.
+
+        Bytes that are still being copied are held from the moment they arrive.
+        """
         hold = Hold(self, owner, trie, rows, tier, wanted, counted)
         self.live.add(hold)
         return hold
@@ -166,7 +169,7 @@ class Holds:
         return iter(self.live)
 
     def blocks_by_owner(self) -> Counter[str]:
-        """How many blocks each owner holds."""
+        """The number of blocks that each owner holds."""
         blocks: Counter[str] = Counter()
         for hold in self.live:
             blocks[hold.owner] += len(hold.rows)

@@ -1,7 +1,7 @@
-"""One movement of blocks, as those see it who wait for it: made more urgent, or dropped, as a whole.
+"""A movement of blocks, which its callers make more urgent or drop as a whole; and a lock that respects urgency.
 
-A movement is more than its transfers: room is made for it first, and what leaves for that room moves with its urgency.
-So it is with a lock: the most urgent movement has it first, and its holder is as urgent as whoever waits for it.
+A movement is more than its transfers: room is made for it first, and the evictions for that room run at its urgency.
+The lock goes to the most urgent movement, and its holder becomes as urgent as the most urgent waiter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class Movement:
-    """What is moved for one reason.
+    """Transfers with one purpose.
 
     Attributes:
-        due_s: when the first who waits wants it, on the clock of the transfers; None: as soon as its turn comes.
-        dropped: nobody wants it any more; what has not been started is left out.
-        task: runs it, where others may join.
+        due_s: when the first caller needs it, on the clock of the transfers; None: as soon as possible.
+        dropped: no caller wants it any more; transfers that have not started are left out.
+        task: runs it, if others may join it.
     """
 
     def __init__(self, urgency: Urgency, due_s: float | None = None) -> None:
@@ -39,25 +39,25 @@ class Movement:
 
     @property
     def urgency(self) -> Urgency:
-        """Of everything that it moves now."""
+        """The urgency of all its transfers now."""
         return min(self._urgency, *self._lent) if self._lent else self._urgency
 
     def raise_to(self, urgency: Urgency) -> None:
-        """Makes it more urgent; one that is so urgent already stays as it is."""
+        """Raises its urgency to at least `urgency`."""
         self._urgency = min(self._urgency, urgency)
         self._hurry()
 
     def lend(self, urgency: Urgency) -> None:
-        """Makes it as urgent as who waits for a step of it, until `take_back`; what it moves later is not."""
+        """Raises its urgency until `take_back`, for a caller that waits for one step of it."""
         self._lent.append(urgency)
         self._hurry()
 
     def take_back(self, urgency: Urgency) -> None:
-        """Ends one `lend`. What is under way stays as urgent as it is."""
+        """Ends one `lend`. Transfers under way stay as urgent as they are."""
         self._lent.remove(urgency)
 
     async def run(self, transfer: BlockTransfer[R]) -> list[R | SwapError]:
-        """Waits for the end of a transfer of this urgency that belongs to it; see `BlockTransfer.finish`."""
+        """Runs a transfer as a part of this movement; returns the result of each block."""
         self._transfers.add(transfer)
         if self.dropped:
             transfer.transfer.drop()
@@ -71,7 +71,7 @@ class Movement:
             transfer.raise_to(self.urgency)
 
     def join(self, urgency: Urgency, due_s: float | None = None) -> None:
-        """Somebody wants it, so urgently and at `due_s`; `leave` is his last word.
+        """Adds a caller that needs it with this urgency, at `due_s`; each calls `leave` at the end.
 
         The time counts for transfers that begin later.
         """
@@ -81,7 +81,7 @@ class Movement:
         self.raise_to(urgency)
 
     def leave(self) -> None:
-        """One wants it no more. When nobody does, it is dropped."""
+        """Removes a caller; drops the movement if it was the last one."""
         self._wanted_by -= 1
         if not self._wanted_by:
             self.dropped = True
@@ -89,13 +89,13 @@ class Movement:
                 transfer.transfer.drop()
 
     async def wait(self) -> None:
-        """Waits for the end of its task, however that ends."""
+        """Waits for the end of its task, also if that fails."""
         if self.task is not None:
             await asyncio.wait({self.task})
 
 
 class UrgentLock:
-    """Orders work of different urgency.
+    """A lock that the most urgent waiter gets next.
 
     Args:
         urgency_enabled: False: first come, first served.
@@ -108,12 +108,12 @@ class UrgentLock:
         self._waiting: list[tuple[Movement, asyncio.Future[None]]] = []
 
     def locked(self) -> bool:
-        """Whether somebody has it."""
+        """Whether a movement has the lock."""
         return self._holder is not None
 
     @asynccontextmanager
     async def hold(self, movement: Movement) -> AsyncGenerator[None, None]:
-        """Within it nobody else has the lock. The holder is as urgent as those who wait, until it is over."""
+        """A context with the lock. Meanwhile the holder is as urgent as its most urgent waiter."""
         await self._acquire(movement)
         try:
             yield
@@ -133,7 +133,7 @@ class UrgentLock:
         except asyncio.CancelledError:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-            else:  # it was handed over just before
+            else:  # the lock was handed over just before
                 self._hand_over()
             raise
 
@@ -158,7 +158,7 @@ class UrgentLock:
 
 
 async def to_the_end(work: Coroutine[object, object, T]) -> T:
-    """Waits until `work` has ended, even when cancelled meanwhile; the cancellation is raised then."""
+    """Waits until `work` has ended, even if cancelled meanwhile; raises the cancellation afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -167,6 +167,6 @@ async def to_the_end(work: Coroutine[object, object, T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None and not task.cancelled():
-        task.exception()  # seen; the cancellation is what the caller asked for
+        task.exception()  # mark it as retrieved: the caller gets the cancellation instead
         raise cancelled
     return task.result()

@@ -1,11 +1,11 @@
-"""Finding the blocks of a prompt of any length, and those before a block, without holding the event loop.
+"""Finds the blocks of a prompt of any length, and the ancestors of blocks, in slices for the event loop.
 
-Where a namespace has a common one beside it, a path is composed of both, block by block:
+If a namespace has a common one beside it, a path consists of blocks of both:
 
 ```
-own rows       17   18   40   41   52     the tenant's own; 17 and 18 have no bytes, they are there for 40's sake
+own rows       17   18   40   41   52     the tenant's own; 17 and 18 have no bytes and exist as ancestors of 40
 common rows    60   61   62               no tenant's: k tenants have computed these blocks
-path           60   61   62   41   52     common where that has all that the own one has
+path           60   61   62   41   52     the common row if it has all KV groups that the own row has
 ```
 """
 
@@ -28,7 +28,7 @@ _ENTERED_AT_ONCE = 512  # blocks: a millisecond
 
 
 async def find_path(trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
-    """The rows of a prompt's first blocks, its own and common ones; see `find_own` for what may change meanwhile."""
+    """The rows of a prompt's first blocks, own and common ones, correct when this returns (see `find_own`)."""
     own = await find_own(trie, namespace, chain, limit)
     if namespace.common is None:
         return own
@@ -39,7 +39,7 @@ async def find_path(trie: Trie, namespace: Namespace, chain: BlockChain, limit: 
 
 
 def path_now(trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
-    """As `find_path`, in one turn: it holds the event loop for some 0.5 us a block of each of both."""
+    """As `find_path`, but in one turn of the event loop: some 0.5 us for each own or common block."""
     own = trie.nodes(namespace.root, chain, limit)
     if namespace.common is None:
         return own
@@ -47,7 +47,7 @@ def path_now(trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | N
 
 
 def compose(trie: Trie, own: Rows, common: Rows) -> Rows:
-    """Of each block the common row where that has all KV groups that the own one has, and any; else the own one."""
+    """For each block the common row if it has bytes, and all KV groups that the own row has; else the own row."""
     both = min(len(own), len(common))
     has, others = trie.available[own[:both]], trie.available[common[:both]]
     better = ((has & ~others) == 0) & (others != 0)
@@ -56,17 +56,17 @@ def compose(trie: Trie, own: Rows, common: Rows) -> Rows:
 
 
 async def enter_own(hold: Hold, namespace: Namespace, chain: BlockChain, blocks: int, now_s: float) -> None:
-    """Extends `hold`, which has none, by the namespace's own rows of a prompt's first `blocks`, in slices; makes those
-    that are not there, without bytes.
+    """Extends `hold`, which is empty, by the namespace's own rows of a prompt's first `blocks`, in slices; adds missing
+    rows without bytes.
 
-    A block's row continues one of its own namespace, so who enters blocks behind common ones needs these first. They
-    stay while they are held, or a block continues them. There are fewer where a key is another block's, and when the
-    hold ends meanwhile.
+    A row's parent is in the same namespace, so blocks can be entered behind common ones only after these rows. They
+    stay while they are held or have children. There are fewer rows if a key is another block's, or if the hold ends
+    meanwhile.
     """
     while not hold.ended and (start := len(hold.rows)) < blocks:
         end = min(start + _ENTERED_AT_ONCE, blocks)
         parent = int(hold.rows[-1]) if start else namespace.root
-        keys, tokens = chain.key_rows(start, end), chain.token_rows(start, end)
+        keys, tokens = chain.key_rows(start, end), chain.token_rows[start:end]
         rows, _ = hold.trie.insert_path(parent, namespace.ordinal, keys, tokens, now_s)
         hold.extend(rows)
         if len(rows) < end - start:
@@ -77,9 +77,9 @@ async def enter_own(hold: Hold, namespace: Namespace, chain: BlockChain, blocks:
 async def find_own(trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
     """`Trie.nodes` in slices of some 2,048 blocks, about 1 ms each; shorter prompts are found in one turn.
 
-    Nothing is held: blocks may go, and their rows be given to others, between two slices. So the rows' generations are
-    compared at the end, and what is returned is true at that moment. It ends before the first block that has gone.
-    Blocks that came meanwhile may be found or not.
+    Blocks are not held: between two slices they may be removed and their rows reused. So this compares generations at
+    the end, and the result is correct at that moment: it ends before the first block that was removed. Blocks that were
+    added meanwhile may be found or not.
     """
     slices: list[Rows] = []
     generations: list[npt.NDArray[np.int32]] = []
@@ -98,9 +98,9 @@ async def find_own(trie: Trie, namespace: Namespace, chain: BlockChain, limit: i
 
 
 async def find_ancestry(trie: Trie, rows: Rows) -> Rows:
-    """`rows`, which somebody holds, and every block that they continue, each once.
+    """`rows` and all their ancestors, each once. The caller holds `rows`.
 
-    What is held keeps its ancestors, so nothing of this changes while others run.
+    A held block keeps its ancestors, so the result stays correct while others run.
     """
     seen: set[int] = set()
     turn = _WALKED_AT_ONCE
@@ -118,19 +118,18 @@ async def find_ancestry(trie: Trie, rows: Rows) -> Rows:
 
 
 def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> int:
-    """The longest beginning of a prompt, in blocks, that has at least `parts` of every block that the rules need.
+    """The length in blocks of the longest beginning of a prompt that has `parts` of every block that the rules need.
 
-    A part counts that is in the tier of that `level` already, though other ranks have yet to commit theirs. What only a
-    shared store has does not count: it is farther away than what the writer has at hand. Of the
-    blocks before `first_block` only those groups count that every longer prefix needs; where there is no such group,
-    neither do they need a row.
+    A part counts if it is in the tier of this `level`, even if other ranks have not committed theirs yet. Bytes that
+    only a shared store has do not count: the writer has them nearer. For blocks before `first_block` only groups count
+    that every longer prefix needs; without such a group these blocks do not even need a row.
 
     Args:
         trie: the prompt's trie.
-        path: rows of the prompt's first blocks, as far as there are any.
-        parts: the parts that are asked about.
+        path: the rows of the prompt's first blocks.
+        parts: the parts of a block that the writer has.
         first_block: the writer has bytes from this block on.
-        level: the shared tier's.
+        level: the level of the shared tier.
     """
     lasting = any(group.rule.lasting for group in trie.groups)
     available = np.zeros(len(path) if lasting else max(len(path), first_block), np.uint8)

@@ -1,4 +1,4 @@
-"""What is where: every copy entered into or dropped from a trie passes here, and its slots with it."""
+"""Records where blocks are: enters every copy into its trie or drops it, together with its slots."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Placement:
     Args:
         tiers: the memory.
         clock: seconds; passed in so that tests own the time.
-        uses: is told of what comes, goes and is asked for.
+        uses: gets every block that is entered, dropped or used.
         use: counts the tenants' bytes.
-        admit_uses: a block is written to disk when it was asked for again so often, or somebody wants it durable.
+        admit_uses: a block is written to disk after this many uses, or if a caller wants it durable.
     """
 
     def __init__(
@@ -39,29 +39,24 @@ class Placement:
         self.admit_uses = admit_uses
         self.clock = clock
         self.holds = Holds(self.sweep, use.held)
-        self.lost: Counter[str] = Counter()  # blocks that could have been kept, by reason
-        self.epoch = 0  # grows with every change of what is where
+        self.lost: Counter[str] = Counter()  # blocks lost that could have been kept, by reason
+        self.epoch = 0  # grows with every change of a copy
         self.changed = asyncio.Event()  # set when write-back may have work
         self.without_room: set[Tenant] = set()
-        """Tenants of whose blocks write-back could write none when it last tried: there was no room on disk."""
+        """Tenants without room on disk: write-back could not write any of their blocks when it last tried."""
         self.queued_blocks = 0  # in the CPU tier and not on disk
-        self.queued_bytes_of: Counter[Tenant] = Counter()  # of these, by whom they belong to
+        self.queued_bytes_of: Counter[Tenant] = Counter()  # bytes of these, by their tenant
         self.on_shorter_queue: Callable[[], None] = lambda: None
         """Called when fewer blocks wait to be written to disk than before."""
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of the blocks that are in the CPU tier and wait to be written to disk."""
-        return self.queued_bytes_of.total()
 
     # -- copies -------------------------------------------------------------------------------------------------
 
     def put(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
-        """Enters parts of m blocks into the trie; their slots, [m, parts], belong to the trie from here on."""
+        """Enters parts of m blocks into the trie, which owns their slots, [m, parts], from now on."""
         before, now_s = self.to_write(trie, rows), self.clock()
-        lacked = trie.slots[rows, tier.level] == NO_SLOT  # a store names the places of parts that it had, too
+        lacked = trie.slots[rows, tier.level] == NO_SLOT  # a store returns the slots of parts that it had before, too
         new = trie.put_copies(rows, tier.level, slots, now_s)
-        self.use.entered(trie, rows, tier, np.where(lacked, slots, NO_SLOT))
+        self.use.count_cached(trie, rows, tier, np.where(lacked, slots, NO_SLOT), 1)
         if len(new) and tier is not self.tiers.remote:
             self.uses.admitted(trie, new, tier.level, now_s)
         self._count_queue(trie, rows, before)
@@ -76,7 +71,7 @@ class Placement:
             trie: the blocks' trie.
             rows: [m] different blocks.
             tier: where.
-            slots: [m, parts], NO_SLOT for parts that did not come.
+            slots: [m, parts], NO_SLOT for parts that did not arrive.
 
         Returns:
             [m]: which blocks lacked any of these parts.
@@ -100,12 +95,12 @@ class Placement:
         with_page: bool = False,
         expendable: bool = False,
     ) -> int:
-        """Drops bytes that nobody holds; returns how many blocks have lost some.
+        """Drops bytes in `tier` that are not held; returns the number of blocks that lost some.
 
-        Without `groups` the copies go as a whole, children before parents, and a block whose last copy this was goes
-        with it. One that has to stay keeps its last copy; `with_page`, it keeps its place in the trie only, unless
-        somebody keeps it. With `groups`, [m] masks, the bytes of these groups go and the blocks stay. `expendable`:
-        they are to be computed again, so none of them counts as lost.
+        Without `groups` whole copies are dropped, children before parents, and a block without another copy is removed
+        from the trie. If it cannot be removed, it keeps its last copy; `with_page`, it loses the copy and keeps
+        its row, unless it is kept. With `groups`, [m] masks, the bytes of these groups are dropped and the blocks stay.
+        `expendable`: blocks do not count as lost.
         """
         chosen: Rows = np.array(rows, np.int64)
         if groups is None:
@@ -128,10 +123,10 @@ class Placement:
         if len(others):
             self._discard(trie, others, tier, evicted=not expendable)
         dropped = len(others)
-        # Of these another tier has something, as a record on disk, but not what is wanted: they stay in the trie.
+        # Another tier has a part of these, or a record, but not all wanted bytes: they stay in the trie.
         stays = last & (trie.any_part[rows] != bit)
         left, vanished, wanted = rows[last & ~stays], 0, Counter[Tenant]()
-        # Again, because ancestors without copies may have gone with them, and then others are leaves.
+        # Repeat: ancestors without copies may have been removed too, so that other blocks are leaves now.
         while len(going := trie.all_removable(left.tolist())):
             wanted += self._admitted(trie, going)
             self._discard(trie, going, tier, evicted=not expendable)
@@ -154,7 +149,7 @@ class Placement:
         return dropped
 
     def discard(self, trie: Trie, rows: Rows) -> None:
-        """Drops m blocks, children before parents, from every tier: each is removable once those before it are gone."""
+        """Drops m blocks, children before parents, from all tiers; each is removable after those before it."""
         for tier in self.tiers:
             there = rows[(trie.any_part[rows] & np.uint8(1 << tier.level)) != 0]
             if len(there):
@@ -163,35 +158,35 @@ class Placement:
         self.epoch += 1
 
     def discard_copies(self, trie: Trie, rows: Rows, tier: Tier) -> None:
-        """Drops the copies of m blocks in `tier`, whoever holds them."""
+        """Drops the copies of m blocks in `tier`, even if they are held."""
         self._discard(trie, rows, tier, evicted=False)
 
     def _discard(self, trie: Trie, rows: Rows, tier: Tier, groups: GroupMask | None = None, *, evicted: bool) -> None:
         before = self.to_write(trie, rows)
         here = rows[trie.any_part[rows] & np.uint8(1 << tier.level) != 0]
         slots = trie.drop_copies(rows, tier.level, groups)
-        self.use.left(trie, rows, tier, slots)
+        self.use.count_cached(trie, rows, tier, slots, -1)
         left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
         if len(left) and tier is not self.tiers.remote:
             self.uses.removed(trie, left, tier.level, evicted=evicted)
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier | RemoteTier):
             tier.free(slots)
-        self.room_may_be_had()
+        self.retry_without_room()
         self.epoch += 1
 
-    def room_may_be_had(self) -> None:
-        """Something has changed by which there may be room on disk: who waits for that is looked at again."""
+    def retry_without_room(self) -> None:
+        """Has write-back try the tenants without room again, since there may be room on disk now."""
         if self.without_room:
             self.changed.set()
 
     def _admitted(self, trie: Trie, rows: Rows) -> Counter[Tenant]:
-        """How many of these blocks were asked for often enough to be written to disk, by tenant."""
+        """The number of these blocks that were used often enough to be written to disk, by tenant."""
         admitted = rows[self.admits(trie, rows)]
         return Counter({tenant: len(its) for tenant, its in self.use.by_owner(trie, admitted)})
 
     def why_unwritten(self, tenant: Tenant, trie: Trie) -> str:
-        """Why a block of a tenant could not be written to disk now, for `lost`."""
+        """Why a block of a tenant cannot be written to disk now, as a reason in `lost`."""
         if self.tiers.durable is None or not self.tiers.writes:
             return "disk out of service"
         room = self.use.room(tenant, self.tiers.durable)
@@ -200,23 +195,25 @@ class Placement:
         return "no room on disk"
 
     def sweep(self, trie: Trie, rows: Rows, tier: Tier | None = None) -> None:
-        """Forgets blocks that lost their last copy while somebody kept them, once nobody does.
+        """Forgets blocks that have no copy and are not kept any more, after the end of a hold.
 
-        `tier`: where they were held. A hold on disk is write-back's own, or another writer's: its end gives no room.
+        `tier`: where they were held. A hold on disk belongs to write-back or another writer; its end frees no room.
         """
         if self.without_room and self.tiers.durable is not None and tier is not self.tiers.durable:
             here_alone = trie.any_part[rows] == np.uint8(1 << self.tiers.durable.level)
             if (here_alone & (trie.keep[rows] == 0) & ~trie.pinned[rows]).any():
-                self.room_may_be_had()
-        leaves = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0)]  # what these continue goes with them
+                self.retry_without_room()
+        leaves = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0)]  # their ancestors without copies go too
         if len(leaves) and trie.remove_bare(leaves.tolist()):
             self.epoch += 1
 
-    # -- which bytes are wanted ---------------------------------------------------------------------------------
+    # -- wanted bytes -------------------------------------------------------------------------------------------
 
     def touch(self, trie: Trie, path: Rows, counted: int = 0) -> None:
-        """A prompt was found to continue after `path`: it counts as used, and what it needs is wanted. The first
-        `counted` blocks were counted for the same request before."""
+        """Marks the blocks of `path` as used, and the bytes that a prompt needs behind it as wanted again.
+
+        The first `counted` blocks were counted for the same request before.
+        """
         now_s, queued = self.clock(), self.queued_blocks
         before = self.to_write(trie, path) if trie.has_rules or self.admit_uses else None
         self.uses.accessed(trie, path[counted:], now_s)
@@ -229,14 +226,17 @@ class Placement:
                 self.changed.set()
 
     def extend(self, trie: Trie, path: Rows, groups: int | None = None, ends: Sequence[int] = ()) -> None:
-        """Some groups of a prompt (a mask; all by default) have been stored up to the end of `path`: what only shorter
-        prefixes need of them may go first, but for prefixes of `ends` blocks."""
+        """Notes that `groups` of a prompt (a mask; all by default) are stored up to the end of `path`.
+
+        Bytes of these groups that only shorter prefixes need are evicted first, except those that prefixes of `ends`
+        blocks need.
+        """
         if trie.has_rules:
             before = self.to_write(trie, path)
             trie.expire(path, groups, ends)
             self._count_queue(trie, path, before)
 
-    # -- what waits to be written to disk -----------------------------------------------------------------------
+    # -- the queue to the disk ----------------------------------------------------------------------------------
 
     def to_write(self, trie: Trie, rows: Rows) -> GroupMask:
         """[len(rows)]: the groups of each block that are in the shared tier, not in the durable one, and wanted."""
@@ -245,7 +245,7 @@ class Placement:
         return trie.unwritten(rows, self.tiers.shared.level, self.tiers.durable.level, self.admit_uses)
 
     def admits(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: which blocks were asked for often enough to be written to disk unasked."""
+        """[len(rows)]: which blocks were used often enough for write-back to write them."""
         admitted: npt.NDArray[np.bool_] = trie.uses[rows] >= self.admit_uses
         return admitted
 

@@ -1,4 +1,4 @@
-"""Blocks that the daemon's own worker has computed: born in the compute tier, entered into the trie in their frames."""
+"""Enters blocks into the trie that the daemon's own worker has computed in the compute tier."""
 
 from __future__ import annotations
 
@@ -14,34 +14,55 @@ from prefixd.cache.placement.placement import Placement
 
 
 class Recording:
-    """Enters what the worker has computed.
+    """Enters blocks that the worker has computed.
 
     Args:
-        placement: keeps tries and tiers in step.
-        stored: told of blocks that have got bytes.
+        placement: records where blocks are.
+        trie_of: the trie of a namespace.
+        stored: called with the blocks that got bytes.
     """
 
-    def __init__(self, placement: Placement, stored: Callable[[Trie, Rows], None] | None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        trie_of: Callable[[Namespace], Trie],
+        stored: Callable[[Trie, Rows], None] | None,
+    ) -> None:
         self._placement = placement
+        self._trie_of = trie_of
         self._stored = stored
 
     def record(
         self,
         namespace: Namespace,
-        trie: Trie,
         parent: int,
         chain: BlockChain,
         first_block: int,
         frames: Sequence[int],
-        blocks: int | None,
+        blocks: int | None = None,
     ) -> tuple[Rows, npt.NDArray[np.bool_]]:
-        """Enters blocks one after the other; arguments and answer are those of `TieredCache.record`."""
-        placement, compute = self._placement, self._placement.tiers.compute
+        """Enters consecutive blocks that the worker has filled in `frames`.
+
+        They are not held yet: the caller must hold them before it awaits anything.
+
+        Args:
+            namespace: the blocks' namespace.
+            parent: the row before the first block, or the namespace's root.
+            chain: the blocks' prompt.
+            first_block: index of the first block in the prompt.
+            frames: [m * parts] frames in flight, block by block: the block's parts from the first on.
+            blocks: m; by default all parts of a block are in frames.
+
+        Returns:
+            The blocks' rows, and for each frame whether the trie owns it now (it does not if the part was there
+            already). Fewer than m blocks if a key is another block's, or a block is refused.
+        """
+        trie, placement, compute = self._trie_of(namespace), self._placement, self._placement.tiers.compute
         now_s = placement.clock()
         count = len(frames) // len(trie.part_bytes) if blocks is None else blocks
         parts = len(frames) // count if count else 0
         end = first_block + count
-        keys, tokens = chain.key_rows(first_block, end), chain.token_rows(first_block, end)
+        keys, tokens = chain.key_rows(first_block, end), chain.token_rows[first_block:end]
         if trie.refused:
             accepted = trie.unrefused(trie.find_all(namespace.ordinal, keys), first_block)
             keys, tokens = keys[:accepted], tokens[:accepted]
@@ -61,8 +82,12 @@ class Recording:
         trie.touch(rows, now_s)
         return rows, taken[:, :parts].ravel()
 
-    def record_state(self, trie: Trie, path: Rows, frames: Sequence[int], ends: Sequence[int]) -> bool:
-        """Enters the state after the last block of `path`; whether the frames are the trie's now."""
+    def record_state(self, trie: Trie, path: Rows, frames: Sequence[int], ends: Sequence[int] = ()) -> bool:
+        """Enters the state after the last block of `path`, which begins with a prompt's first block.
+
+        `frames`, in flight, hold the block's last parts; `ends` is for `Trie.expire`. Returns whether the trie owns the
+        frames now; it does not if the state was there already.
+        """
         placement, compute, last = self._placement, self._placement.tiers.compute, path[-1:]
         slots = np.full((1, len(trie.part_bytes)), NO_SLOT, np.int64)
         slots[0, -len(frames) :] = frames

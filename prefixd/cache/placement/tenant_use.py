@@ -1,14 +1,14 @@
-"""How many bytes of each tier each tenant has, what it may have more of, and what it may lose for others' sake.
+"""Counts the bytes that each tenant has in each tier, and applies its quotas.
 
-    what a tenant has of a tier
+    the bytes of a tenant in a tier
     |<------- cached: slots in the tries ------->|<--- granted --->|<- moving ->|
              |<-- held: leased, in use -->|      reserved, of runs    copies under way
                                                  or in quarantine
 
-*Most* is the bound of all of it, and is looked at before anything is allocated. What is *guaranteed* no other tenant's
-need may take: others take of a tenant only what it has beyond that (`losses`). So that a guarantee that is not used yet
-can be had when it is wanted, what tenants hold for as long as they please (granted or held) is bounded, too: all of it
-together leaves the others their guarantees (`room_to_hold`).
+The quota `most` limits all of them; it is checked before an allocation. Other tenants cannot evict the bytes that are
+*guaranteed* to a tenant, only those beyond (`losses`). A tenant may not use its guarantee yet, so the bytes that
+tenants hold for as long as they like (granted or held) are limited too: they leave room for the guarantees of all other
+tenants (`room_to_hold`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Holders = npt.NDArray[np.int32]
 
 
 class HeldBytes:
-    """Counts, by tenant and tier, the bytes of blocks that have a holder. A block may have many; it counts once.
+    """Counts, by tenant and tier, the bytes of blocks that are held. A block counts once, however many hold it.
 
     Args:
-        use: knows whose blocks are whose, and their sizes.
+        use: knows the owners and the sizes of blocks.
     """
 
     def __init__(self, use: TenantUse) -> None:
@@ -50,11 +50,11 @@ class HeldBytes:
         self._nbytes: dict[tuple[int, int], int] = {}  # by tenant and level
 
     def nbytes(self, tenant: Tenant, tier: Tier) -> int:
-        """Bytes held of a tenant's blocks in a tier."""
+        """Bytes of a tenant's blocks that are held in a tier."""
         return self._nbytes.get((tenant.ordinal, tier.level), 0)
 
     def holders(self, trie: Trie, tier: Tier) -> Holders:
-        """[rows, groups]: how many hold the bytes of a KV group of each block."""
+        """[rows, groups]: the number of holds on the bytes of each KV group of each block."""
         place = trie.ordinal, tier.level
         holders = self._holders.get(place)
         if holders is None or holders.shape[1] != len(trie.groups):  # a trie can get another geometry
@@ -64,14 +64,13 @@ class HeldBytes:
         return holders
 
     def change(self, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None, *, begin: bool) -> None:
-        """The `wanted` groups of different blocks, all by default, have one holder more, or fewer."""
+        """Counts one hold more (`begin`) or fewer on the `wanted` groups, all by default, of different blocks."""
         for tenant, mine in self._use.places_by_owner(trie, rows):
-            self._change_of(tenant, trie, tier, rows[mine], None if wanted is None else wanted[mine], begin=begin)
+            self._change_tenant(tenant, trie, tier, rows[mine], None if wanted is None else wanted[mine], begin=begin)
 
-    def _change_of(
+    def _change_tenant(
         self, tenant: Tenant, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None, *, begin: bool
     ) -> None:
-        """As `change`, blocks of one tenant."""
         holders, nbytes, by = self.holders(trie, tier), 0, 1 if begin else -1
         for group in trie.groups:
             chosen = rows if wanted is None else rows[(wanted & np.uint8(group.mask)) != 0]
@@ -82,7 +81,7 @@ class HeldBytes:
         self._nbytes[place] = self._nbytes.get(place, 0) + nbytes
 
     def fresh_bytes(self, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None) -> Int64s:
-        """[len(rows)]: bytes of the `wanted` groups of each block that nobody holds yet."""
+        """[len(rows)]: bytes of the `wanted` groups of each block that are not held yet."""
         holders = self.holders(trie, tier)[rows]
         lacking = np.zeros(len(rows), np.uint8)
         for group in trie.groups:
@@ -95,14 +94,14 @@ _NO_LIMIT = np.int64(1 << 62)
 
 
 class Losses:
-    """What the tenants may lose in a tier, for one tenant's sake, from now on; `take` uses it up.
+    """The bytes that each tenant may lose in a tier when room is made for one tenant; `take` subtracts from them.
 
     Args:
-        use: knows whose blocks are whose.
+        use: knows the owners of blocks.
         tier: the tier.
-        left: by tenant, bytes; below 0: not even a record without bytes. The last one is for tenants that were not
-            there yet.
-        wanted: bytes that are enough: who has lost so many loses no more; None: no such bound.
+        left: [tenants + 1] bytes; below 0: not even a record without bytes. The last one is for tenants that are new
+            since.
+        wanted: no tenant loses more once this many bytes have gone; None: no such limit.
     """
 
     def __init__(self, use: TenantUse, tier: Tier, left: Int64s, wanted: int | None = None) -> None:
@@ -112,19 +111,19 @@ class Losses:
         self.wanted = wanted
 
     def owners(self, trie: Trie, rows: Rows) -> Rows:
-        """[len(rows)]: the tenants' places in `left`."""
+        """[len(rows)]: the index in `left` of each block's tenant."""
         return np.minimum(self._use.owners(trie, rows), len(self.left) - 1)
 
     def bytes_of(self, trie: Trie, rows: Rows) -> Int64s:
-        """[len(rows)]: what each block has in the tier."""
+        """[len(rows)]: bytes of each block in the tier."""
         return self._use.bytes_of(trie, rows, self._tier)
 
     def cost(self, trie: Trie, row: int) -> tuple[int, int]:
-        """Of one block, its owner and its bytes: what `owners` and `bytes_of` say, in half the time."""
+        """The owner and the bytes of one block, as `owners` and `bytes_of`, in half the time."""
         return min(self._use.owner_number(trie, row), len(self.left) - 1), self._use.bytes_of_row(trie, row, self._tier)
 
     def may_go(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: which blocks' copies could go if no other did before."""
+        """[len(rows)]: which blocks may lose their copies, each considered alone."""
         left = self.left[self.owners(trie, rows)]
         may_go: npt.NDArray[np.bool_] = left >= int(self._use.part_bytes(trie, self._tier).sum())
         close = np.flatnonzero(~may_go & (left >= 0))
@@ -132,7 +131,7 @@ class Losses:
         return may_go
 
     def take(self, trie: Trie, rows: Rows) -> bool:
-        """Whether these blocks' copies may go, all of them, after what has been taken before; they are taken then."""
+        """Whether all of these blocks may lose their copies after those taken before; takes them if so."""
         nbytes = np.zeros_like(self.left)
         owners = self.owners(trie, rows)
         np.add.at(nbytes, owners, self.bytes_of(trie, rows))
@@ -142,7 +141,7 @@ class Losses:
         return True
 
     def first(self, trie: Trie, rows: Rows, groups: GroupMask) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: whose bytes of these `groups` may go one after the other; they are taken."""
+        """[len(rows)]: which blocks, taken in order, may lose their bytes of `groups`; takes them."""
         owners, nbytes = self.owners(trie, rows), self._use.group_bytes(trie, self._tier)[groups]
         goes = np.ones(len(rows), np.bool_)
         for owner in np.unique(owners).tolist():
@@ -186,14 +185,14 @@ class TenantUse:
         self.held = HeldBytes(self)
         self._pinned: Counter[int] = Counter()  # by tenant, bytes of pinned blocks
 
-    # -- whose ----------------------------------------------------------------------------------------------------
+    # -- owners ---------------------------------------------------------------------------------------------------
 
     def tenant_of(self, namespace: Namespace) -> Tenant:
         """The tenant that a namespace belongs to."""
         return self.tenants.at(int(self._owner_of[namespace.ordinal]))
 
     def assign(self, namespace: int, tenant: Tenant) -> None:
-        """The namespace with this ordinal, which has no blocks, belongs to a tenant from now on."""
+        """Assigns the namespace with this ordinal, which has no blocks, to a tenant."""
         if namespace >= len(self._owner_of):
             self._owner_of = np.concatenate([self._owner_of, np.zeros(namespace + 1, np.int64)])
         self._owner_of[namespace] = tenant.ordinal
@@ -218,7 +217,7 @@ class TenantUse:
         return [(tenant, rows[at]) for tenant, at in self.places_by_owner(trie, rows)]
 
     def places_by_owner(self, trie: Trie, rows: Rows) -> list[tuple[Tenant, slice | Rows]]:
-        """Where in `rows` each tenant's are, ascending."""
+        """The ascending positions in `rows` of each tenant's blocks."""
         if not len(rows):
             return []
         owners = self.owners(trie, rows)
@@ -248,7 +247,7 @@ class TenantUse:
 
     def _sizes(self, trie: Trie, tier: Tier) -> _Sizes:
         known = self._slot_bytes.get((trie.ordinal, tier.level))
-        # Another pool may have other frames, and a trie can get another geometry.
+        # A new pool may have other frames, and a trie can get another geometry.
         if (
             known is None
             or known.part_bytes is not trie.part_bytes
@@ -260,17 +259,10 @@ class TenantUse:
             known = self._slot_bytes[trie.ordinal, tier.level] = _Sizes(tier, trie.part_bytes, parts, groups)
         return known
 
-    # -- what is where --------------------------------------------------------------------------------------------
+    # -- cached bytes ---------------------------------------------------------------------------------------------
 
-    def entered(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
-        """Slots [m, parts] have become those of blocks in a tier."""
-        self._count(trie, rows, tier, slots, 1)
-
-    def left(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
-        """Slots [m, parts] are blocks' no more."""
-        self._count(trie, rows, tier, slots, -1)
-
-    def _count(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots, sign: int) -> None:
+    def count_cached(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots, sign: int) -> None:
+        """Counts slots, [m, parts], that blocks got (1) or lost (-1) in a tier."""
         if tier.level >= len(QUOTA_TIERS):
             return
         nbytes = (slots != NO_SLOT) @ self.part_bytes(trie, tier)
@@ -288,7 +280,7 @@ class TenantUse:
             )
 
     def recount(self, tries: Sequence[Trie]) -> None:
-        """Counts what the tries have, where blocks came into them all at once."""
+        """Counts the bytes of all tries anew, after blocks were entered without `count_cached`."""
         self._fit()
         self._cached[:] = 0
         for trie in tries:
@@ -296,11 +288,11 @@ class TenantUse:
                 rows = np.arange(part.start, part.stop)
                 for tier in self._tiers.own:
                     here = rows[(trie.slots[rows, tier.level] != NO_SLOT).any(axis=1)]
-                    self.entered(trie, here, tier, trie.slots[here, tier.level])
+                    self.count_cached(trie, here, tier, trie.slots[here, tier.level], 1)
 
     @contextmanager
     def leaving(self, tier: Tier, victims: Sequence[tuple[Trie, Rows]]) -> Iterator[None]:
-        """Within it, blocks' copies in `tier` are on their way out: nobody else counts on losing them."""
+        """A context in which blocks' copies leave `tier`: `losses` of other callers do not include them."""
         self._fit()
         nbytes = np.zeros(len(self._leaving), np.int64)
         for trie, rows in victims:
@@ -312,18 +304,18 @@ class TenantUse:
             self._leaving[: len(nbytes), tier.level] -= nbytes
 
     def leaving_bytes(self, tenant: Tenant, tier: Tier) -> int:
-        """Bytes of a tenant's blocks in a tier that are on their way out."""
+        """Bytes of a tenant's blocks that are leaving a tier."""
         return int(self._leaving[tenant.ordinal, tier.level]) if tenant.ordinal < len(self._leaving) else 0
 
     # -- accounts of slots in flight ------------------------------------------------------------------------------
 
     def moving(self, tenant: Tenant, tier: Tier) -> Account:
-        """Of slots in flight: copies under way, and everything that is granted."""
+        """The account of a tenant's slots in flight: copies under way, and everything that is granted."""
         return self._moving.setdefault((tenant.ordinal, tier.level), Account())
 
     def granted(self, tenant: Tenant, tier: Tier) -> Account:
-        """Of slots in flight that a tenant keeps for as long as it likes: reservations, those in quarantine, frames of
-        runs."""
+        """The account of slots in flight that a tenant keeps for as long as it likes: reservations, quarantine, frames
+        of runs."""
         account = self._granted.get((tenant.ordinal, tier.level))
         if account is None:
             account = self._granted[tenant.ordinal, tier.level] = Account(self.moving(tenant, tier))
@@ -341,17 +333,17 @@ class TenantUse:
         return nbytes
 
     def used_bytes(self, tenant: Tenant, tier: Tier) -> int:
-        """Bytes that a tenant has of a tier: what `most` is about."""
+        """Bytes that a tenant has of a tier, which `most` limits."""
         return self.cached_bytes(tenant, tier) + self.moving(tenant, tier).nbytes
 
     def held_bytes(self, tenant: Tenant, tier: Tier) -> int:
-        """Of these, bytes that it keeps for as long as it likes: granted, leased, of its runs, or pinned. Pins count in
-        the last tier: there the blocks stay at least."""
+        """Bytes that a tenant keeps in a tier for as long as it likes: granted, leased, in its runs, or pinned. Pins
+        count in the last tier, where pinned blocks always stay."""
         pinned = self._pinned[tenant.ordinal] if self._tiers.own[-1:] == [tier] else 0
         return self.granted(tenant, tier).nbytes + self.held.nbytes(tenant, tier) + pinned
 
     def count_pinned(self, tries: Sequence[Trie]) -> Steps[None]:
-        """Counts anew what is pinned, after that has changed."""
+        """Counts the pinned bytes anew, after a change of pins."""
         pinned: Counter[int] = Counter()
         for trie in list(tries):
             block_bytes = int(self.part_bytes(trie, self._tiers.own[-1]).sum())
@@ -363,22 +355,22 @@ class TenantUse:
         self._pinned = pinned
 
     def check_pin(self, trie: Trie, path: Rows) -> None:
-        """Raises ExhaustedError if a tenant may not hold the blocks of a prefix, once they are pinned."""
+        """Raises ExhaustedError if the blocks of a prefix, once pinned, are more than their tenant may hold."""
         tier = self._tiers.own[-1]
         for tenant, fresh in self.by_owner(trie, path[~trie.pinned[path]]):
             room = self.room_to_hold(tenant, tier)
             if room is not None and len(fresh) * int(self.part_bytes(trie, tier).sum()) > room:
                 self.refuse_to_hold(tenant, tier, "unpin other prefixes")
 
-    # -- what it may have -----------------------------------------------------------------------------------------
+    # -- limits of a tenant ---------------------------------------------------------------------------------------
 
     def room(self, tenant: Tenant, tier: Tier) -> int | None:
-        """Bytes more that a tenant may have of a tier, below 0 where its quota was lowered; None: no limit."""
+        """Bytes that a tenant may still get in a tier; below 0 if its quota was lowered; None: no limit."""
         most = _quota(tenant, tier.level)[1]
         return None if most is None else most - self.used_bytes(tenant, tier)
 
     def never_fits(self, tenant: Tenant, tier: Tier, nbytes: int) -> bool:
-        """Whether a tenant may not have so many bytes of a tier even if it has nothing else there."""
+        """Whether `nbytes` exceed a tenant's limit in a tier even if it has no other bytes there."""
         most = _quota(tenant, tier.level)[1]
         return most is not None and most < nbytes
 
@@ -388,7 +380,7 @@ class TenantUse:
         return _quota(tenant, tier.level)[0]
 
     def hold_bounds(self, tier: Tier) -> dict[Tenant, int] | None:
-        """Bytes that each tenant may hold of a tier while nobody else holds any; None: there are no quotas."""
+        """Bytes that each tenant may hold in a tier if no other tenant holds any; None: there are no quotas."""
         quotas = {tenant: _quota(tenant, tier.level) for tenant in self.tenants.all}
         if all(quota == _UNLIMITED for quota in quotas.values()):
             return None
@@ -399,10 +391,10 @@ class TenantUse:
         }
 
     def room_to_hold(self, tenant: Tenant, tier: Tier) -> int | None:
-        """Bytes more that a tenant may hold of a tier, so that what others are guaranteed can be had; None: no limit.
+        """Bytes that a tenant may still hold in a tier, so that the guarantees of others can be met; None: no limit.
 
-        What nobody is guaranteed is for all: a tenant may hold what it is guaranteed, and of the rest what the others
-        do not hold beyond what they are guaranteed.
+        A tenant may hold its own guarantee, and the bytes of the tier that are neither guaranteed to others nor held by
+        them beyond their guarantees.
         """
         if (bounds := self.hold_bounds(tier)) is None:
             return None
@@ -414,8 +406,7 @@ class TenantUse:
         return bound - self.held_bytes(tenant, tier)
 
     def kept_from(self, tenant: Tenant, tier: Tier) -> int:
-        """Bytes of a tier that others have and do not lose for a tenant's sake: held or pinned, or within what they are
-        guaranteed."""
+        """Bytes of a tier that other tenants have and do not lose to this one: held, pinned, or guaranteed."""
         return sum(
             max(self.held_bytes(other, tier), min(self.cached_bytes(other, tier), self.guaranteed(other, tier)))
             for other in self.tenants
@@ -438,7 +429,7 @@ class TenantUse:
         )
 
     def refuse_at_most(self, tenant: Tenant, tier: Tier, nbytes: int, remedy: str) -> None:
-        """Raises the ExhaustedError for a tenant that may have no `nbytes` more of a tier; else does nothing."""
+        """Raises ExhaustedError if `nbytes` more exceed a tenant's limit in a tier."""
         room = self.room(tenant, tier)
         if room is not None and room < nbytes:
             used = self.used_bytes(tenant, tier)
@@ -449,14 +440,14 @@ class TenantUse:
                 remedy,
             )
 
-    # -- what others may lose -------------------------------------------------------------------------------------
+    # -- evictions for a tenant -----------------------------------------------------------------------------------
 
     def losses(
         self, tenant: Tenant | None, tier: Tier, *, own: bool = False, wanted: int | None = None
     ) -> Losses | None:
-        """What each tenant may lose in a tier for the sake of `tenant`, or of nobody in particular; None: everything.
+        """What each tenant may lose when room is made in a tier for `tenant`, or for none in particular; None: all.
 
-        `own`: only it loses anything: it is at its most. Then it loses no block more than it takes for `wanted` bytes.
+        `own`: the tenant is at its limit and only it loses blocks, no more of them than `wanted` bytes take.
         """
         if tier.level >= len(QUOTA_TIERS):
             return None
@@ -466,7 +457,7 @@ class TenantUse:
         left = np.full(len(self._cached) + 1, -1, np.int64)
         if not own:
             for other in self.tenants:
-                # Copies under way do not count: they may come to nothing.
+                # Copies under way do not count: they may fail.
                 has = self.cached_bytes(other, tier) + self.granted(other, tier).nbytes
                 has -= int(self._leaving[other.ordinal, tier.level])
                 left[other.ordinal] = max(0, has - _quota(other, tier.level)[0])
@@ -482,7 +473,7 @@ class TenantUse:
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def owner_of(self) -> Callable[[npt.NDArray[np.int32]], Rows]:
-        """Gives, in a thread too, the tenants of namespaces as of now; 0 of those that there are not."""
+        """A function from namespaces to their tenants as of now, 0 for unknown ones; a thread may call it."""
         known = self._owner_of.copy() if len(self.tenants.all) > 1 else np.zeros(0, np.int64)
 
         def owners(namespaces: npt.NDArray[np.int32]) -> Rows:
@@ -494,7 +485,7 @@ class TenantUse:
         return owners
 
     def counted(self, tier: Tier) -> Int64s:
-        """[tenants]: what is counted as cached in a tier."""
+        """[tenants]: the cached bytes counted in a tier."""
         self._fit()
         return self._cached[:, tier.level].copy()
 
@@ -503,7 +494,7 @@ _UNLIMITED = (0, None)
 
 
 def _quota(tenant: Tenant, level: int) -> tuple[int, int | None]:
-    """What a tenant is guaranteed of a tier, and the most of it that it may have."""
+    """The bytes of a tier that a tenant is guaranteed, and the most that it may have."""
     if level >= len(QUOTA_TIERS):
         return _UNLIMITED
     quota = tenant.quota.tiers[level]

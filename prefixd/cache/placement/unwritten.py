@@ -1,4 +1,4 @@
-"""Which blocks wait in a tier to be written to disk, in the order in which they came there."""
+"""The queue of blocks in a tier that wait to be written to disk, in the order in which they entered the tier."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _FOUND_AT_ONCE = 8192  # blocks that one scan of the table finds
 
 
 class UnwrittenBlocks:
-    """The blocks of a trie that have a KV group in a tier which the disk lacks and a prefix needs.
+    """The blocks of a trie with a KV group that the tier has, the disk lacks and a prefix needs.
 
-    The first to come are the first to be given out, of those that came together parents before children. They are found
-    some thousand at a time, by a scan of the table in slices; others use the trie between two slices, and between the
-    scan and the moment when a block is given out. So what waits is looked at again then, and a block that came after a
-    scan had begun is left to the next one: the scan may have passed its parent's row.
+    The queue is first in, first out; blocks that entered the tier together are ordered parents before children. A scan
+    of the table in slices finds some thousand blocks. Others change the trie between two slices, and between the scan
+    and `next`, so `next` checks again that a block waits. A block that entered after a scan had begun is left to the
+    next scan, since this one may have passed its parent's row.
 
     Args:
         trie: the blocks' trie.
         source: the level of the tier.
         target: the level of the disk tier.
-        clock: seconds, by which blocks enter tiers.
-        admit_uses: blocks that were asked for again less often do not wait to be written.
-        may_go: says of blocks which may be given out now, [m]; all by default.
+        clock: seconds, as for the times when blocks entered tiers.
+        admit_uses: blocks with fewer uses do not wait to be written.
+        may_go: returns which of m blocks `next` may return now, [m]; all by default.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class UnwrittenBlocks:
         self._found: Rows = np.empty(0, np.int64)
 
     async def next(self, count: int) -> Rows:
-        """Up to `count` of them, taken from the beginning of the queue; none when none waits."""
+        """Takes up to `count` blocks from the beginning of the queue; empty if none waits."""
         rows = self._take(count)
         if not len(rows):
             await self._scan()
@@ -57,7 +57,7 @@ class UnwrittenBlocks:
         return rows
 
     def begin_again(self) -> None:
-        """Has the next call look for the first ones: some that were given out could not be written."""
+        """Has `next` scan again from the start, after a block that it returned could not be written."""
         self._found = self._found[:0]
 
     def _take(self, count: int) -> Rows:

@@ -65,6 +65,7 @@ class RemoteLookups:
         known: limits blocks that only the store has.
         health: handles failures.
         clock: seconds, monotonic.
+        lookup_s: the most that a prompt waits for an answer.
         absent_s: how long a "no" is remembered.
     """
 
@@ -77,9 +78,11 @@ class RemoteLookups:
         known: KnownBlocks,
         health: RemoteHealth,
         clock: Callable[[], float],
+        lookup_s: float,
         absent_s: float,
     ) -> None:
         self.counters = LookupCounters()
+        self.lookup_s = lookup_s
         self.answer_s = 0.0
         """The expected answer time, from the last answers."""
         self._answered_s = clock()
@@ -94,16 +97,19 @@ class RemoteLookups:
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # digest -> when it may be asked for again
         self._pending: set[asyncio.Task[bool]] = set()
 
-    async def look(self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None, wait_s: float) -> None:
+    async def look_up(
+        self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None = None, wait_s: float | None = None
+    ) -> None:
         """Enters the blocks of a prompt's first `limit` (all by default) that the store has and this host lacks.
 
-        Returns when that is done, or after `wait_s`; a late answer serves later calls. Does not wait if no answer is
-        expected in time.
+        Returns when that is done, or after `wait_s` (`lookup_s` by default); a late answer serves later calls. Does not
+        wait if no answer is expected in time.
         """
+        wait_s = self.lookup_s if wait_s is None else wait_s
         end = len(chain) if limit is None else min(limit, len(chain))
         if not self._tier.gives or not end or len(self._pending) >= _PENDING:
             return
-        task = asyncio.create_task(self._look_up(trie, namespace, chain, end))
+        task = asyncio.create_task(self._ask_about(trie, namespace, chain, end))
         self._pending.add(task)
         task.add_done_callback(self._ended)
         if self.answer_s * 0.5 ** ((self._clock() - self._answered_s) / _FORGOTTEN_S) <= wait_s:
@@ -121,18 +127,18 @@ class RemoteLookups:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a lookup in the shared store failed", exc_info=error)
 
-    async def _look_up(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
+    async def _ask_about(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
         """Returns whether the store has answered."""
         try:
             for each in (namespace,) if namespace.common is None else (namespace.common, namespace):
-                while await self._look_up_next(trie, each, chain, end):
+                while await self._ask_about_next(trie, each, chain, end):
                     pass  # the prompt is longer than one call, and all blocks of this one were there
         except StorageError as error:
             self._health.failed(error)
             return False
         return True
 
-    async def _look_up_next(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
+    async def _ask_about_next(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
         """Asks about the first blocks that this host lacks; returns whether to ask about the next ones.
 
         Raises:
@@ -212,7 +218,7 @@ class RemoteLookups:
         with self._placement.holds.hold("remote lookup", trie, rows) as hold:
             while len(rows) < end:
                 stop = min(len(rows) + _ENTERED_AT_ONCE, end)
-                keys, tokens = chain.key_rows(len(rows), stop), chain.token_rows(len(rows), stop)
+                keys, tokens = chain.key_rows(len(rows), stop), chain.token_rows[len(rows) : stop]
                 parent = int(rows[-1]) if len(rows) else namespace.root
                 new, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, self._clock())
                 hold.extend(new)

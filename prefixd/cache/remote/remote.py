@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prefixd.cache.disk.checksums import Checksums
-from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.index.trie import Trie
-from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.placement.placement import Placement
 from prefixd.cache.remote.copies import RemoteCopies
 from prefixd.cache.remote.digests import Digests
@@ -68,7 +67,6 @@ class Remote:
         options: RemoteOptions,
     ) -> None:
         self.tier = tier
-        self.options = options
         recheck_s = _RECHECKED * options.known_s
         if tier.ttl_s:  # forget it before the store deletes it
             recheck_s = min(recheck_s, tier.ttl_s / 2)
@@ -80,7 +78,8 @@ class Remote:
         self.copies = RemoteCopies(tier, placement, digests, self.health, checksums)
         tier.on_failure = self.health.failed
         self.lookups = RemoteLookups(
-            tier, placement, digests, self.copies, self.known, self.health, clock, options.absent_s
+            *(tier, placement, digests, self.copies, self.known, self.health, clock),
+            *(options.lookup_s, options.absent_s),
         )
         self.sharing = Sharing(tier, placement, tries, self.copies, copy_ahead, options.share)
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,12 +92,6 @@ class Remote:
             asyncio.create_task(self.sharing.run(), name="sharing"),
         ]
         return self._tasks
-
-    async def look(
-        self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None, wait_s: float | None = None
-    ) -> None:
-        """`RemoteLookups.look`, by default for at most `options.lookup_s`."""
-        await self.lookups.look(trie, namespace, chain, limit, self.options.lookup_s if wait_s is None else wait_s)
 
     async def stop(self) -> None:
         """Ends the background tasks after the batch under way. The store gets no more calls."""

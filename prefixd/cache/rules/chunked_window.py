@@ -28,7 +28,7 @@ class ChunkedWindow(GroupRule):
 
     - A prefix needs: the blocks of its last chunk, if that is not full.
     - First to go: all blocks before the chunk of the prompt's last token. The last chunk stays even if it is full:
-      who asks for the same prompt again computes its last token again, hence continues inside that chunk.
+      a second request with the same prompt computes its last token again, so it continues inside that chunk.
     - Possible lengths: where the unfinished chunk before the end is there, and at all ends of chunks.
 
     Attributes:
@@ -44,8 +44,10 @@ class ChunkedWindow(GroupRule):
         return self._chunk_of(blocks * self.block_tokens), blocks
 
     def stored_prefixes(self, there: Bools) -> Bools:
-        """Where the chunk of the last token is there: at the end of a chunk a prompt continues without it, but it is
-        what makes the lengths before possible."""
+        """The lengths whose last token's chunk is there.
+
+        At the end of a chunk a prompt continues without that chunk, but shorter lengths need it.
+        """
         blocks = np.arange(len(there) + 1)
         return all_there(there, self._last_chunk(blocks), blocks)
 

@@ -30,7 +30,7 @@ class CrossAttention(GroupRule):
     Limits: prompts of one namespace have images of one size in all; others take a namespace of their own. Prompts with
     different images must differ from their first block on, since that block's bytes depend on the images: its key has
     to say which they are (in the salt or in the tokens). So a conversation to which an image is added begins a new
-    prefix. What is to be shared by prompts that have an image in common belongs under `VisionEmbedding`.
+    prefix. Bytes that prompts share because they have an image in common belong under `VisionEmbedding`.
 
     Attributes:
         image_blocks: blocks that hold the images' KV, at least 1.

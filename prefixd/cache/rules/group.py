@@ -1,4 +1,4 @@
-"""The KV groups of a block, and what follows from all their rules together."""
+"""The KV groups of a block, and the combined answers of their rules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_GROUPS = 8
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """The parts of a block that follow one rule: they are needed, kept and dropped together.
+    """The parts of a block with one rule: they are needed, kept and dropped together.
 
     Attributes:
-        rule: what a prefix needs of them.
-        parts: which parts of the block, by index: the layers of the group, once a tensor-parallel rank.
+        rule: tells which blocks of a prefix need them.
+        parts: their indices in the block: one for each tensor-parallel rank.
         bit: the group's place in a `GroupMask`.
         mask: the group alone, as a mask.
     """
@@ -64,7 +64,7 @@ def longest_prefix(groups: Sequence[KvGroup], available: GroupMask) -> int:
 
 
 def longest_stored(groups: Sequence[KvGroup], available: GroupMask) -> int:
-    """The most blocks to which a writer of the prompt has nothing to add; arguments as for `longest_prefix`."""
+    """The longest prefix to which a writer of the prompt has nothing to add; arguments as for `longest_prefix`."""
     stored = np.ones(len(available) + 1, np.bool_)
     for group in groups:
         stored &= group.rule.stored_prefixes((available & np.uint8(group.mask)) != 0)
@@ -85,7 +85,7 @@ def needed_bytes(groups: Sequence[KvGroup], first_block: int, nbytes: Int64s) ->
 
     Args:
         groups: the groups.
-        first_block: of the blocks before it the readers need nothing.
+        first_block: the readers do not need the blocks before it.
         nbytes: [groups, n], bytes of each group of each block.
     """
     lengths = np.arange(nbytes.shape[1] + 1)
@@ -99,18 +99,18 @@ def needed_bytes(groups: Sequence[KvGroup], first_block: int, nbytes: Int64s) ->
 
 
 def expired_groups(groups: Sequence[KvGroup], blocks: int, branches: Int64s) -> GroupMask:
-    """[blocks]: the groups of each block whose bytes no prefix needs that is likely to be asked for.
+    """[blocks]: the groups of each block whose bytes no likely prefix needs.
 
     Args:
         groups: the groups.
         blocks: the length of the prompt.
-        branches: lengths of its prefixes after which other prompts continue differently: they are likely, too.
+        branches: the lengths of its other likely prefixes, such as those that it shares with other prompts.
     """
     expired = np.zeros(blocks, np.uint8)
     for group in groups:
         free = group.rule.expires(blocks)
         first, end = group.rule.needed_range(branches)
-        # At each block: needed ranges that begin there, less those that have ended.
+        # At each block: the number of needed ranges that begin there, less those that end there.
         changes = np.zeros(blocks + 1, np.int64)
         np.add.at(changes, first, 1)
         np.add.at(changes, end, -1)
@@ -120,5 +120,5 @@ def expired_groups(groups: Sequence[KvGroup], blocks: int, branches: Int64s) -> 
 
 
 def _last(lengths: Bools) -> int:
-    """The last length that is true; 0 always is."""
+    """The largest length that is true; length 0 always is."""
     return len(lengths) - 1 - int(lengths[::-1].argmax())

@@ -1,4 +1,4 @@
-"""Rules of tokens as the cache asks them: in blocks."""
+"""Converts rules in tokens to the cache's rules in blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefixd.cache.rules.vision_embedding import VisionEmbedding
 
 
 def in_blocks(rule: rules.Rule | None, block_tokens: int) -> GroupRule:
-    """The rule in blocks of so many tokens; None is full attention."""
+    """The rule in blocks of `block_tokens` tokens; None is full attention."""
     match rule:
         case None:
             return FullAttention()

@@ -13,8 +13,8 @@ from prefixd.cache.rules.rule import Bools, GroupRule, Int64s
 class RecurrentState(GroupRule):
     """The state after the last block of a prefix is needed, and nothing else.
 
-    The bytes of block `b` are the state *after* block `b`. A state is large, so most blocks have none: whoever stores a
-    prompt decides where (Jenga: every 512 tokens; Marconi: at ends of prompts and where they branch). Example with
+    The bytes of block `b` are the state *after* block `b`. A state is large, so most blocks have none: the writer of a
+    prompt decides where (Jenga: every 512 tokens; Marconi: at ends of prompts and at branches). Example with
     `checkpoint_blocks=2`:
 
         block         0 1 2 3 4 5
@@ -28,7 +28,7 @@ class RecurrentState(GroupRule):
     - Possible lengths: 0, and behind each block whose state is there.
 
     Attributes:
-        checkpoint_blocks: the states after so many blocks, twice as many, and so on stay as long as others do. 0: none.
+        checkpoint_blocks: states after every multiple of this number do not expire; 0: none.
     """
 
     checkpoint_blocks: int = 0

@@ -1,4 +1,4 @@
-"""Vision embedding: what a vision encoder has made of an image."""
+"""Vision embedding: the output of a vision encoder for an image."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class VisionEmbedding(GroupRule):
     - Possible lengths: 0, and all blocks that the trie knows of the image if all are there.
 
     Limits: a rule does not know how many blocks an image has, only how many of them the trie knows. An image whose last
-    blocks went looks like a smaller one. So who asks for an image compares the number of blocks that it gets with
-    that of the image, and takes fewer as none; it fills the blocks that are missing with the next `Reserve`.
+    blocks were evicted looks like a smaller one. So a reader compares the number of blocks that it gets with that of
+    the image, and treats fewer as none; it fills the missing blocks with the next `Reserve`.
     """
 
     lasting: ClassVar[bool] = True

@@ -1,1 +1,1 @@
-"""What clients hold: sessions with leases, reservations and pins; and quarantine for the slots of those that died."""
+"""Sessions of clients with their leases, reservations and pins, and quarantine for the slots of ended reservations."""

@@ -1,7 +1,7 @@
-"""Where the blocks of a session's prompts lay before a hint (Prefetch) had them brought up, until they are asked for.
+"""Remembers the tiers of a prompt's blocks at the time of a hint (Prefetch), until the prompt is leased.
 
-The hit rates go by where a prompt's blocks lay when its request arrived. An engine says that by its hint: when it asks
-for the lease, the blocks are in the CPU tier.
+Hit rates count the tiers that had a prompt's blocks when its request arrived, which is when the engine sends the hint.
+When it acquires the lease, the blocks are in the CPU tier already.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.cache.namespaces import Namespace
 
 MOST = 256
-"""Prompts of a session; the oldest is forgotten for another."""
+"""Prompts of a session; beyond it the oldest is forgotten."""
 KEPT_S = 600.0
-"""A prompt that is asked for later counts by where its blocks are then."""
+"""A hint is forgotten after this time."""
 _RUNS = 64
 _NOTHING = np.empty(0, np.int8)
 
@@ -31,7 +31,7 @@ class _Arrival:
 
 
 class Arrivals:
-    """Of one session, at most `MOST`, each of at most 64 runs of blocks in one tier."""
+    """The hints of one session: at most `MOST`, each with at most 64 runs of blocks in one tier."""
 
     def __init__(self) -> None:
         self.noted: dict[tuple[int, bytes], _Arrival] = {}  # by namespace and key of the last block, the oldest first
@@ -40,12 +40,12 @@ class Arrivals:
         return len(self.noted)
 
     def note(self, namespace: Namespace, chain: BlockChain, tiers: npt.NDArray[np.int8], now_s: float) -> None:
-        """A hint was given for a prompt: its first blocks lie in these tiers. An earlier hint for it stays what counts.
+        """Notes the tiers of a prompt's first blocks at a hint, unless there is an earlier hint for the prompt.
 
         Args:
             namespace: the prompt's.
-            chain: its blocks, of which those that were found are hashed.
-            tiers: [blocks] of each that was found.
+            chain: the prompt's blocks; those that were found are hashed.
+            tiers: [blocks] the tier of each block that was found.
             now_s: seconds, on the clock of `take`.
         """
         self._forget(now_s)
@@ -59,10 +59,10 @@ class Arrivals:
         self.noted[key] = _Arrival(now_s, len(tiers), tiers[starts[:_RUNS]], lengths[:_RUNS].copy())  # no views
 
     def take(self, namespace: Namespace, chain: BlockChain, now_s: float) -> npt.NDArray[np.int8]:
-        """[blocks]: where the first blocks of a prompt lay at the hint for it, or for the longest beginning of it; none
-        without one. It is forgotten then: the prompt is counted once."""
+        """[blocks]: the tiers of a prompt's first blocks at the hint for it, or for its longest beginning; empty
+        without a hint. Forgets the hint, since a prompt counts once."""
         self._forget(now_s)
-        hashed = chain.hashed  # no more is hashed for it
+        hashed = chain.hashed  # do not hash more blocks
         found = [
             key
             for key, arrival in self.noted.items()

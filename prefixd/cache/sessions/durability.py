@@ -1,4 +1,4 @@
-"""Making cached prefixes durable: on disk, with the prefix before them, when the call returns."""
+"""Makes cached prefixes durable: the whole prefix is on disk when the call returns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from prefixd_swap.tiers import StoreTier
 
 
 class Durability:
-    """Writes prefixes to disk for callers that wait for it.
+    """Writes prefixes to disk for callers that wait.
 
     Args:
-        mover: writes.
+        mover: writes blocks.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -24,7 +24,7 @@ class Durability:
         self._holds = mover.placement.holds
 
     async def persist(self, trie: Trie, path: Rows) -> int:
-        """Returns when the blocks of `path`, from the start of a prompt on, are on disk: their number.
+        """Writes the blocks of `path`, from the start of a prompt on, to disk; returns their number.
 
         Raises:
             PreconditionError: there is no disk tier.
@@ -37,12 +37,12 @@ class Durability:
         return len(path)
 
     async def write(self, trie: Trie, path: Rows) -> None:
-        """As `persist`, of blocks that the caller holds; does nothing without a disk tier."""
+        """As `persist`, for blocks that the caller holds; does nothing without a disk tier."""
         durable = self._tiers.durable
         if durable is None:
             return
         needed = trie.needed(len(path))
-        for source in reversed(self._tiers.memories):  # what a file can be written from first
+        for source in reversed(self._tiers.memories):  # memory that a file can be written from first
             if self._tiers.exists(source):
                 todo = path[(trie.lacking(path, durable.level, needed) & trie.there[path, source.level]) != 0]
                 if len(todo):

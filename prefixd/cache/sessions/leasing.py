@@ -1,4 +1,4 @@
-"""How engines read blocks: a prefix matched, brought to the CPU tier, and leased there."""
+"""Leases blocks to engines for reading: matches a prefix, brings it to the CPU tier, and holds it there."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from prefixd.cache.placement.holds import Hold
 from prefixd.cache.sessions.sessions import Lease, LeaseTable, Session
 
 NO_OFFSET = np.uint64(2**64 - 1)
-_HELD_AT_ONCE = 1 << 16  # blocks that are held and counted in one turn of the event loop: up to 4 ms
+_HELD_AT_ONCE = 1 << 16  # blocks to hold and count in one turn of the event loop: up to 4 ms
 BlockTiers = npt.NDArray[np.int8]
 """[blocks]: the tier of each block of a prompt; `NONE` for a block that no tier has."""
 
 
 @dataclass(slots=True)
 class HitCounters:
-    """Prompt tokens asked for and found since the start, once a prompt; the rest, asked - found, was not found.
+    """Prompt tokens asked for, and found, since the start; each prompt counts once.
 
-    Found is what was granted to be read: what is cached and has no room where it is read is no hit.
+    Tokens are found if they were leased. Cached blocks without room where they are read are no hit.
     """
 
     asked_tokens: int = 0
     hit_tokens: list[int] = field(default_factory=lambda: [0] * TIERS)  # by the tier they were found in
 
     def ask(self, tokens: int) -> None:
-        """Counts prompt tokens that were asked for."""
+        """Counts prompt tokens as asked for."""
         self.asked_tokens += tokens
 
     def find(self, tiers: BlockTiers, block_tokens: int) -> None:
-        """Counts blocks that were granted and had been found in these tiers."""
+        """Counts blocks as found in these tiers."""
         for tier, blocks in enumerate(np.bincount(tiers, minlength=TIERS)[:TIERS].tolist()):
             self.hit_tokens[tier] += blocks * block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which blocks of a prompt a caller wants to read, and how they enter the hit rates.
+    """Which blocks of a prompt a caller wants to read, and how they count in the hit rates.
 
     Attributes:
-        first_block: what is before it is of no interest.
+        first_block: the first block to read.
         max_blocks: the most blocks; 0: all.
-        prefix_blocks: the blocks are read as a slice of a prefix of this length; 0: the prompt goes on behind them.
-        ttl_s: see `LeaseTable.ttl`.
-        counted: this is the lookup by which the prompt enters the hit rates; what is leased counts as found.
-        found: the prompt was counted as asked for, and what is leased counts as found: in these tiers, from the
-            prompt's first block on, and behind them where it is. `counted` is not looked at.
+        prefix_blocks: the blocks are read as a slice of a prefix of this length; 0: the prompt continues behind them.
+        ttl_s: lifetime of the lease; 0: the default.
+        counted: count the prompt as asked for, and the leased blocks as found.
+        found: [blocks] the prompt was counted as asked for before, and its first blocks were found in these tiers.
+            Count the leased blocks as found there, and later ones in their current tier. Overrides `counted`.
     """
 
     first_block: int = 0
@@ -67,7 +67,7 @@ class Asked:
     found: BlockTiers | None = None
 
     def end(self, blocks: int) -> int:
-        """The block of a prompt of so many behind the last one that is asked for."""
+        """The end of the range to read in a prompt of `blocks` blocks."""
         return min(self.first_block + self.max_blocks, blocks) if self.max_blocks else blocks
 
 
@@ -80,11 +80,12 @@ class Leasing:
 
     Args:
         mover: brings blocks.
-        leases: whom a lease belongs to.
-        counters: of lookups.
+        leases: the sessions and their grants.
+        counters: hit rates.
         clock: seconds, monotonic.
-        match: looks prefixes up.
-        end_prefetches: lets go of what a tenant's prefetches hold; whether there were any.
+        trie_of: the trie of a namespace.
+        match: finds the longest cached prefix.
+        end_prefetches: ends a tenant's prefetches; returns whether there were any.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Leasing:
         leases: LeaseTable,
         counters: HitCounters,
         clock: Callable[[], float],
+        trie_of: Callable[[Namespace], Trie],
         match: Match,
         end_prefetches: Callable[[Tenant], Awaitable[bool]],
     ) -> None:
@@ -100,6 +102,7 @@ class Leasing:
         self._leases = leases
         self._counters = counters
         self._clock = clock
+        self._trie_of = trie_of
         self._match = match
         self._end_prefetches = end_prefetches
         self._shared = mover.tiers.shared
@@ -110,12 +113,28 @@ class Leasing:
         self,
         session: Session,
         namespace: Namespace,
-        trie: Trie,
         chain: BlockChain,
-        asked: Asked,
-        matched: Callable[[Reader], None] | None,
+        asked: Asked | None = None,
+        matched: Callable[[Reader], None] | None = None,
     ) -> Lease | None:
-        """Leases a cached prefix; arguments, answer and errors are those of `TieredCache.acquire`."""
+        """Leases the cached prefix of a prompt in the CPU tier; None if nothing of it is cached.
+
+        The lease is shorter than the match if the CPU tier has no room for all of it, if the tenant may not hold more,
+        or if a block turns out to be damaged: it covers the longest beginning that fits (`beginnings`).
+
+        Args:
+            session: the owner of the lease.
+            namespace: the prompt's.
+            chain: the prompt's blocks.
+            asked: which of them to lease; all by default.
+            matched: called with the blocks to read before any of them is brought up.
+
+        Raises:
+            UnsupportedError: there is no CPU tier.
+            ExhaustedError: the tenant may not hold or have anything more in the CPU tier.
+        """
+        self._mover.tiers.check_shared()
+        asked, trie = asked or Asked(), self._trie_of(namespace)
         with self._mover.working():
             self._leases.admit(session)
             ttl_s, identity = self._leases.ttl(asked.ttl_s), self._leases.next_id()
@@ -136,11 +155,11 @@ class Leasing:
 
     async def _find(self, namespace: Namespace, trie: Trie, chain: BlockChain, asked: Asked) -> Reader:
         """Matches the prompt and counts the lookup."""
-        first, end = asked.first_block, asked.end(len(chain.rows))
+        first, end = asked.first_block, asked.end(len(chain))
         path = await self._match(namespace, chain, asked.prefix_blocks or end)
         if asked.counted and asked.found is None:
             self._counters.ask(max(end - first, 0) * trie.block_tokens)
-        if trie.has_rules and len(path) < asked.prefix_blocks:  # of a shorter prefix, other bytes are needed
+        if trie.has_rules and len(path) < asked.prefix_blocks:  # a shorter prefix needs other bytes
             end = first
         return Reader(trie, path, first, min(end, len(path)), slice_only=asked.prefix_blocks > 0)
 
@@ -156,17 +175,17 @@ class Leasing:
     def tiers_at_arrival(
         self, session: Session, namespace: Namespace, trie: Trie, chain: BlockChain, path: Rows
     ) -> BlockTiers:
-        """Where the blocks of a path lay when the session gave a hint for the prompt, else where they are."""
+        """The tiers of the blocks of a path at the session's hint for the prompt, or else their current tiers."""
         tiers = trie.distances(path)
         if not session.arrivals.noted:
             return tiers
         return _overlaid(tiers, session.arrivals.take(namespace, chain, self._clock()))
 
     async def _hold(self, tenant: Tenant, owner: str, reader: Reader) -> Hold:
-        """A counted hold of the longest beginning of what is read that fits, with its bytes in the CPU tier.
+        """Holds the longest beginning of the blocks to read that fits, with its bytes in the CPU tier; counted.
 
         Raises:
-            ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
+            ExhaustedError: the tenant may not hold or have anything more in the CPU tier.
         """
         asked = self._holdable(tenant, reader)
         trie, rows, wanted = asked.trie, asked.rows, asked.wanted if asked.trie.has_rules else None
@@ -177,7 +196,7 @@ class Leasing:
         try:
             if len(rows) > _HELD_AT_ONCE:
                 await give_way()
-            # Others were granted leases meanwhile, and a shorter prefix may need other bytes.
+            # Others may have been granted leases meanwhile, and a shorter prefix may need other bytes.
             while (shorter := self._holdable(tenant, beginning.reader)) != beginning.reader:
                 beginning.cut(shorter)
                 await beginning.bring()
@@ -190,9 +209,9 @@ class Leasing:
         return beginning.keep()
 
     def _holdable(self, tenant: Tenant, reader: Reader) -> Reader:
-        """The longest beginning of what is read of which a tenant may hold in the CPU tier what is needed.
+        """The longest beginning of the blocks to read whose needed bytes a tenant may hold in the CPU tier.
 
-        Common blocks in it are held on the account of all tenants.
+        Common blocks count for the common tenant.
 
         Raises:
             ExhaustedError: it may not hold even the first block.
@@ -214,7 +233,7 @@ class Leasing:
         return reader
 
     def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice = slice(None)) -> npt.NDArray[np.uint64]:
-        """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for one that its group's rule does not need."""
+        """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for parts that the prefix does not need."""
         hold, chosen = lease.hold, list(parts)
         trie = hold.trie
         offsets: npt.NDArray[np.uint64] = trie.slots[hold.rows[blocks], self._shared.level][:, chosen].astype(np.uint64)
@@ -224,7 +243,7 @@ class Leasing:
 
 
 def _overlaid(tiers: BlockTiers, before: BlockTiers) -> BlockTiers:
-    """Tiers of blocks; of the first ones as they were before, where any tier had them then."""
+    """`tiers`, overwritten by those in `before` that are not `NONE`."""
     before = before[: len(tiers)]
     np.copyto(tiers[: len(before)], before, where=before != NONE)
     return tiers

@@ -1,4 +1,4 @@
-"""Pins: prefixes that no eviction takes, across restarts where there is a disk tier.
+"""Pins: prefixes that are never evicted, also after a restart if there is a disk tier.
 
 A pin is made in this order, so that a crash never leaves a pin without its blocks:
 
@@ -25,7 +25,7 @@ from prefixd_swap.tiers import StoreTier
 
 
 class Pins:
-    """What operators pin.
+    """Pins and unpins prefixes for operators.
 
     Args:
         mover: makes pins durable.
@@ -36,12 +36,12 @@ class Pins:
         self._mover = mover
         self._placement = mover.placement
         self._durability = durability
-        self._lock = asyncio.Lock()  # to make a pin durable takes a while; another may end it only afterwards
+        self._lock = asyncio.Lock()  # one change at a time: an unpin waits until the pin is durable
 
     async def pin(self, trie: Trie, path: Rows) -> str:
-        """Pins the blocks of a prefix, from the first on; why that does not outlast a restart, or "" if it does.
+        """Pins the blocks of a prefix, from the first on; returns why the pin does not survive a restart, or "".
 
-        The caller has awaited nothing since it looked `path` up.
+        The caller must not await anything between finding `path` and this call.
 
         Raises:
             ExhaustedError: its tenant may hold no more; nothing is pinned.
@@ -51,19 +51,19 @@ class Pins:
                 self._mover.use.check_pin(trie, path)
                 trie.pinned[path] = True
                 await do_in_slices(self._mover.use.count_pinned(self._mover.tries))
-                self._placement.touch(trie, path)  # the bytes that the prefix needs are wanted, if they expired
+                self._placement.touch(trie, path)  # expired bytes that the prefix needs are wanted again
                 if self._mover.tiers.durable is None:
                     return "there is no disk tier; set disk.bytes"
                 try:
                     await self._durability.persist(trie, path)
                 except (ExhaustedError, PreconditionError) as error:
                     return str(error)
-                return "" if await self._mover.disk.metadata.pin(trie, path, True) else self._why_not()
+                return "" if await self._mover.disk.metadata.pin(trie, path, True) else self._why_not_durable()
 
     async def unpin(self, trie: Trie, path: Rows) -> tuple[int, str]:
-        """Lets blocks go again: how many were pinned, and why they are pinned again after a restart, or "".
+        """Unpins blocks; returns how many were pinned, and why they are pinned again after a restart, or "".
 
-        The caller has awaited nothing since it looked `path` up.
+        The caller must not await anything between finding `path` and this call.
         """
         with self._placement.holds.hold("unpin", trie, path):
             async with self._lock:
@@ -74,16 +74,16 @@ class Pins:
                     trie, pinned[::-1], False
                 )
         self._placement.sweep(trie, path)
-        self._mover.changed.set()  # they may give room on disk for what waits to be written
-        return len(pinned), "" if durable else self._why_not()
+        self._mover.changed.set()  # there may be room on disk now for blocks that wait
+        return len(pinned), "" if durable else self._why_not_durable()
 
-    def _why_not(self) -> str:
+    def _why_not_durable(self) -> str:
         trouble = self._mover.tiers.troubles.of_tier(self._mover.tiers.require_durable())
         return trouble or "the disk tier lost some of the blocks meanwhile; pin what is left"
 
 
 def restore_pins(store: StoreTier, known: Mapping[bytes, Namespace], trie_of: Callable[[Namespace], Trie]) -> int:
-    """Marks the blocks that were pinned before the start; returns how many there are.
+    """Marks the blocks that were pinned before the start; returns their number.
 
     Raises:
         StorageError: the store's index cannot be read.

@@ -1,4 +1,4 @@
-"""Slots into which a client may still be writing though its reservation has ended."""
+"""Quarantine for slots of ended reservations into which a client may still be writing."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class _Kept:
 
 
 class Quarantine:
-    """Keeps the slots of reservations that ended without their holders' word.
+    """Keeps the slots of reservations that ended without a message from their holders.
 
-    Such a reservation expired, or its session's stream broke; but its client, if it lives, has the arena mapped and may
-    be in the middle of a copy into the slots. A mapping cannot be taken back. So the slots are given to nobody until
-    the client says that it no longer writes, or until every process that had the arena through that session has ended.
-    A session through which no process has it gets no reservation: its client could write through another's mapping.
+    Such a reservation expired, or its session's stream broke. Its client may still have the arena mapped and copy bytes
+    into the slots; the daemon cannot undo a mapping. So the slots are not used again until the client says that it no
+    longer writes, or until every process that mapped the arena for that session has ended. A session without such a
+    process gets no reservation, since its client could write through the mapping of another session.
 
     Args:
-        release: takes slots back.
+        release: frees slots.
     """
 
     def __init__(self, release: Callable[[Slots], None]) -> None:
         self._release = release
-        self._kept: dict[str, _Kept] = {}  # by reservation
-        self._of: dict[Process, set[str]] = {}  # by process, the reservations whose slots wait for its end
+        self._kept: dict[str, _Kept] = {}  # by reservation id
+        self._of: dict[Process, set[str]] = {}  # process -> reservations whose slots wait for its end
         self.nbytes = 0
         """Bytes of the slots kept."""
 
@@ -46,7 +46,7 @@ class Quarantine:
             yield from kept.slots.tolist()
 
     def keep(self, reservation: Reservation, slots: Slots, nbytes: int) -> None:
-        """Keeps a reservation's slots, or takes them back at once where nobody can write into them."""
+        """Keeps a reservation's slots, or frees them at once if no client can write into them."""
         processes = {process for process in reservation.session.processes if process.alive}
         if not processes or not len(slots) or reservation.by_daemon:
             self._release(slots)
@@ -58,13 +58,13 @@ class Quarantine:
             self._of.setdefault(process, set()).add(reservation.id)
 
     def acknowledge(self, reservation_id: str, processes: set[Process]) -> None:
-        """Takes back the slots of a reservation whose holder, one of `processes`, says that it no longer writes."""
+        """Frees the slots of a reservation after its holder, one of `processes`, says that it no longer writes."""
         kept = self._kept.get(reservation_id)
         if kept is not None and kept.processes & processes:
             self._release(self._forget(reservation_id))
 
     def process_ended(self, process: Process) -> None:
-        """Takes back what only `process` could still write into."""
+        """Frees the slots that only `process` could still write into."""
         freed: list[Slots] = []
         for reservation_id in self._of.pop(process, ()):
             kept = self._kept[reservation_id]

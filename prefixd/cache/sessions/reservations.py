@@ -1,4 +1,4 @@
-"""How engines fill blocks: slots are reserved, filled by the engine, and committed."""
+"""Reserves slots for engines to fill, and commits the filled blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefixd.cache.moving.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.placement.holds import Hold
 from prefixd.cache.placement.paths import enter_own, find_path, present
-from prefixd.cache.placement.retention import Retained, Retention, Wish
+from prefixd.cache.placement.retention import Retained, Retention, RetentionGrant
 from prefixd.cache.sessions.durability import Durability
 from prefixd.cache.sessions.quarantine import Quarantine
 from prefixd.cache.sessions.sessions import LeaseTable, Reservation, Session
@@ -39,7 +39,7 @@ class ToFill:
             states) may be missing.
         max_blocks: the most blocks; 0: all.
         ttl_s: see `LeaseTable.ttl`.
-        by_daemon: the daemon fills them itself; no client is told where they are.
+        by_daemon: the daemon fills them itself; clients do not know the slots.
     """
 
     parts: Sequence[int] = ()
@@ -55,11 +55,12 @@ class Reservations:
     Args:
         mover: makes room and copies.
         durability: makes committed blocks durable.
-        leases: whom a reservation belongs to.
-        retained: grants what a commit asks for the blocks' retention.
+        leases: the sessions and their grants.
+        retained: grants the retention of committed blocks.
+        trie_of: the trie of a namespace.
         limit_bytes: the most that one session may have reserved at once; half of the CPU tier by default.
-        admit: waits until a tenant's new blocks may come.
-        stored: told of blocks that were committed.
+        admit: waits until the disk has caught up with a tenant's blocks.
+        stored: called with committed blocks.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Reservations:
         durability: Durability,
         leases: LeaseTable,
         retained: Retained,
+        trie_of: Callable[[Namespace], Trie],
         limit_bytes: int | None,
         admit: Callable[[Tenant], Awaitable[None]],
         stored: Callable[[Trie, Rows], None] | None,
@@ -79,6 +81,7 @@ class Reservations:
         self._durability = durability
         self._leases = leases
         self._retained = retained
+        self._trie_of = trie_of
         self._limit_bytes = self._tiers.shared.capacity_bytes // 2 if limit_bytes is None else limit_bytes
         self._clock = mover.placement.clock
         self._admit = admit
@@ -87,9 +90,18 @@ class Reservations:
         self.quarantine = Quarantine(self._give_back)
 
     async def reserve(
-        self, session: Session, namespace: Namespace, trie: Trie, chain: BlockChain, asked: ToFill
+        self, session: Session, namespace: Namespace, chain: BlockChain, asked: ToFill | None = None
     ) -> Reservation | int:
-        """Slots for blocks that are not cached; arguments and errors are those of `TieredCache.reserve`."""
+        """Reserves slots for the blocks of `chain` that are not cached; the number of blocks if all are cached.
+
+        Raises:
+            UnsupportedError: there is no CPU tier.
+            InvalidArgumentError: the first block to fill lies behind the last block.
+            ExhaustedError: there is no room for any block and nothing may be evicted, or the session has too many
+                grants.
+        """
+        self._tiers.check_shared()
+        asked, trie = asked or ToFill(), self._trie_of(namespace)
         self._leases.admit(session)
         ttl_s = self._leases.ttl(asked.ttl_s)
         parts, first_block = namespace.check_parts(asked.parts), asked.first_block
@@ -99,7 +111,7 @@ class Reservations:
             )
         with self._mover.working():
             await self._admit(self._mover.use.tenant_of(namespace))
-            if self._returning:  # what is being given back need not be evicted for
+            if self._returning:  # wait for slots that are being freed, instead of evicting blocks
                 await asyncio.wait(self._returning)
             path = await find_path(trie, namespace, chain)
             known = present(trie, path, parts, first_block, self._tiers.shared.level)
@@ -120,14 +132,14 @@ class Reservations:
     async def _allocate(
         self, session: Session, trie: Trie, prefix: Rows, parts: tuple[int, ...], blocks: int, owner: str
     ) -> tuple[Hold, Slots]:
-        """A hold of the prefix, and slots for up to `blocks` blocks behind it, at least one.
+        """Holds the prefix, and allocates slots for up to `blocks` blocks behind it, at least one.
 
         Raises:
-            ExhaustedError: there is room for none.
+            ExhaustedError: there is no room.
         """
         shared, use, tenant = self._tiers.shared, self._mover.use, session.tenant
         sizes = [trie.part_bytes[part] for part in parts]
-        # Where there is no tier below, the bytes of what has to exist stay here.
+        # Without a tier below, the bytes of blocks that must exist stay here.
         counted = shared if self._tiers.own[-1] is shared else None
         hold = self._holds.hold(owner, trie, prefix, counted=counted)
         session.reserved.whole = use.granted(tenant, shared)
@@ -149,8 +161,10 @@ class Reservations:
         return hold, slots
 
     def _left(self, session: Session, nbytes: int) -> int:
-        """Bytes that a session may reserve beside what it has, and what its processes may still be writing into: of
-        blocks of `nbytes` one at least where there is nothing of that."""
+        """Bytes that a session may still reserve: the limit less its reservations and its slots in quarantine.
+
+        If it has none of these, at least `nbytes`, one block.
+        """
         have = session.reserved.nbytes + sum(process.quarantined_bytes for process in session.processes)
         return self._limit_bytes - have if have else max(self._limit_bytes, nbytes)
 
@@ -198,10 +212,8 @@ class Reservations:
     ) -> tuple[int, int]:
         """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
 
-        A wish beyond the tenant's quota is left out (`Reservation.retention_refused`).
-
-        With `durable` it returns when they and the prefix before them are on disk. `retention` is for the prompt as far
-        as it is cached then.
+        With `durable` it returns when they and the prefix before them are on disk. `retention` is for all cached blocks
+        of the prompt. Beyond the tenant's quota it is not granted (`Reservation.retention_refused`).
 
         Raises:
             ExhaustedError: with `durable`, there is no room on disk.
@@ -213,31 +225,33 @@ class Reservations:
             trie, prefix = reservation.trie, reservation.prefix.rows
             groups = int(np.bitwise_or.reduce(trie.part_mask[list(reservation.parts)]))
             more = max(reservation.first_block + blocks - len(prefix), 0)
-            with await self._retained.wish(
+            with await self._retained.grant(
                 reservation.namespace, trie, retention, prefix, more, groups, optional=True
-            ) as wish:
-                reservation.retention_refused = wish.refused
-                self.check(reservation, blocks, durable)  # once more: the wish may have taken a while
-                return await self._commit(reservation, blocks, durable, wish)
+            ) as granted:
+                reservation.retention_refused = granted.refused
+                self.check(reservation, blocks, durable)  # again: granting may have taken a while
+                return await self._commit(reservation, blocks, durable, granted)
 
-    async def _commit(self, reservation: Reservation, blocks: int, durable: bool, wish: Wish | None) -> tuple[int, int]:
+    async def _commit(
+        self, reservation: Reservation, blocks: int, durable: bool, retention: RetentionGrant | None
+    ) -> tuple[int, int]:
         self._leases.forget(reservation, "it was committed")
         trie, placement = reservation.trie, self._placement
         prefix = reservation.prefix.rows
         owner = reservation.prefix.owner
-        held = [self._holds.hold(owner, trie, prefix)]  # the reservation's own hold ends before
+        held = [self._holds.hold(owner, trie, prefix)]  # since the reservation's own hold ends earlier
         committed = 0
         rows = [prefix]
         end = reservation.first_block + blocks if blocks else 0
         step = max(1, min(_COMMIT_BLOCKS, _COMMIT_PARTS // len(trie.part_bytes)))
         try:
             before = await self._own_prefix(reservation, prefix, held)
-            if len(before) < len(prefix):  # a key of it is another block's
+            if len(before) < len(prefix):  # a key is another block's
                 placement.lost["key collision"] += blocks
                 end = 0
             for start in range(len(prefix), end, step):  # from the first block that has no row, perhaps
                 if start > len(prefix):
-                    await give_way()  # a long prompt is entered in steps: others have their turn
+                    await give_way()  # enter a long prompt in steps, to let others run
                 entered, new = self._enter(reservation, before, start, min(start + step, end))
                 before = entered
                 committed += len(new)
@@ -250,15 +264,15 @@ class Reservations:
                     placement.lost["key collision"] += min(end - start - len(entered), blocks)
                     break
             path = np.concatenate(rows)
-            trie.touch(path, self._clock())  # all of it: a block must not be worth less than those that continue it
+            trie.touch(path, self._clock())  # the whole path: a block must not be worth less than its children
             placement.extend(trie, path)
-            if wish is not None:
-                await wish.apply_all(path)
+            if retention is not None:
+                await retention.apply_all(path)
             self.end(reservation, True)
             if durable:
                 await self._durability.write(trie, path)
         finally:
-            self._mover.changed.set()  # also where it was cancelled: what was entered waits to be written
+            self._mover.changed.set()  # also if cancelled: entered blocks wait to be written
             if len(reservation.slots):
                 self.end(reservation, True)
             for hold in held:
@@ -266,8 +280,10 @@ class Reservations:
         return committed, max(len(path) - reservation.first_block, 0) - committed
 
     async def _own_prefix(self, reservation: Reservation, prefix: Rows, held: list[Hold]) -> Rows:
-        """`prefix`, or where it ends with a common block the rows of the namespace itself, which are made if need be
-        and whose hold is added to `held`. Fewer where a key is another block's."""
+        """`prefix`, or if it ends with a common block, the namespace's own rows of these blocks.
+
+        Adds missing rows, and the hold on them to `held`. Returns fewer rows if a key is another block's.
+        """
         trie, namespace = reservation.trie, reservation.namespace
         if not len(prefix) or trie.namespace[prefix[-1]] == namespace.ordinal:
             return prefix
@@ -278,18 +294,18 @@ class Reservations:
     def _enter(self, reservation: Reservation, before: Rows, start: int, end: int) -> tuple[Rows, Rows]:
         """Enters blocks `start` to `end` of a reservation's prompt behind the rows `before`.
 
-        Those before the reservation's first block get a row without bytes. Returns the rows, and those of them that
+        Blocks before the reservation's first block get a row without bytes. Returns the rows, and those of them that
         lacked a reserved part before.
         """
         trie, chain, namespace = reservation.trie, reservation.chain, reservation.namespace
-        keys, tokens = chain.key_rows(start, end), chain.token_rows(start, end)
+        keys, tokens = chain.key_rows(start, end), chain.token_rows[start:end]
         parent = int(before[-1]) if len(before) else namespace.root
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, self._clock())
         bare = max(reservation.first_block - start, 0)
         return rows, self._fill(reservation, start + bare - reservation.first_block, rows[bare:])
 
     def end(self, reservation: Reservation, at_its_word: bool) -> None:
-        """Gives back what a reservation protected; its slots only when nobody can be writing into them any more."""
+        """Releases a reservation's prefix, and frees its slots, or keeps them in quarantine unless `at_its_word`."""
         blocks, slots = len(reservation.slots), reservation.slots[reservation.slots != NO_SLOT]
         reservation.slots = reservation.slots[:0]
         if at_its_word:
@@ -300,7 +316,7 @@ class Reservations:
         reservation.prefix.end()
 
     def _give_back(self, slots: Slots) -> None:
-        """Gives slots back to the CPU tier, as many as take a millisecond now, the others soon."""
+        """Frees slots in the CPU tier: now as many as take a millisecond, the others soon."""
         self._tiers.shared.free(slots[:_RELEASED_AT_ONCE])
         if len(slots) > _RELEASED_AT_ONCE:
             task = self._mover.spawn(self._give_back_later(slots[_RELEASED_AT_ONCE:]))
@@ -313,9 +329,9 @@ class Reservations:
             self._tiers.shared.free(slots[start : start + _RELEASED_AT_ONCE])
 
     def _fill(self, reservation: Reservation, start: int, rows: Rows) -> Rows:
-        """Enters the parts of reserved blocks, from the `start`th on, that the CPU tier lacks; which lacked any.
+        """Enters the parts of reserved blocks, from index `start` on, that the CPU tier lacks.
 
-        The other slots stay with the reservation.
+        Returns the rows that lacked a part. The other slots stay with the reservation.
         """
         trie, parts = reservation.trie, list(reservation.parts)
         if not len(rows):

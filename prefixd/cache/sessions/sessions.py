@@ -1,4 +1,4 @@
-"""Sessions, leases and reservations: who may read or fill what, and until when."""
+"""Sessions with their leases and reservations: the right to read or fill blocks for a limited time."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from prefixd.cache.placement.holds import Hold
 from prefixd.cache.sessions.arrivals import Arrivals
 from prefixd_swap.tiers import Account
 
-_REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
+_REMEMBERED = 10_000  # ended grants whose reason is remembered for error messages
 _LONGEST_NAME = 256  # characters of a client's name
-_TICK_S = 0.25  # grants that end within a tick end together, when it is over
+_TICK_S = 0.25  # grants that expire within a tick end together, at its end
 _EXPIRED_AT_ONCE = 2048  # grants: some milliseconds
-_ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
-_ENDED_WITH_A_GRANT = 1 << 11  # and what a grant costs besides, in blocks
+_ENDED_AT_ONCE = 1 << 16  # held blocks that are released in one turn: about a millisecond
+_ENDED_WITH_A_GRANT = 1 << 11  # the cost of ending a grant, in blocks
 _NAMESPACES = 2048
-"""Namespaces open in one session. Those of the engines' connectors before 0.1 that forgot the first of 1,024 they had
-registered never used one that was not among the last 2,046."""
+"""Namespaces open in one session. Engine connectors before 0.1 forgot the first of 1,024 registered ones, so they never
+used one that was not among the last 2,046."""
 _KEPT_FOR_OTHERS = 8
-"""Sessions that each tenant can open however many the others have open; fewer where `max_sessions` is small."""
+"""Sessions that each tenant can open, however many others are open; fewer if `max_sessions` is small."""
 
 
 @dataclass(slots=True)
 class Lease:
     """The right to read blocks in the CPU tier.
 
-    `hold` has the blocks, and of each the KV groups that a reader of the whole prefix needs.
+    `hold` holds the blocks, and for each the KV groups that a reader of the whole prefix needs.
     """
 
     id: str
@@ -63,7 +63,7 @@ class Lease:
 
     @property
     def rows(self) -> Rows:
-        """The leased blocks, in order."""
+        """The leased blocks, in prompt order."""
         return self.hold.rows
 
     @property
@@ -72,7 +72,7 @@ class Lease:
         return len(self.hold.rows)
 
     def end(self, at_its_word: bool) -> None:
-        """Lets go of the blocks, however it ends."""
+        """Releases the blocks."""
         self.hold.end()
 
 
@@ -83,7 +83,7 @@ class Process:
     pid: int
     alive: bool = True
     quarantined_bytes: int = 0
-    """Of slots into which it may still be writing."""
+    """Bytes of slots in quarantine into which it may still be writing."""
 
 
 @dataclass(slots=True)
@@ -92,8 +92,8 @@ class Reservation:
 
     `slots[i, j]`, [blocks, parts], is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` holds
     the blocks before `first_block`, so that a committed block always has its prefix. `by_daemon`: the daemon fills the
-    slots itself, from a stream; the client does not know them. `retention_refused`: why its commit left out what was
-    wished for; empty if it did not. `ended` gives back what it protects (`Reservations.end`).
+    slots itself, from a stream; the client does not know them. `retention_refused`: why its commit did not grant the
+    retention; empty if it did. `ended` releases the prefix and the slots (`Reservations.end`).
     """
 
     id: str
@@ -116,17 +116,17 @@ class Reservation:
         return len(self.prefix.rows)
 
     def end(self, at_its_word: bool) -> None:
-        """Gives back what it protects; `at_its_word`: its holder says that it writes into the slots no more."""
+        """Releases its prefix and slots; `at_its_word`: its holder says that it no longer writes into the slots."""
         self.ended(self, at_its_word)
 
 
 @dataclass(slots=True)
 class Session:
-    """One engine's connection. Everything it was granted ends with it.
+    """One engine's connection. Its grants end with it.
 
-    `namespaces` are those it has open, by id, the least recently used first: it reads and fills no others. `processes`
-    are those that have the arena through it and live. `reserved` has the bytes of its reservations' slots. `reopens`:
-    its client registers a namespace again that was closed meanwhile. `arrivals` has what it gave hints for.
+    `namespaces` are the open ones, by id, the least recently used first; the session reads and fills no others.
+    `processes` are live processes that mapped the arena for this session. `reserved` counts the bytes of its
+    reservations' slots. `reopens`: its client registers a closed namespace again. `arrivals` has its hints.
     """
 
     id: str
@@ -141,7 +141,7 @@ class Session:
     reserved: Account = field(default_factory=Account)
     arrivals: Arrivals = field(default_factory=Arrivals)
     granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
-    """Grants of each kind that have not ended."""
+    """The number of current grants of each kind."""
 
     def add(self, grant: Lease | Reservation) -> None:
         """Adds a grant."""
@@ -154,7 +154,7 @@ class Session:
         self.granted[type(grant)] -= 1
 
     def open_namespace(self, namespace: Namespace) -> None:
-        """Opens a namespace that its client has registered, and closes the least recently used beyond 2,048."""
+        """Opens a registered namespace, and closes the least recently used one beyond 2,048."""
         self.namespaces.pop(namespace.id, None)
         self.namespaces[namespace.id] = namespace
         if len(self.namespaces) > _NAMESPACES:
@@ -173,13 +173,13 @@ class Session:
 
 
 class LeaseTable:
-    """All sessions and what they hold.
+    """All sessions and their grants.
 
     Args:
-        spawn: runs beside the caller what is left to end of many grants.
+        spawn: runs a task that ends the rest of many grants.
         closed: called with every session that ends.
-        options: lifetimes of grants, and how many there may be.
-        tenants: to whom sessions belong.
+        options: lifetimes and limits.
+        tenants: the owners of sessions.
     """
 
     def __init__(
@@ -202,17 +202,17 @@ class LeaseTable:
         """Grants by tenant."""
         self.sessions: dict[str, Session] = {}
         self.ending = False
-        """Whether the daemon is ending, and with it every session."""
+        """Whether the daemon is ending."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._granted = 0
         self._due: dict[int, dict[str, Lease | Reservation]] = {}
-        """By the tick at whose end they are overdue, the grants, by id."""
+        """Tick -> grant id -> grants that expire at the end of the tick."""
 
     def open(self, client_name: str, pid: int, now_s: float, tenant: Tenant, *, reopens: bool = False) -> Session:
-        """A new session of a tenant; see `Session.reopens`.
+        """Opens a session of a tenant; for `reopens` see `Session`.
 
         Raises:
-            InvalidArgumentError: the name is too long, or not fit to be shown.
+            InvalidArgumentError: the name is too long, or has characters that cannot be printed.
             ExhaustedError: there are too many sessions, or too many of this tenant.
         """
         if len(client_name) > _LONGEST_NAME or not client_name.isprintable():
@@ -237,7 +237,7 @@ class LeaseTable:
         return session
 
     def close(self, session: Session) -> None:
-        """Ends a session and all it was granted. Closing twice does nothing."""
+        """Ends a session and its grants. A second call does nothing."""
         if self.sessions.pop(session.id, None) is None:
             return
         self.sessions_of[session.tenant] -= 1
@@ -257,7 +257,7 @@ class LeaseTable:
             ) from None
 
     def session_of(self, tenant: Tenant, session_id: str) -> Session:
-        """A tenant's open session with this id; another tenant's is none."""
+        """The open session with this id, if it is this tenant's."""
         session = self.session(session_id)
         if session.tenant is not tenant:
             raise SessionEndedError(
@@ -266,18 +266,18 @@ class LeaseTable:
         return session
 
     def ttl(self, wanted_s: float) -> float:
-        """The lifetime for a wish of `wanted_s` seconds; 0 asks for the default."""
+        """The lifetime of a grant for which `wanted_s` seconds were requested; 0: the default."""
         if wanted_s < 0 or wanted_s != wanted_s:
             raise InvalidArgumentError(f"ttl_s is {wanted_s}; it must be 0 (default) or positive")
         return min(wanted_s or self.default_ttl_s, self.max_ttl_s)
 
     def next_id(self) -> str:
-        """A fresh id for a grant, that nobody can guess."""
+        """A new id for a grant, which cannot be guessed."""
         self._granted += 1
         return f"{self._granted}-{secrets.token_hex(8)}"
 
     def admit(self, session: Session) -> None:
-        """Raises ExhaustedError when a session, or its tenant, may have no grant more."""
+        """Raises ExhaustedError if a session, or its tenant, may have no further grant."""
         tenant = session.tenant
         if len(session.grants) >= self.max_grants:
             tenant.refused["grants"] += 1
@@ -292,21 +292,21 @@ class LeaseTable:
         """Adds a grant to its session.
 
         Raises:
-            SessionEndedError: the session ended while the grant was prepared; so does the grant.
-            ExhaustedError: others were granted meanwhile, and it is one too many; it ends.
+            SessionEndedError: the session ended while the grant was prepared; the grant ends too.
+            ExhaustedError: it is one too many, since others were granted meanwhile; it ends.
         """
         try:
             self.session(grant.session.id)
             self.admit(grant.session)
         except PrefixdError:
-            grant.end(True)  # no client has been told of it
+            grant.end(True)  # no client knows it yet
             raise
         grant.session.add(grant)
         self.grants_of[grant.session.tenant] += 1
-        self._watch(grant)
+        self._schedule(grant)
 
     def find(self, session: Session, grant_id: str) -> Lease | Reservation:
-        """A session's grant; NotFoundError says how it ended if it did: with its session, SessionEndedError."""
+        """A session's grant; NotFoundError, or SessionEndedError if the session ended, tells how the grant ended."""
         grant = session.grants.get(grant_id)
         if grant is None:
             how = self._ended.get(grant_id)
@@ -317,71 +317,71 @@ class LeaseTable:
         return grant
 
     def release(self, session: Session, grant_id: str) -> None:
-        """Ends a grant at its holder's wish."""
+        """Ends a grant that its holder releases."""
         self._finish([self.find(session, grant_id)], "it was released", at_its_word=True)
 
     def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
-        """Lets grants live for `ttl_s` seconds from now; none of them, with NotFoundError, when one is over."""
+        """Extends the lifetime of grants to `ttl_s` seconds from now; NotFoundError and no change if one ended."""
         if len(grant_ids) > self.max_grants:
             raise InvalidArgumentError(
                 f"lease_ids has {len(grant_ids)} ids, and a session has at most {self.max_grants} leases and "
                 "reservations (limit server.max_grants); name each once"
             )
         for grant in [self.find(session, grant_id) for grant_id in grant_ids]:
-            self._unwatch(grant)
+            self._unschedule(grant)
             grant.expires_s = now_s + ttl_s
-            self._watch(grant)
+            self._schedule(grant)
 
     def expire(self, now_s: float) -> int:
-        """Ends grants whose time is up, as many as take some milliseconds; returns how many. The others are next."""
+        """Ends expired grants, as many as take some milliseconds; returns how many. The next call ends the others."""
         overdue: list[Lease | Reservation] = []
         for tick in [tick for tick in self._due if tick * _TICK_S <= now_s]:
             overdue += islice(self._due[tick].values(), _EXPIRED_AT_ONCE - len(overdue))
         self._finish(overdue, "its time was up", at_its_word=False)
         return len(overdue)
 
-    def _watch(self, grant: Lease | Reservation) -> None:
+    def _schedule(self, grant: Lease | Reservation) -> None:
         self._due.setdefault(_tick(grant.expires_s), {})[grant.id] = grant
 
-    def _unwatch(self, grant: Lease | Reservation) -> None:
+    def _unschedule(self, grant: Lease | Reservation) -> None:
         tick = _tick(grant.expires_s)
         del self._due[tick][grant.id]
         if not self._due[tick]:
             del self._due[tick]
 
     def forget(self, grant: Lease | Reservation, how: str) -> None:
-        """Removes a grant whose protection the caller has dealt with itself."""
+        """Removes a grant without ending it; the caller does that."""
         grant.session.remove(grant)
         self.grants_of[grant.session.tenant] -= 1
-        self._unwatch(grant)
+        self._unschedule(grant)
         self._ended[grant.id] = how
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
     def count(self, kind: type[Lease] | type[Reservation]) -> int:
-        """Grants of one kind, all sessions."""
+        """The number of grants of one kind in all sessions."""
         return sum(session.granted[kind] for session in self.sessions.values())
 
     def _finish(self, grants: Sequence[Lease | Reservation], how: str, *, at_its_word: bool) -> None:
-        """Ends grants; gives back what they protected, as much as takes a millisecond now, the rest soon."""
+        """Ends grants: now as many as take a millisecond, the others soon."""
         if not grants:
             return
         for grant in grants:
             self.forget(grant, how)
-        self._give_back(grants, at_its_word)
+        self._end_all(grants, at_its_word)
 
-    def _give_back(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+    def _end_all(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
         blocks = 0
         for number, grant in enumerate(grants, 1):
             blocks += _ENDED_WITH_A_GRANT + grant.held
             grant.end(at_its_word)
             if blocks >= _ENDED_AT_ONCE and number < len(grants):
-                self._spawn(self._give_back_later(grants[number:], at_its_word))
+                self._spawn(self._end_all_later(grants[number:], at_its_word))
                 return
 
-    async def _give_back_later(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+    async def _end_all_later(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
         await give_way()
-        self._give_back(grants, at_its_word)
+        self._end_all(grants, at_its_word)
 
 
 def _tick(expires_s: float) -> int:

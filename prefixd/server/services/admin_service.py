@@ -13,7 +13,7 @@ from prefixd.base.long_work.pacer import Pacer
 from prefixd.base.tiers import Tier
 from prefixd.cache import TieredCache
 from prefixd.cache.audit.integrity import audit
-from prefixd.cache.background.forgetting import FoundBlocks, find_namespace, find_subtree, forget
+from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, find_subtree, forget
 from prefixd.cache.background.scrubber import ScrubProgress
 from prefixd.server.access.audit import AuditLog
 from prefixd.server.figures.snapshot import Snapshot
@@ -133,9 +133,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             return [await find_subtree(trie, row)]
         if what == "namespace_id":
             namespace = cache.namespaces.get(request.namespace_id)
-            return [await find_namespace(cache.trie(namespace), namespace.ordinal)]
+            return [await find_namespaces(cache.trie(namespace), (namespace.ordinal,))]
         if what == "all" and request.all:
-            return [await find_namespace(trie, None) for trie in list(cache.tries)]
+            return [await find_namespaces(trie, None) for trie in list(cache.tries)]
         raise InvalidArgumentError("nothing to evict was named; send a key, a namespace_id or all = true")
 
     @unary

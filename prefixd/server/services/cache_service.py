@@ -142,7 +142,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache = self._cache
         session, namespace = self._opened(request.session_id, request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
-        path = (await cache.match(namespace, chain)).rows
+        path = await cache.match(namespace, chain)
         if request.asked:
             cache.counters.ask(len(chain) * namespace.spec.block_tokens)
         elif request.counted:

@@ -77,9 +77,9 @@ class Put:
         self._sizes = [trie.part_bytes[part] for part in self._parts]
         if self._retention:  # each window asks again; priorities that cannot be granted as a whole are left out now
             groups = int(np.bitwise_or.reduce(trie.part_mask[list(self._parts)]))
-            wish = await cache.wish(namespace, self._chain, len(self._chain), groups, self._retention)
-            wish.end()
-            self._leave_out(wish.refused)
+            grant = await cache.grant_retention(namespace, self._chain, len(self._chain), groups, self._retention)
+            grant.end()
+            self._leave_out(grant.refused)
         await self._reserve(header.first_block)
         if self._known < header.first_block:
             self.give_back()

@@ -239,8 +239,8 @@ class Dispatcher:
         if remote is None or not self.context.caching or not request.usable_blocks:
             return
         compute_s = self.context.cost.compute_s(request.prompt_tokens)
-        wait_s = remote.options.lookup_s if compute_s is None else min(remote.options.lookup_s, _ASKED * compute_s)
-        await remote.look(request.trie, request.namespace, request.chain, request.usable_blocks, wait_s)
+        wait_s = None if compute_s is None else min(remote.lookups.lookup_s, _ASKED * compute_s)
+        await remote.lookups.look_up(request.trie, request.namespace, request.chain, request.usable_blocks, wait_s)
 
     def cancel(self, request: Request) -> None:
         """Ends a request that waits or runs; one that has ended already is left alone."""

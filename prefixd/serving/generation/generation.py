@@ -22,7 +22,7 @@ from prefixd.base.errors import (
 from prefixd.base.tenancy.fairness import SharedBytes
 from prefixd.base.tenancy.tenants import Tenant
 from prefixd.cache import TieredCache
-from prefixd.cache.placement.retention import Retention, Wish
+from prefixd.cache.placement.retention import Retention, RetentionGrant
 from prefixd.serving.dispatch.dispatcher import Dispatcher
 from prefixd.serving.generation.events import Accepted, GenerationEvent
 from prefixd.serving.generation.inbox import MOST_UNREAD_OF_ALL, Inbox
@@ -169,8 +169,7 @@ class Generation:
         name, refused = requests[0].name, ""
         await dispatcher.ask_store(requests[0])  # all of them have one prompt
         if params.retention:
-            wish = granted.enter_context(await self._grant_retention(requests, params.retention))
-            refused = wish.refused
+            refused = granted.enter_context(await self._grant_retention(requests, params.retention)).refused
         self._check_not_draining()
         self._check_name(tenant, name)
         self._check_waiting(tenant, len(requests))
@@ -193,17 +192,17 @@ class Generation:
             inbox.close()
             requests.clear()  # the inbox refers to them and they to it: what they use would stay until it is collected
 
-    async def _grant_retention(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:
+    async def _grant_retention(self, requests: Sequence[Request], retention: Sequence[Retention]) -> RetentionGrant:
         """Grants the retention that the caller requests for the blocks of the requests' prompt, which is one."""
         first = requests[0]
         groups = 0  # of a read-only request nothing is stored
         if not first.read_only:
             groups = int(np.bitwise_or.reduce(first.trie.part_mask[: len(first.kv.block_widths)]))
         blocks = first.prompt_tokens // first.trie.block_tokens
-        wish = await self._cache.wish(first.namespace, first.chain, blocks, groups, retention)
+        grant = await self._cache.grant_retention(first.namespace, first.chain, blocks, groups, retention)
         for request in requests:
-            request.retention = None if wish.refused else wish
-        return wish
+            request.retention = None if grant.refused else grant
+        return grant
 
     def cancel(self, request_id: str, tenant: Tenant | None = None) -> bool:
         """Ends all sequences of a tenant's request, or without a tenant of every tenant's request with that id.

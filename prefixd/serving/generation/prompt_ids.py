@@ -30,7 +30,7 @@ async def prompt_ids(prompt: str | bytes, model: ServedModel, tenant: Tenant) ->
     if not prompt:
         raise InvalidArgumentError("the prompt is empty; send text or at least one token id")
     if len(prompt) % 4:
-        raise InvalidArgumentError(f"token_ids has {len(prompt)} bytes, no multiple of 4; send little-endian uint32")
+        raise InvalidArgumentError(f"token_ids has {len(prompt)} bytes, not a multiple of 4; send little-endian uint32")
     ids = np.frombuffer(prompt, "<u4").astype(np.uint32, copy=False)
     _check_length(len(ids), limit)
     images = model.hello.images  # whose placeholder may lie behind the vocabulary (Llama 3.2 Vision)

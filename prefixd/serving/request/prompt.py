@@ -113,10 +113,10 @@ class Prompt:
         trie, namespace, blocks = self.trie, self.namespace, self.usable_blocks
         if not trie.has_rules:
             return path_now(trie, namespace, self.chain, blocks)  # `found` is as long, or nearly
-        own = self._path.look(trie, namespace.root, self.chain, blocks)
+        own = self._path.find(trie, namespace.root, self.chain, blocks)
         if namespace.common is None:
             return own
-        return compose(trie, own, self._common_path.look(trie, namespace.common.root, self.chain, blocks))
+        return compose(trie, own, self._common_path.find(trie, namespace.common.root, self.chain, blocks))
 
     @property
     def blocks(self) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from prefixd.cache import NONE, Trie
 from prefixd.cache.index.trie import Rows
-from prefixd.cache.placement.retention import Wish
+from prefixd.cache.placement.retention import RetentionGrant
 from prefixd.cache.rules import GroupMask
 from prefixd.serving.images.image_kv import ImageHolds
 from prefixd.serving.loading.load_choice import LoadChoice
@@ -79,7 +79,7 @@ class Request(Prompt):
     setbacks: int = 0
     used_blocks: int = 0
     others_blocks: int | None = None
-    retention: Wish | None = None
+    retention: RetentionGrant | None = None
     fork_of: int = -1
     lost_tokens: int = 0
     turn: int = 0

@@ -19,6 +19,7 @@ from prefixd.cache.audit.integrity import audit
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import IntegrityError, StorageError
 from tests.rig import BLOCK_TOKENS, MakeRig, Rig
+from tests.tries import forget_blocks, used_rows
 
 
 async def filled(make_rig: MakeRig) -> Rig:
@@ -106,8 +107,8 @@ def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
 def miscounted_tenant(rig: Rig, rows: list[int]) -> Callable[[], None]:
     use, one = rig.cache.mover.use, np.array(rows[:1], np.int64)
     slots = rig.trie.slots[one, DISK]
-    use.entered(rig.trie, one, rig.durable, slots)
-    return lambda: use.left(rig.trie, one, rig.durable, slots)
+    use.count_cached(rig.trie, one, rig.durable, slots, 1)
+    return lambda: use.count_cached(rig.trie, one, rig.durable, slots, -1)
 
 
 def miscounted_account(rig: Rig, rows: list[int]) -> Callable[[], None]:
@@ -173,12 +174,12 @@ def miscounted_queued_bytes(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (column("tier_children", 4, DISK), "miscount their children in the disk tier"),
         (column("holds", -1, CPU), "released more often than held in the cpu tier"),
         (column("slots", 0, CPU, 0), "slots with several owners"),
-        (loose_slot, "slots in flight that nobody is filling"),
-        (leaked_slot, "taken, but nobody's"),
-        (freed_slot, "somebody's, but not taken"),
-        (held_by_nobody, "held in the disk tier by nobody"),
-        (kept_by_nobody, "kept by nobody"),
-        (lost_lease, "leased or in use, but not held in the cpu tier"),
+        (loose_slot, "slots in flight that no reservation or request has"),
+        (leaked_slot, "allocated slots without an owner"),
+        (freed_slot, "slots with an owner that are not allocated"),
+        (held_by_nobody, "held in the disk tier without a hold"),
+        (kept_by_nobody, "counted as kept without a hold"),
+        (lost_lease, "not counted as held in the cpu tier"),
         (miscounted_tenant, "tenant default has 16384 bytes of blocks in the disk tier, and 20480 are counted"),
         (miscounted_account, "tenant default, granted: 0 bytes are in flight in the gpu tier, and 1 are counted"),
         (miscounted_session, "session .*: 0 bytes are in flight in the cpu tier, and 1 are counted"),
@@ -209,11 +210,11 @@ async def test_slices_see_what_the_whole_sees(make_rig: MakeRig, monkeypatch: py
     found = await audit(rig.cache)
     assert found.blocks == 8
     (line,) = found.violations  # rows of all slices in one line; those that continue others are right about that
-    assert line == "trie 0: rows with a wrong depth: " + ", ".join(map(str, rig.trie.used_rows()[depths == 0]))
+    assert line == "trie 0: rows with a wrong depth: " + ", ".join(map(str, used_rows(rig.trie)[depths == 0]))
     rig.trie.depth[: rig.trie.rows] = depths
     rig.trie.checksums[rig.rows([5, 6, 7, 8]), 0] ^= np.uint64(1)
     (line,) = (await audit(rig.cache)).violations
-    assert "another than in memory" in line and line.endswith("and 1 more")
+    assert "differs from memory" in line and line.endswith("and 1 more")
 
 
 async def test_the_audit_of_many_blocks_lets_others_run(make_rig: MakeRig) -> None:
@@ -240,7 +241,7 @@ async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:
     rig.trie.checksums[row, 0] ^= np.uint64(1)
     key = rig.trie.key(row).hex()
     assert (await audit(rig.cache)).violations == [
-        f"disk tier: blocks whose place or checksum in the index is another than in memory: {key}"
+        f"disk tier: blocks whose slot or checksum in the index differs from memory: {key}"
     ]
     rig.trie.checksums[row, 0] ^= np.uint64(1)
     rig.store.remove([(rig.namespace.id, rig.trie.key(row))])
@@ -272,7 +273,7 @@ async def test_it_is_right_while_the_cache_works(make_rig: MakeRig) -> None:
             await rig.get(prompt)
             await rig.cache.prefetch(rig.session, rig.namespace, rig.chain(prompt))
             if step % 4 == 0:
-                await rig.cache.mover.forget(rig.trie, rig.rows(prompt)[::-1])
+                await forget_blocks(rig.cache.mover, rig.trie, rig.rows(prompt)[::-1])
 
     engines = [asyncio.create_task(engine(10 * number)) for number in range(2)]
     for _ in range(5):

@@ -284,8 +284,8 @@ async def test_what_workers_compute_is_taken_as_it_is(make_house: MakeHouse) -> 
         await house.settle()
         match = await house.cache.match(house.home("d"), house.chain([1, 2], house.home("d")))
         assert len(match) == (2 if number == 2 else 0)
-    assert all(house.trie.has(int(row), CPU) for row in match.rows)
-    assert not any(house.trie.has(int(row), GPU) for row in match.rows)
+    assert all(house.trie.has(int(row), CPU) for row in match)
+    assert not any(house.trie.has(int(row), GPU) for row in match)
 
 
 def test_a_tenant_counts_once_and_with_its_last_bytes() -> None:

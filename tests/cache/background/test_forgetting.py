@@ -11,9 +11,10 @@ import pytest
 from prefixd.cache import NamespaceSpec, PartSpec
 from prefixd.cache.audit.integrity import audit
 from prefixd.cache.background import forgetting
-from prefixd.cache.background.forgetting import FoundBlocks, find_namespace, find_subtree, forget
+from prefixd.cache.background.forgetting import FoundBlocks, find_namespaces, find_subtree, forget
 from prefixd.cache.index.trie import CPU
 from tests.rig import BLOCK_TOKENS, MakeRig, Rig
+from tests.tries import forget_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +54,9 @@ async def test_a_namespace_goes_and_others_stay(make_rig: MakeRig) -> None:
     for first in range(5):
         await rig.put([first, 1, 2], durable=True)
         await rig.put([first, 1], namespace=other, durable=True)
-    assert await totals(rig, await find_namespace(rig.trie, rig.namespace.ordinal)) == (15, 0)
+    assert await totals(rig, await find_namespaces(rig.trie, (rig.namespace.ordinal,))) == (15, 0)
     assert [len(rig.rows([0, 1], other)), len(rig.trie)] == [2, 10]
-    assert await totals(rig, await find_namespace(rig.trie, None)) == (10, 0)
+    assert await totals(rig, await find_namespaces(rig.trie, None)) == (10, 0)
     assert len(rig.trie) == 0
     await rig.check_disk()
 
@@ -71,7 +72,7 @@ async def test_an_audit_between_two_slices_finds_nothing_wrong(
     async def look() -> None:
         wrong.append((await audit(rig.cache)).violations)
 
-    blocks = await find_namespace(rig.trie, None)
+    blocks = await find_namespaces(rig.trie, None)
     monkeypatch.setattr(forgetting, "give_way", look)
     assert await totals(rig, blocks) == (15, 0)
     assert wrong == [[]] * 5
@@ -86,15 +87,15 @@ async def test_what_is_held_or_pinned_stays_with_its_prefix(make_rig: MakeRig) -
     lease = await rig.lease([2, 1, 2])
     assert lease is not None
     rig.trie.pinned[rig.rows([4, 1])] = True
-    assert await totals(rig, await find_namespace(rig.trie, None)) == (20 - 3 - 2, 5)
+    assert await totals(rig, await find_namespaces(rig.trie, None)) == (20 - 3 - 2, 5)
     assert [len(rig.rows([first, 1, 2, 3])) for first in range(5)] == [0, 0, 3, 0, 2]
 
 
 async def test_a_row_that_has_another_block_meanwhile_is_left_alone(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=40)
     await rig.put([1, 2, 3, 4])
-    blocks = await find_namespace(rig.trie, None)
-    assert await rig.cache.mover.forget(rig.trie, rig.rows([1, 2, 3, 4])[::-1]) == 4
+    blocks = await find_namespaces(rig.trie, None)
+    assert await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2, 3, 4])[::-1]) == 4
     await rig.put([7, 8, 9])
     assert set(rig.rows([7, 8, 9])) < set(blocks.rows.tolist())
     assert await totals(rig, blocks) == (0, 0)
@@ -117,7 +118,7 @@ async def test_a_walk_begins_again_when_its_place_has_gone(make_rig: MakeRig) ->
     finding = asyncio.create_task(find_subtree(rig.trie, rig.rows([1])[0]))
     await asyncio.sleep(0)
     for last in range(9):  # where the walk has stopped, too
-        await rig.cache.mover.forget(rig.trie, rig.rows([1, 10 + last])[1:])
+        await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 10 + last])[1:])
     assert sorted((await finding).rows.tolist()) == sorted(rig.rows([1, 19]))
 
 
@@ -126,7 +127,7 @@ async def test_a_prefix_that_goes_meanwhile_is_nothing(make_rig: MakeRig) -> Non
     await rig.put([1, 2, 3, 4, 5, 6, 7])
     finding = asyncio.create_task(find_subtree(rig.trie, rig.rows([1])[0]))
     await asyncio.sleep(0)
-    await rig.cache.mover.forget(rig.trie, rig.rows([1, 2, 3, 4, 5, 6, 7])[::-1])
+    await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2, 3, 4, 5, 6, 7])[::-1])
     assert len(await finding) == 0
 
 
@@ -134,7 +135,7 @@ async def test_what_a_cancelled_call_has_dropped_is_gone_from_disk_too(make_rig:
     rig = make_rig(cpu=40, disk=40)
     for first in range(6):
         await rig.put([first, 1, 2], durable=True)
-    blocks = await find_namespace(rig.trie, None)
+    blocks = await find_namespaces(rig.trie, None)
 
     async def evict() -> None:
         async for _ in forget(rig.cache.mover, blocks):
@@ -149,7 +150,7 @@ async def test_what_a_cancelled_call_has_dropped_is_gone_from_disk_too(make_rig:
         with pytest.raises(asyncio.CancelledError):
             await task
         await rig.check_disk()
-        blocks = await find_namespace(rig.trie, None)
+        blocks = await find_namespaces(rig.trie, None)
         assert len(blocks) == len(rig.trie)
     assert 0 < len(rig.trie) < 18 and before > len(rig.trie)
     assert rig.trie.copies(CPU).tolist() == np.sort(blocks.rows).tolist()
@@ -168,6 +169,6 @@ async def test_others_have_their_turn(make_rig: MakeRig) -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    assert await totals(rig, await find_namespace(rig.trie, None)) == (48, 0)
+    assert await totals(rig, await find_namespaces(rig.trie, None)) == (48, 0)
     task.cancel()
     assert turns >= 48 // 3 + 48 // 3

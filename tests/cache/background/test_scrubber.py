@@ -22,6 +22,7 @@ from prefixd_swap import (
     StorageError,
 )
 from tests.rig import MakeRig, Rig
+from tests.tries import forget_blocks
 from tests.waiting import until
 
 
@@ -149,7 +150,7 @@ async def test_what_left_while_it_is_read_is_no_damage(make_rig: MakeRig) -> Non
     loop, really = asyncio.get_running_loop(), rig.store.check
 
     async def forget() -> None:
-        await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
+        await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1])
         await rig.put([8, 9], durable=True)  # in the same rows
 
     def check(namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
@@ -387,7 +388,7 @@ async def test_an_altered_record_is_found_by_a_verification_and_by_a_commit(make
         written = rig.store._index.get(name)
         assert written is not None
         rig.store._index.apply([(name, written[:4] + b"\xff" + written[5:])])
-    await rig.cache.mover.forget(rig.trie, rig.rows([4, 5])[::-1])  # its removal meets the record first
+    await forget_blocks(rig.cache.mover, rig.trie, rig.rows([4, 5])[::-1])  # its removal meets the record first
     progress = await verified(rig)
     assert [type(damage.error) for damage in progress.damaged] == [RecordDamagedError]
     assert "record of 56 bytes is damaged (255 parts" in str(progress.damaged[0].error)

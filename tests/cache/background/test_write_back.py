@@ -11,6 +11,7 @@ from prefixd.base.rules.rules import SlidingWindow
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT
 from tests.rig import BLOCK_TOKENS, PART_BYTES, MakeRig, Rig
+from tests.tries import forget_blocks
 from tests.waiting import until
 
 
@@ -328,7 +329,7 @@ async def test_what_waits_for_room_on_disk_is_written_once_there_is_some(make_ri
         await pins.unpin(rig.trie, kept)
     elif event == "evict":
         rig.trie.pinned[kept] = False  # without a word, so that it is not the unpinning that wakes it
-        assert await rig.cache.mover.forget(rig.trie, kept[::-1].tolist()) == 4
+        assert await forget_blocks(rig.cache.mover, rig.trie, kept[::-1].tolist()) == 4
     else:
         assert isinstance(reservation, Reservation)
         rig.cache.release(rig.session, reservation.id)

@@ -12,7 +12,7 @@ def enter_chain(
     trie: Trie, chain: BlockChain, parent: int = -1, namespace: int = 0, start: int = 0, now_s: float = 0.0
 ) -> Rows:
     """The rows of the blocks of `chain` from `start` on behind `parent`; fewer where a key is another block's."""
-    keys, tokens = chain.key_rows(start, len(chain)), chain.token_rows(start, len(chain))
+    keys, tokens = chain.key_rows(start, len(chain)), chain.token_rows[start:]
     return trie.insert_path(parent, namespace, keys, tokens, now_s)[0]
 
 

@@ -12,6 +12,7 @@ from prefixd.cache import Trie
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import Rows
 from tests.cache.index.entering import enter_block
+from tests.tries import is_removable, remove_row, subtree_rows, used_rows
 
 TOKENS = 2
 
@@ -42,7 +43,7 @@ def random_trie(dice: random.Random, blocks: int) -> Trie:
 def below(trie: Trie, roots: list[int]) -> set[int]:
     """What a walk has to find, from the parents alone."""
     found = set(roots)
-    while more := {row for row in trie.used_rows().tolist() if int(trie.parent[row]) in found} - found:
+    while more := {row for row in used_rows(trie).tolist() if int(trie.parent[row]) in found} - found:
         found |= more
     return found
 
@@ -52,9 +53,9 @@ def test_a_walk_meets_each_block_once_and_parents_first(seed: int) -> None:
     dice = random.Random(seed)
     trie = random_trie(dice, 120)
     for _ in range(40):  # leaves go, so that lists lose their first, last and middle siblings
-        leaves = [row for row in trie.used_rows().tolist() if trie.removable(row)]
-        trie.remove(dice.choice(leaves))
-    roots = dice.sample(trie.used_rows().tolist(), dice.randrange(1, 10))
+        leaves = [row for row in used_rows(trie).tolist() if is_removable(trie, row)]
+        remove_row(trie, dice.choice(leaves))
+    roots = dice.sample(used_rows(trie).tolist(), dice.randrange(1, 10))
     walk = Descendants(trie, np.array(roots))
     met: list[int] = []
     while not walk.done:
@@ -69,23 +70,23 @@ def test_a_walk_meets_each_block_once_and_parents_first(seed: int) -> None:
 def test_many_blocks_are_removed_as_one_by_one(seed: int) -> None:
     dice = random.Random(seed)
     trie, other = (random_trie(random.Random(seed), 100) for _ in range(2))
-    kept = np.array(dice.sample(trie.used_rows().tolist(), 3))
+    kept = np.array(dice.sample(used_rows(trie).tolist(), 3))
     for each in (trie, other):
         each.retain(kept)
-        each.put_copies(each.used_rows()[::2], 1, each.used_rows()[::2, None] * 64, 0.0)  # others stay for them alone
-    children_first = trie.subtree(trie.used_rows())[::-1]
+        each.put_copies(used_rows(each)[::2], 1, used_rows(each)[::2, None] * 64, 0.0)  # others stay for them alone
+    children_first = subtree_rows(trie, used_rows(trie))[::-1]
     going = trie.all_removable(children_first)
     assert going.tolist() == [row for row in children_first if not below(trie, [row]) & set(kept.tolist())]
     trie.drop_copies(going, 1)
     trie.remove_all(going)
     for row in children_first:
-        if other.removable(row):  # else it went with the last of its children
+        if is_removable(other, row):  # else it went with the last of its children
             other.drop_copies(np.array([row]), 1)
-            other.remove(row)
-    assert trie.used_rows().tolist() == other.used_rows().tolist()
-    rows = trie.used_rows()
+            remove_row(other, row)
+    assert used_rows(trie).tolist() == used_rows(other).tolist()
+    rows = used_rows(trie)
     assert (trie.children[rows] == other.children[rows]).all()
-    assert sorted(trie.subtree(rows)) == rows.tolist()
+    assert sorted(subtree_rows(trie, rows)) == rows.tolist()
 
 
 def test_blocks_with_copies_are_not_removed() -> None:
@@ -101,10 +102,10 @@ def test_a_walk_says_when_its_place_is_gone() -> None:
     trie.retain(rows[:5])  # blocks without copies go with what continues them
     walk = Descendants(trie, rows[:1])
     assert walk.take(4) == [0, 1, 2, 3]
-    trie.remove(5)
+    remove_row(trie, 5)
     assert walk.take(1) == [4]
     trie.unretain(rows[:5])
-    trie.remove(4)
+    remove_row(trie, 4)
     with pytest.raises(MovedError):
         walk.take(1)
 
@@ -125,7 +126,7 @@ def test_a_small_subtree_takes_no_longer_in_a_large_trie() -> None:
     chain(trie, blocks)
     begin = time.thread_time()
     for row in range(blocks - 50, blocks):
-        assert len(trie.subtree(np.array([row]))) == blocks - row
+        assert len(subtree_rows(trie, np.array([row]))) == blocks - row
     assert time.thread_time() - begin < 0.25  # a pass over all rows each time takes a second
 
 

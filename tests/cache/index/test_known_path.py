@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sized
 
 import numpy as np
 import pytest
 
 from prefixd.cache import Trie
 from prefixd.cache.index.keys.block_keys import BlockChain
-from prefixd.cache.index.keys.key_index import KeyMasks
 from prefixd.cache.index.known_path import KnownPath
 from tests.cache.index.entering import enter_chain
 
@@ -24,25 +24,25 @@ def chain_of(blocks: int) -> BlockChain:
 def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     trie, chain, known = Trie(1, (1,)), chain_of(2 * BLOCKS), KnownPath()
     enter_chain(trie, chain_of(BLOCKS))
-    find_masked, asked = trie._keys.find_masked, 0
+    find_all, asked = trie._keys.find_all, 0
 
-    def counting(masks: KeyMasks, namespace: int, keys: bytes) -> object:
+    def counting(keys: Sized) -> object:
         nonlocal asked
-        asked += len(keys) // 16
-        return find_masked(masks, namespace, keys)
+        asked += len(keys)
+        return find_all(keys)
 
-    monkeypatch.setattr(trie._keys, "find_masked", counting)
-    assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
+    monkeypatch.setattr(trie._keys, "find_all", counting)
+    assert len(known.find(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
     asked = 0
     for _ in range(10):
-        assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
+        assert len(known.find(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
     assert asked == 10
-    assert len(known.look(trie, ROOT, chain, BLOCKS)) == BLOCKS
+    assert len(known.find(trie, ROOT, chain, BLOCKS)) == BLOCKS
     assert asked == 10, "no key behind the limit"
     monkeypatch.undo()
     enter_chain(trie, chain_of(BLOCKS + 3))
-    monkeypatch.setattr(trie._keys, "find_masked", counting)
-    assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS + 3
+    monkeypatch.setattr(trie._keys, "find_all", counting)
+    assert len(known.find(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS + 3
     assert asked <= 10 + 1 + 16
 
 
@@ -65,7 +65,7 @@ def test_it_is_what_a_search_from_the_root_finds_whatever_went_and_came() -> Non
             enter_chain(trie, chain_of(chance.randrange(1, 61)))
         if chance.random() < 0.7:
             limit = chance.choice([60, 60, 30])
-            found = known.look(trie, ROOT, chain, limit)
+            found = known.find(trie, ROOT, chain, limit)
             assert found.tolist() == trie.nodes(ROOT, chain, limit).tolist()
             lengths.add(len(found))
     assert len(lengths) > 20

@@ -12,7 +12,7 @@ from prefixd.cache.index.trie import CPU, GPU, Rows
 
 def insert(trie: Trie, blocks: int, first_token: int) -> Rows:
     chain = BlockChain(np.arange(first_token, first_token + blocks, dtype="<u4").tobytes(), 1, 7)
-    rows, _ = trie.insert_path(-1, 0, chain.key_rows(0, blocks), chain.token_rows(0, blocks), 0.0)
+    rows, _ = trie.insert_path(-1, 0, chain.key_rows(0, blocks), chain.token_rows[:blocks], 0.0)
     return rows
 
 

@@ -10,6 +10,7 @@ import pytest
 from prefixd.base.errors import ExhaustedError
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from tests.rig import MakeRig
+from tests.tries import forget_blocks, subtree_rows
 
 
 async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: MakeRig) -> None:
@@ -74,7 +75,7 @@ async def test_what_is_leased_does_not_move(make_rig: MakeRig) -> None:
     slots = rig.cache.offsets(lease, [0]).tolist()
     for other in range(10, 16):
         await rig.put([other])
-    assert await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]) == 0
+    assert await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1]) == 0
     assert rig.cache.offsets(lease, [0]).tolist() == slots
     rig.check_lease(lease, rig.namespace, rig.chain([1, 2]))
 
@@ -117,7 +118,7 @@ async def test_pinned_blocks_leave_a_tier_but_not_the_cache(make_rig: MakeRig) -
     rig.trie.pinned[rig.rows([1, 2])] = True
     for other in range(10, 15):
         await rig.put([other])
-    assert await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]) == 0
+    assert await forget_blocks(rig.cache.mover, rig.trie, rig.rows([1, 2])[::-1]) == 0
     assert rig.tiers([1, 2], DISK) == [True, True], "and nothing else got their slots"
     assert await rig.get([1, 2]) == 2
 
@@ -127,8 +128,8 @@ async def test_forgetting_is_durable_and_spares_what_is_in_use(make_rig: MakeRig
     await rig.put([1, 2, 3], durable=True)
     await rig.put([1, 5], durable=True)
     lease = await rig.lease([1, 2])
-    rows = rig.trie.subtree(np.array(rig.rows([1])[:1]))
-    assert await rig.cache.mover.forget(rig.trie, rows[::-1]) == 2
+    rows = subtree_rows(rig.trie, np.array(rig.rows([1])[:1]))
+    assert await forget_blocks(rig.cache.mover, rig.trie, rows[::-1]) == 2
     assert (len(rig.rows([1, 2, 3])), len(rig.rows([1, 5]))) == (2, 1)
     assert lease is not None
     await rig.check_disk()
@@ -240,7 +241,7 @@ async def test_a_key_that_stands_in_another_namespace_takes_nothing(make_rig: Ma
         await rig.restart()
         thief = rig.register("thief")
     assert "key collision" not in rig.cache.mover.lost
-    await rig.cache.mover.forget(rig.trie, rig.rows([11, 12], thief)[::-1])
+    await forget_blocks(rig.cache.mover, rig.trie, rig.rows([11, 12], thief)[::-1])
     await rig.check_disk()
     assert await rig.get([1, 2, 3]) == 3, "who has one key's block forgotten forgets no other's"
 

@@ -20,6 +20,7 @@ from prefixd_swap import PageAllocator, Victims, choose_page_victims, create_evi
 from prefixd_swap.transfers import Transfers
 from tests.cache.index.entering import enter_block
 from tests.cache.moving.test_victims import AbsentStore
+from tests.tries import remove_row
 
 SMALL, LARGE = 4096, 65536
 CAPACITY = 64 * LARGE
@@ -140,7 +141,7 @@ async def test_a_record_without_bytes_that_nothing_continues_goes() -> None:
     assert await leaving(trie, set()) == [], "block 3 has bytes, and needs the records before it"
     assert await leaving(trie, {3}) == [rows[3]]
     trie.drop_copies(np.array(rows[3:4]), DISK)
-    trie.remove(rows[3])
+    remove_row(trie, rows[3])
     assert await leaving(trie, set()) == [rows[2]]
     last = np.array([rows[2]])
     trie.hold(last, DISK)
@@ -150,7 +151,7 @@ async def test_a_record_without_bytes_that_nothing_continues_goes() -> None:
     assert await leaving(trie, set()) == []
     trie.unretain(last)
     trie.drop_copies(np.array(rows[2:3]), DISK)
-    trie.remove(rows[2])
+    remove_row(trie, rows[2])
     assert await leaving(trie, set()) == [rows[1]]
 
 

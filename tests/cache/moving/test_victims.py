@@ -25,6 +25,7 @@ from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.tiers import Tier
 from prefixd_swap.transfers import Transfers
 from tests.cache.index.entering import enter_block
+from tests.tries import remove_row
 
 pytestmark = pytest.mark.usefixtures("turns_by_hand")
 
@@ -126,7 +127,7 @@ def test_each_victim_may_go_when_its_turn_comes(
         if alone and demotable:
             trie.put_copies(np.array([row]), DISK, np.array([[0]]), 0.0)
         elif alone:
-            trie.remove(row)
+            remove_row(trie, row)
     if len(victims) < want:
         for trie in forest.tries:
             left = trie.evictable(CPU, demotable=demotable)
@@ -154,7 +155,7 @@ def test_what_is_held_or_goes_during_a_scan_is_not_chosen() -> None:
         (trie, first), (_, second), (_, third) = forest.rows[:6:2]
         trie.hold(np.array([first]), CPU)
         trie.drop_copies(np.array([second]), CPU)
-        trie.remove(second)
+        remove_row(trie, second)
         trie.last_used[third] = 100.0
         scanned.append(turn)
 
@@ -387,7 +388,7 @@ def test_nobody_loses_more_than_it_may(
         if alone and demotable:
             trie.put_copies(np.array([row]), DISK, np.array([[0]]), 0.0)
         elif alone:
-            trie.remove(row)
+            remove_row(trie, row)
     if len(victims) < want:
         for trie in forest.tries:
             for row in trie.evictable(CPU, demotable=demotable).tolist():

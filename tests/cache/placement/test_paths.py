@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
 from prefixd.cache.index.keys.block_keys import HASHED_AT_ONCE
-from prefixd.cache.index.keys.key_index import KeyMasks
 from prefixd.cache.index.trie import CPU, Rows
 from prefixd.cache.placement.paths import compose, find_ancestry, find_path
 from prefixd.cache.rules import FullAttention, SlidingWindow
@@ -28,7 +28,7 @@ def chain_of(blocks: int, first_token: int = 0) -> BlockChain:
 
 def insert(trie: Trie, chain: BlockChain, namespace: int = 0) -> Rows:
     count = len(chain)
-    rows, _ = trie.insert_path(-1 - namespace, namespace, chain.key_rows(0, count), chain.token_rows(0, count), 0.0)
+    rows, _ = trie.insert_path(-1 - namespace, namespace, chain.key_rows(0, count), chain.token_rows[:count], 0.0)
     return rows
 
 
@@ -57,13 +57,13 @@ def test_no_turn_looks_at_more_than_some_thousand_blocks(monkeypatch: pytest.Mon
     insert(trie, chain_of(BLOCKS))
     chain = chain_of(BLOCKS)
     looked_up = [0]
-    find_masked = trie._keys.find_masked
+    find_all = trie._keys.find_all
 
-    def counting(masks: KeyMasks, namespace: int, keys: bytes) -> Rows:
-        looked_up[-1] += len(keys) // 16
-        return find_masked(masks, namespace, keys)
+    def counting(keys: npt.NDArray[np.uint8]) -> Rows:
+        looked_up[-1] += len(keys)
+        return find_all(keys)
 
-    monkeypatch.setattr(trie._keys, "find_masked", counting)
+    monkeypatch.setattr(trie._keys, "find_all", counting)
     search = find_path(trie, HOME, chain)
     with pytest.raises(StopIteration) as end:
         while True:

@@ -12,6 +12,7 @@ from prefixd.cache.index.scan import LowestRows
 from prefixd.cache.index.trie import CPU, DISK, Rows
 from prefixd.cache.placement.unwritten import UnwrittenBlocks
 from tests.cache.index.entering import enter_block
+from tests.tries import remove_row
 
 pytestmark = pytest.mark.usefixtures("turns_by_hand")
 
@@ -96,7 +97,7 @@ def test_what_could_not_be_written_comes_again() -> None:
 def test_a_block_is_not_given_out_before_its_parent_that_comes_during_a_scan() -> None:
     queue = Queue(40)
     queue.trie.drop_copies(np.array([0]), CPU)
-    queue.trie.remove(0)
+    remove_row(queue.trie, 0)
     queue.write(np.arange(1, 40))
     work = queue.waiting.next(4)
     work.send(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -43,6 +43,10 @@ async def two_hosts(path: Path, **how: object) -> AsyncIterator[tuple[Rig, Rig, 
 def remote_of(rig: Rig) -> Remote:
     assert rig.cache.mover.remote is not None
     return rig.cache.mover.remote
+
+
+async def look_up(rig: Rig, prompt: Sequence[int]) -> None:
+    await remote_of(rig).lookups.look_up(rig.trie, rig.namespace, rig.chain(prompt))
 
 
 async def share(rig: Rig) -> None:
@@ -237,7 +241,7 @@ async def test_blocks_that_only_a_store_has_are_not_matched_while_it_is_away(tmp
     async with two_hosts(tmp_path) as (a, b, _, store):
         await a.put(PROMPT)
         await share(a)
-        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        await look_up(b, PROMPT)
         assert len(b.rows(PROMPT)) == 5
         store.away = True
         assert await b.get(PROMPT) == 0
@@ -364,7 +368,7 @@ async def test_what_the_store_has_lost_is_forgotten_and_found_again(tmp_path: Pa
     async with two_hosts(tmp_path) as (a, b, store, _):
         await a.put(PROMPT)
         await share(a)
-        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        await look_up(b, PROMPT)
         kept = dict(store.objects)
         store.objects.clear()
         assert await b.get(PROMPT) == 0
@@ -377,7 +381,7 @@ async def test_blocks_that_nobody_asks_for_are_forgotten(tmp_path: Path) -> None
     async with two_hosts(tmp_path, options=RemoteOptions(known_s=60, lookup_s=WAIT_S)) as (a, b, _, _):
         await a.put(PROMPT)
         await share(a)
-        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        await look_up(b, PROMPT)
         assert await remote_of(b).known.forget_old() == 0
         assert remote_of(b).known.blocks == 5
         b.clock.now += 61
@@ -389,7 +393,7 @@ async def test_no_more_blocks_are_known_than_the_limit(tmp_path: Path) -> None:
     async with two_hosts(tmp_path, options=RemoteOptions(known_blocks=3, lookup_s=WAIT_S)) as (a, b, _, _):
         await a.put(PROMPT)
         await share(a)
-        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        await look_up(b, PROMPT)
         assert len(b.rows(PROMPT)) == 3
 
 
@@ -454,7 +458,7 @@ async def test_what_only_the_store_has_is_stored_here_when_somebody_has_computed
     async with two_hosts(tmp_path) as (a, b, _, _):
         await a.put(PROMPT)
         await share(a)
-        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        await look_up(b, PROMPT)
         assert await b.put(PROMPT) == (5, 0)
         assert b.tiers(PROMPT, CPU) == [True] * 5
 
@@ -494,12 +498,12 @@ async def test_a_long_prompt_is_forgotten_whole(tmp_path: Path) -> None:
     async with two_hosts(tmp_path, cpu=1024, options=RemoteOptions(known_s=60, lookup_s=WAIT_S)) as (a, b, store, _):
         await a.put(long)
         await share(a)
-        await b.cache.look_in_store(b.namespace, b.chain(long))
+        await look_up(b, long)
         assert len(b.rows(long)) == 700
         b.clock.now += 61
         assert await remote_of(b).known.forget_old() == 700
         assert b.rows(long) == [] and remote_of(b).known.blocks == 0
-        await b.cache.look_in_store(b.namespace, b.chain(long))
+        await look_up(b, long)
         store.objects.clear()
         await remote_of(b).known.forget_all()
         assert b.rows(long) == []
@@ -510,7 +514,7 @@ async def test_the_first_failed_piece_of_a_load_ends_it(tmp_path: Path) -> None:
     async with two_hosts(tmp_path, cpu=2048) as (a, b, _, store):
         await a.put(long)
         await share(a)
-        await b.cache.look_in_store(b.namespace, b.chain(long))
+        await look_up(b, long)
         store.latency_s, before = 60.0, store.gets
         assert await b.get(long) == 0
         assert store.gets - before <= 6, "as many as are under way at a time"

@@ -66,8 +66,8 @@ async def test_a_hint_for_the_beginning_counts_for_the_beginning(rig: Rig) -> No
 async def test_a_counted_match_takes_the_hint(rig: Rig) -> None:
     await hint(rig, PROMPT)
     chain = rig.chain(PROMPT)
-    match = await rig.cache.match(rig.namespace, chain)
-    rig.cache.count_lookup(rig.session, rig.namespace, chain, match.rows)
+    path = await rig.cache.match(rig.namespace, chain)
+    rig.cache.count_lookup(rig.session, rig.namespace, chain, path)
     assert hits(rig) == {DISK: 16} and not len(rig.session.arrivals)
 
 
@@ -76,7 +76,7 @@ async def test_another_sessions_hint_is_nobody_elses(rig: Rig) -> None:
     chain = rig.chain(PROMPT)
     assert not len(Arrivals().take(rig.namespace, chain, 0.0))
     other = rig.cache.leases.open("other", 1, rig.cache.clock(), rig.session.tenant)
-    rig.cache.count_lookup(other, rig.namespace, chain, (await rig.cache.match(rig.namespace, chain)).rows)
+    rig.cache.count_lookup(other, rig.namespace, chain, await rig.cache.match(rig.namespace, chain))
     assert hits(rig) == {CPU: 16}
 
 

@@ -30,6 +30,7 @@ from prefixd.server.services.put_stream import Put
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 from tests.rig import OpenCache
+from tests.tries import match_rows
 from tests.waiting import until
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class House(OpenCache):
     @property
     def cached(self) -> int:
         chain = self.cache.chain(self.namespace, np.arange(64, dtype="<u4").tobytes())
-        return len(self.cache.trie(self.namespace).match(self.namespace.root, chain).rows)
+        return len(match_rows(self.cache.trie(self.namespace), self.namespace.root, chain))
 
     def check(self) -> None:
         super().check()

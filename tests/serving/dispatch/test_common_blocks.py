@@ -20,6 +20,7 @@ from prefixd.worker_protocol.protocol import Arrived, Extend, PromptImage, Start
 from tests.serving.bench import Bench, Events, Expected, MakeBench
 from tests.serving.dispatch.staging.test_loading import pace
 from tests.serving.fake_worker import BLOCK, MODELS
+from tests.tries import used_rows
 from tests.waiting import until
 
 PROMPT = range(100, 133)  # 8 blocks and a token
@@ -155,7 +156,7 @@ async def test_common_blocks_are_on_disk_and_own_ones_behind_them(make_bench: Ma
     await house.run("d", LONGER)
     cache = house.bench.cache
     await cache.write_back.flush()
-    rows = cache.trie(house.homes["d"]).used_rows()
+    rows = used_rows(cache.trie(house.homes["d"]))
     for tier in cache.tiers.memories:
         for trie in cache.tries:
             cache.placement.drop(trie, rows[::-1], tier)

@@ -47,7 +47,7 @@ async def test_what_a_request_finds_and_computes_of_its_prompt_is_retained(make_
     await bench.cached(COLD[:9])  # two blocks
     request = bench.request(COLD, max_tokens=9)
     wishes = [Retention(0, 12, 7), Retention(12, 0, -2)]
-    with await bench.cache.wish(bench.namespace, request.chain, 4, 1, wishes) as wish:
+    with await bench.cache.grant_retention(bench.namespace, request.chain, 4, 1, wishes) as wish:
         request.retention = wish
         bench.dispatcher.submit(request)
         await bench.finish(request)

@@ -18,6 +18,7 @@ from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Cancel, Done, Start
 from prefixd_scheduler import SharedLimit
 from tests.serving.bench import Bench, Events, Expected, MakeBench
+from tests.tries import forget_blocks, match_rows
 from tests.waiting import until
 
 ONE = range(100, 117)  # 5 frames to start with
@@ -243,10 +244,10 @@ async def test_blocks_that_go_while_another_is_handed_over_are_not_used(
     async def take_and_replace(count: int, *args: Any, **kwargs: Any) -> list[int] | None:
         monkeypatch.undo()
         frames = await take_frames(count, *args, **kwargs)
-        rows = trie.match(bench.namespace.root, bench.request(WARM).chain).rows
-        assert await bench.cache.mover.forget(trie, rows[::-1].tolist()) == 4  # as an operator's eviction does
+        rows = match_rows(trie, bench.namespace.root, bench.request(WARM).chain)
+        assert await forget_blocks(bench.cache.mover, trie, rows[::-1].tolist()) == 4  # as an operator's eviction does
         await bench.cached(range(900, 917))
-        assert sorted(trie.match(bench.namespace.root, bench.request(range(900, 917)).chain).rows) == sorted(rows)
+        assert sorted(match_rows(trie, bench.namespace.root, bench.request(range(900, 917)).chain)) == sorted(rows)
         return frames
 
     monkeypatch.setattr(bench.cache.mover.slots, "take_frames", take_and_replace)
@@ -368,7 +369,7 @@ async def test_a_damaged_block_is_computed_again(make_bench: MakeBench, events: 
     await bench.finish(other)
     trie = bench.cache.trie(bench.namespace)
     request = bench.request(WARM)
-    rows = trie.match(bench.namespace.root, request.chain).rows
+    rows = match_rows(trie, bench.namespace.root, request.chain)
     assert trie.nearest[rows].tolist() == [DISK, DISK, CPU, CPU]
     trie.checksums[rows[1], 0] ^= 1
     bench.dispatcher.submit(request)

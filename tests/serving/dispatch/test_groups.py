@@ -15,6 +15,7 @@ from prefixd.worker_protocol.protocol import Extend, Start
 from prefixd_scheduler import Distance
 from tests.serving.bench import Bench, Events, Expected, MakeBench
 from tests.serving.fake_worker import BLOCK, MODELS
+from tests.tries import match_rows
 
 LONG = range(100, 181)  # 20 blocks and a token
 K = MODELS["windows"].block_frames
@@ -250,7 +251,7 @@ async def test_a_block_of_which_nothing_is_needed_and_nothing_left_is_no_load(ma
     bench.cost.observe_load(Distance.CPU, 1 << 20, 0.001)
     trie = bench.cache.trie(bench.namespace)
     request = bench.request(LONG)
-    rows = trie.match(bench.namespace.root, request.chain).rows[:10]
+    rows = match_rows(trie, bench.namespace.root, request.chain)[:10]
     assert trie.expired[rows].all()
     bench.cache.placement.drop(trie, rows, bench.cache.tiers.shared, trie.expired[rows])
     bench.dispatcher.submit(request)

@@ -22,6 +22,7 @@ from prefixd_scheduler import Distance
 from tests.serving.bench import Bench, Events, Expected, Supervisor
 from tests.serving.fake_worker import BLOCK, MODELS
 from tests.slow import slow_but
+from tests.tries import forget_blocks, match_rows
 
 S = RequestState
 COUNTED = (S.STAGING, S.RUNNING, S.STARVED, S.PREEMPTING, S.CANCELLING, S.WITHDRAWN)
@@ -119,8 +120,8 @@ async def happen(bench: Bench, operator: Operator, requests: list[Request], what
         dispatcher.on_ready()
     elif what == "forget":
         trie = bench.cache.trie(bench.namespace)
-        rows = trie.match(bench.namespace.root, bench.request(prompt(first)).chain).rows
-        await bench.cache.mover.forget(trie, rows[::-1].tolist())
+        rows = match_rows(trie, bench.namespace.root, bench.request(prompt(first)).chain)
+        await forget_blocks(bench.cache.mover, trie, rows[::-1].tolist())
     elif what == "pace":  # loading a block takes as long as computing so many tokens
         nbytes = sum(bench.cache.trie(bench.namespace).part_bytes)
         bench.token_s = 0.1

@@ -17,6 +17,7 @@ from prefixd.serving.dispatch.tracker import PrefixTracker
 from prefixd.serving.request.request import Request
 from prefixd_scheduler import Distance, RequestQueue, create_policy, prompt_weight
 from tests.serving.bench import Bench, MakeBench
+from tests.tries import forget_blocks, match_rows, subtree_rows
 
 BLOCK = 4
 BRANCHES = st.lists(st.integers(0, 1), min_size=1, max_size=5)
@@ -57,9 +58,9 @@ async def change(
     cache, trie = bench.cache, bench.cache.trie(bench.namespace)
     if what in ("bring", "forget"):
         chain = bench.request(prompt(argument)).chain
-        rows = trie.match(bench.namespace.root, chain).rows
+        rows = match_rows(trie, bench.namespace.root, chain)
         if what == "forget":
-            await cache.mover.forget(trie, trie.subtree(rows[-1:])[::-1] if len(rows) else [])
+            await forget_blocks(cache.mover, trie, subtree_rows(trie, rows[-1:])[::-1] if len(rows) else [])
             return
         trie.hold(rows, GPU)
         await cache.mover.bring(trie, rows, cache.tiers.compute)
@@ -298,7 +299,7 @@ async def test_verified_rows_are_exact(make_bench: MakeBench) -> None:
     request = waiting[0]
     gone = request.found[2:]
     assert not tracker.verify(request)
-    await bench.cache.mover.forget(request.trie, gone[::-1].tolist())
+    await forget_blocks(bench.cache.mover, request.trie, gone[::-1].tolist())
     assert tracker.verify(request)
     assert len(request.found) == 2
     assert np.array_equal(request.generations, request.trie.generation[request.found])

@@ -19,6 +19,7 @@ from prefixd.serving.request.states import RequestState
 from prefixd_swap import NewFrames, OutOfMemoryError
 from tests.serving.bench import Bench, Supervisor
 from tests.serving.fake_worker import GEOMETRY
+from tests.tries import match_rows
 from tests.waiting import until
 
 FRAME = GEOMETRY.block_bytes
@@ -284,7 +285,7 @@ async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> Non
         await bench.running(request)
         await bench.finish(request)
         trie = bench.cache.trie(bench.namespace)
-        trie.pinned[trie.match(bench.namespace.root, request.chain).rows] = True
+        trie.pinned[match_rows(trie, bench.namespace.root, request.chain)] = True
 
     async def ended(request: Request) -> str:
         await until(lambda: bench.dispatcher._supply._lacking == (request.id, bench.now))

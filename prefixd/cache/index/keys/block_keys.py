@@ -23,11 +23,10 @@ xxh3_digest: Digest = xxhash.xxh3_128_digest
 
 
 class BlockChain:
-    """The full blocks of one prompt and their keys, hashed as far as somebody asked.
+    """The full blocks of one prompt and their keys, which are hashed on demand.
 
-    Most prompts that miss, miss early: keys are computed on demand, so a miss does not pay for the rest of the prompt.
-    Hashing takes 0.2 ms for 1,000 blocks of 16 tokens. Who must not be kept that long for a long prompt hashes it in
-    slices (`hash_until`, `walk_batches`).
+    Most prompts that miss, miss early, so a miss does not pay for hashing the rest of the prompt. Hashing takes 0.2 ms
+    for 1,000 blocks of 16 tokens; hash a long prompt in slices (`hash_until`, `walk_batches`).
 
     Args:
         token_ids: little-endian uint32, 4 bytes a token.
@@ -36,20 +35,20 @@ class BlockChain:
         digest: replaced in tests to make keys collide.
     """
 
-    __slots__ = ("_capacity", "_digest", "_keys", "_seed", "block_tokens", "rows", "tokens")
+    __slots__ = ("_capacity", "_digest", "_keys", "_seed", "block_tokens", "token_rows", "tokens")
 
     def __init__(self, token_ids: bytes, block_tokens: int, seed: int, digest: Digest = xxh3_digest) -> None:
-        self._capacity = np.frombuffer(token_ids, "<u4")  # the tokens, and room for more once there were more
+        self._capacity = np.frombuffer(token_ids, "<u4")  # the tokens, and room for more after the first `append`
         self._keys = bytearray()
         self._seed = seed
         self._digest = digest
         self.block_tokens = block_tokens
         self.tokens = len(self._capacity)
-        """Tokens in all."""
+        """The number of tokens."""
         self._view_rows()
 
     def __len__(self) -> int:
-        """Full blocks."""
+        """The number of full blocks."""
         return self.tokens // self.block_tokens
 
     @property
@@ -59,7 +58,7 @@ class BlockChain:
 
     @property
     def hashed(self) -> int:
-        """Blocks whose keys are known."""
+        """The number of blocks whose keys are known."""
         return len(self._keys) // KEY_BYTES
 
     def append(self, token_ids: bytes) -> None:
@@ -76,7 +75,7 @@ class BlockChain:
         self._view_rows()
 
     def rewrite(self, index: int, token_ids: bytes) -> None:
-        """Gives a full block that is not hashed yet other ids: what they are may depend on the block's last token."""
+        """Replaces the ids of a full block that is not hashed yet: they may depend on the block's last token."""
         if not self.hashed <= index < len(self):
             raise ValueError(f"block {index} of {len(self)}, of which {self.hashed} are hashed")
         first = index * self.block_tokens
@@ -93,22 +92,18 @@ class BlockChain:
         """Token ids of the first `count` blocks."""
         return self._capacity[: count * self.block_tokens].tobytes()
 
-    def token_rows(self, start: int, stop: int) -> npt.NDArray[np.uint32]:
-        """[stop - start, block_tokens]: token ids of full blocks; a view, which stays right when tokens are added."""
-        return self.rows[start:stop]
-
     def key(self, index: int) -> bytes:
-        """Key of block `index`, 16 bytes; hashes what has not been hashed yet."""
+        """Key of block `index`, 16 bytes; hashes up to it if necessary."""
         if index >= self.hashed:
             self._hash(index + 1)
         return bytes(self._keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
 
     def key_rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """[stop - start, 16]: keys of blocks; hashes what has not been hashed yet."""
+        """[stop - start, 16]: keys of blocks; hashes up to them if necessary."""
         return np.frombuffer(self._key_bytes(start, stop), np.uint8).reshape(-1, KEY_BYTES)
 
     def hash_until(self, blocks: int, at_most: int = HASHED_AT_ONCE) -> bool:
-        """Computes keys of the first `blocks`, `at_most` now; whether they all have one then.
+        """Hashes up to `at_most` of the first `blocks` blocks; returns whether all of them are hashed now.
 
         `while not chain.hash_until(len(chain)): await give_way()` hashes a chain of any length.
         """
@@ -117,12 +112,11 @@ class BlockChain:
         return self.hashed >= blocks
 
     def walk_batches(self, find_all: Callable[[bytes], Rows], limit: int, first: int = 0) -> Iterator[Rows]:
-        """The rows of the blocks from `first` to `limit`, up to the first that has none, in batches.
+        """The rows of the blocks from `first` to `limit`, up to the first without a row, in batches.
 
-        `find_all` takes keys one behind the other and gives their rows, -1 for none (`Trie.find_all`). It is asked
-        for one key, then for ever more at a time, 2,048 at the most: many are found faster together, but what is
-        hashed behind the first miss is for nothing. A batch takes about 1 ms; between two, a caller may do something
-        else.
+        `find_all` takes keys one behind the other and returns their rows, -1 for none (`Trie.find_all`). The first
+        batch is one key, later ones grow to 2,048: many keys are found faster together, but hashing behind the first
+        miss is wasted. A batch takes about 1 ms; the caller may let others run between two.
         """
         start, batch = first, 1
         while start < (end := min(limit, len(self))):
@@ -137,8 +131,9 @@ class BlockChain:
 
     def _view_rows(self) -> None:
         full = self.tokens // self.block_tokens
-        self.rows: npt.NDArray[np.uint32] = self._capacity[: full * self.block_tokens].reshape(full, self.block_tokens)
-        """[blocks, block_tokens]: token ids of the full blocks; a view, which stays right when tokens are added."""
+        ids = self._capacity[: full * self.block_tokens]
+        self.token_rows: npt.NDArray[np.uint32] = ids.reshape(full, self.block_tokens)
+        """[blocks, block_tokens]: token ids of the full blocks; a view, which stays valid when tokens are added."""
 
     def _key_bytes(self, start: int, stop: int) -> bytes:
         if stop > self.hashed:
@@ -146,10 +141,10 @@ class BlockChain:
         return bytes(memoryview(self._keys)[start * KEY_BYTES : stop * KEY_BYTES])
 
     def _hash(self, blocks: int) -> None:
-        """Computes the keys of the first `blocks`. One loop with local names: half of a match's time is here."""
+        """Computes the keys of the first `blocks`. One loop with local names, since it takes half of a match's time."""
         seed, digest = self._seed, self._digest
         key = bytes(self._keys[-KEY_BYTES:])
         for start in range(self.hashed, blocks, _LARGEST_BATCH):
-            tokens = self.rows[start : min(start + _LARGEST_BATCH, blocks)]
+            tokens = self.token_rows[start : min(start + _LARGEST_BATCH, blocks)]
             one_by_one = tokens.view(f"V{4 * self.block_tokens}").ravel().tolist()
             self._keys += b"".join([key := digest(key + block, seed) for block in one_by_one])

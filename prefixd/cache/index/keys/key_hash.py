@@ -1,7 +1,7 @@
-"""Where the search for a block key begins: a secret function of all of the key.
+"""The hash that decides where the search for a block key begins: a secret function of the whole key.
 
-Clients choose tokens, and XXH3-128 with a known seed can be inverted, so clients choose keys. Whoever knows where keys
-are placed can have thousands of them meet in one place, and every search that passes there is slow for everybody.
+Clients choose tokens, and XXH3-128 with a known seed can be inverted, so clients choose keys. A client that knows where
+keys are placed can place thousands of them together, and every search that passes there is slow, also for others.
 
 Two steps, with numbers that are random in each process and never leave it:
 
@@ -59,7 +59,7 @@ class KeyHash:
 
     @classmethod
     def random(cls) -> KeyHash:
-        """A function that nobody can know."""
+        """A random function."""
         multipliers = np.frombuffer(secrets.token_bytes(8 * _WORDS), np.uint64)
         tables = np.frombuffer(secrets.token_bytes(4 * _CHARACTERS * (_LOWEST + 1)), np.uint32)
         return cls(multipliers, tables.reshape(_CHARACTERS, -1))
@@ -90,5 +90,5 @@ class KeyHash:
 
 @cache
 def process_hash() -> KeyHash:
-    """This process's function. All indexes share it: it takes 0.2 MB, and no answer depends on it."""
+    """The function of this process. All indexes share it: it takes 0.2 MB, and no result depends on it."""
     return KeyHash.random()

@@ -1,15 +1,15 @@
-"""The key index: which row has which block key, in 24 to 32 bytes a block.
+"""The key index: from block keys to rows, in 24 to 32 bytes a block.
 
-Keys stand in a column by row; a table with open addressing has the rows. Where the search for a key begins is a secret
-function of the whole key, so nobody can choose prompts whose keys crowd in one place.
+A column has the keys by row; a table with open addressing has the rows. The search for a key begins at a secret
+function of the whole key, so a client cannot choose prompts whose keys crowd in one place.
 
-A table that is half full is left for a larger one bit by bit, with every insertion, so that no call stands still for
-it. Until all has moved there are two tables, and the hash of a key says which of them has it:
+When a table is half full, its entries move to a larger one, some with every insertion, so that no call takes long.
+Until all have moved there are two tables, and the hash of a key tells which of them has it:
 
     the table that is left      |  free: all has moved  |  searches that begin here end here  |
                                 ^ start                 ^ start + moved                (wraps around)
 
-A bound is always just behind a free place, where no search passes.
+A bound is always just behind a free place, so no search crosses it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from prefixd.cache.index.keys.probe_table import Rows as Rows
 KEY_BYTES = 16
 
 _NONE = -1
-_FEW = 16  # keys that are looked up faster one by one than all at once
-_FEW_LEFT = 32  # searches that end faster one by one
+_FEW = 16  # up to this number, keys are found faster one by one
+_FEW_LEFT = 32  # up to this number, the rest of the searches is faster one by one
 _SMALLEST = 16  # places of a table
-_PACE = 4  # places of the table that is left, moved for each key that enters: done long before the new one is full
-_PIECE = 1024  # places that are moved at once when few keys enter,
-_LARGEST_PIECE = 1 << 15  # and when many enter together
+_PACE = 4  # places of the old table that move with each insertion: all have moved long before the new one is full
+_PIECE = 1024  # places that move at once if few keys are inserted,
+_LARGEST_PIECE = 1 << 15  # and if many are inserted
 
 
 Ordinals = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -44,17 +44,17 @@ MaskedKeys = npt.NDArray[np.uint64]
 class KeyMasks:
     """A secret number of 128 bits for each namespace, by its ordinal.
 
-    Clients choose keys (see `KeyHash`): also the key that a block of another tenant has in its namespace. Were a key
-    one block's for all namespaces of a trie, whoever has it first would keep the other from being cached. So a key
-    stands in the index exclusive-or its namespace's mask. Keys of two namespaces meet there with a probability of
-    2**-128, whoever chooses them: the masks are random in each process and never leave it.
+    Clients choose keys (`key_hash`), even the key of a block of another tenant. If the index had a key once for all
+    namespaces of a trie, the first block with it would keep the other from being cached. So the index has each key XOR
+    the mask of its namespace. Chosen keys of two namespaces collide with a probability of 2**-128: the masks are random
+    in each process and never leave it.
     """
 
     def __init__(self) -> None:
         self._masks = np.empty((0, 2), np.uint64)
 
     def apply(self, namespaces: int | Ordinals, keys: bytes | npt.NDArray[np.uint8]) -> MaskedKeys:
-        """Masks keys, one behind the other, all of one namespace or each of its own; takes the masks off, too."""
+        """Masks keys, one behind the other, all of one namespace or each of its own; also unmasks them."""
         if (last := namespaces if isinstance(namespaces, int) else int(namespaces.max(initial=0))) >= len(self._masks):
             more = last + 64 - len(self._masks)
             random = np.frombuffer(secrets.token_bytes(KEY_BYTES * more), np.uint64).reshape(-1, 2)
@@ -65,7 +65,7 @@ class KeyMasks:
 
 @cache
 def process_masks() -> KeyMasks:
-    """This process's masks, for all tries."""
+    """The masks of this process, shared by all tries."""
     return KeyMasks()
 
 
@@ -73,13 +73,13 @@ class KeyIndex:
     """Rows by block key, as a trie masks it (`KeyMasks`). A key has one row, a row one key.
 
     CPU time for 1,000 keys in an index of a million: found in 0.2 ms, inserted in 0.2 ms, while it grows in 0.6 ms,
-    removed in 0.7 ms; one by one, found and removed in 2 to 4 us each. What a call takes does not depend on the size of
-    the index.
+    removed in 0.7 ms; one by one, found in 2 to 4 us each. The time of a
+    call does not depend on the size of the index.
 
     Args:
         key_hash: where searches begin; secret by default.
         reserve: where memory comes from.
-        pace: places of a table that are moved to a larger one for each key that enters; at least 4.
+        pace: places of the old table that move to a larger one with each insertion; at least 4.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class KeyIndex:
         self._keys = np.zeros((1, 2), np.uint64)
         self._make_view()
         self._table = ProbeTable(_SMALLEST)
-        self._left: _LeftTable | None = None
-        self._owed = 0  # places to be moved, which are too few yet to do it
+        self._old: _OldTable | None = None
+        self._owed = 0  # places to move, too few yet to do it
 
     def __len__(self) -> int:
         return self._count
@@ -124,48 +124,24 @@ class KeyIndex:
             each = zip(_as_bytes(wanted), self._hash.each(wanted.tobytes()), strict=True)
             return np.array([self._find(key, hashed) for key, hashed in each], np.int64)
         hashes = self._hash.all(wanted)
-        if self._left is None:
+        if self._old is None:
             return self._search_all(self._table, wanted, hashes)
         rows = np.empty(len(wanted), np.int64)
-        moved = self._left.have_moved(hashes)
-        for table, here in (self._table, moved), (self._left.table, ~moved):
+        moved = self._old.have_moved(hashes)
+        for table, here in (self._table, moved), (self._old.table, ~moved):
             rows[here] = self._search_all(table, wanted[here], hashes[here])
         return rows
 
-    def find_masked(self, masks: KeyMasks, namespace: int, keys: bytes) -> Rows:
-        """`find_all` of keys of one namespace, which are masked here."""
-        return self.find_all(masks.apply(namespace, keys).view(np.uint8))
-
     def insert_all(self, keys: npt.NDArray[np.uint8], rows: Rows) -> None:
-        """Enters [m, 16] different keys that are not there, for rows that have none and have room (`reserve`)."""
+        """Enters [m, 16] different new keys for rows without keys, after `reserve`."""
         self._make_room(len(rows))
         self._keys[rows] = np.ascontiguousarray(keys).view(np.uint64)
         for table, here, hashes in self._by_table(rows):
             table.enter(here, hashes)
         self._count += len(rows)
 
-    def remove(self, row: int) -> None:
-        """Forgets the key of a row that has one; KeyError for another one."""
-        keys, hash_of = self._view, self._hash.one
-        hashed = hash_of(keys, KEY_BYTES * row)
-        table = self._table if self._left is None else self._left.table_of(hashed, self._table)
-        entries, mask, shift = table.view, table.mask, table.shift
-        hole = hashed >> shift
-        while entries[hole] != row + 1:
-            if not entries[hole]:
-                raise KeyError(f"row {row} has no key")
-            hole = hole + 1 & mask
-        at = hole
-        while entry := entries[at := at + 1 & mask]:
-            home = hash_of(keys, KEY_BYTES * (entry - 1)) >> shift
-            if at - home & mask >= at - hole & mask:  # its search passes the hole
-                entries[hole] = entry
-                hole = at
-        entries[hole] = 0
-        self._count -= 1
-
     def remove_all(self, rows: Rows) -> None:
-        """Forgets the keys of different rows that have one; KeyError, and nothing is removed, if one has none."""
+        """Removes the keys of different rows; KeyError, before any is removed, if a row has no key."""
         places = []
         for table, here, hashes in self._by_table(rows):
             found = table.find_rows(here, hashes)
@@ -184,7 +160,7 @@ class KeyIndex:
     # -- searching ----------------------------------------------------------------------------------------------
 
     def _find(self, key: bytes, hashed: int) -> int:
-        table = self._table if self._left is None else self._left.table_of(hashed, self._table)
+        table = self._table if self._old is None else self._old.table_of(hashed, self._table)
         return self._search(table, hashed >> table.shift, key)
 
     def _search(self, table: ProbeTable, at: int, key: bytes) -> int:
@@ -212,7 +188,7 @@ class KeyIndex:
         return rows
 
     def _differ(self, rows: Rows, wanted: Keys) -> Bools:
-        """Which searches must go on: the rows found are other keys'."""
+        """Which searches must continue, since the rows found have other keys."""
         there = self._keys.take(rows, axis=0, mode="wrap")
         differ: Bools = (there[:, 0] != wanted[:, 0]) | (there[:, 1] != wanted[:, 1])
         differ &= rows != _NONE
@@ -222,39 +198,39 @@ class KeyIndex:
         return self._hash.all(self._keys.take(rows, axis=0))
 
     def _by_table(self, rows: Rows) -> list[tuple[ProbeTable, Rows, Hashes]]:
-        """Rows, whose keys are in the column, with their hashes: each where the search for it begins."""
+        """By table where their searches begin, rows with keys, and the hashes of these."""
         hashes = self._hashes(rows)
-        if self._left is None:
+        if self._old is None:
             return [(self._table, rows, hashes)]
-        moved = self._left.have_moved(hashes)
-        both = (self._table, moved), (self._left.table, ~moved)
+        moved = self._old.have_moved(hashes)
+        both = (self._table, moved), (self._old.table, ~moved)
         return [(table, rows[here], hashes[here]) for table, here in both]
 
     # -- growing ------------------------------------------------------------------------------------------------
 
     def _make_room(self, keys: int) -> None:
-        """Keeps the table at most half full with so many more keys, and moves what is still to be moved for them."""
+        """Keeps the table at most half full with `keys` more keys, and moves places of the old table for them."""
         if 2 * (self._count + keys) > len(self._table):
             self._move(len(self._table))
             if self._count:
-                self._left = _LeftTable(self._table)
+                self._old = _OldTable(self._table)
             self._table = ProbeTable(1 << (2 * (self._count + keys) - 1).bit_length())
-        if self._left is not None:
+        if self._old is not None:
             self._owed += self._pace * keys
-            if self._owed >= min(_PIECE, len(self._left.table) // _PACE):
+            if self._owed >= min(_PIECE, len(self._old.table) // _PACE):
                 self._move(self._owed)
 
     def _move(self, places: int) -> None:
-        """Moves the entries of at least so many places of the table that is left, as far as there are."""
+        """Moves the entries of at least `places` places of the old table, or all that are left."""
         self._owed = 0
         for _ in range(0, places, _LARGEST_PIECE):
-            if self._left is None:
+            if self._old is None:
                 return
-            taken = self._left.take(min(places, _LARGEST_PIECE))
+            taken = self._old.take(min(places, _LARGEST_PIECE))
             for table, rows, hashes in self._by_table(taken):
                 table.enter(rows, hashes)
-            if self._left.empty:
-                self._left = None
+            if self._old.empty:
+                self._old = None
 
     def _make_view(self) -> None:
         self._view: memoryview[int] = self._keys.view(np.uint8).reshape(-1).data  # faster than numpy for one key
@@ -265,8 +241,9 @@ def _as_bytes(keys: Keys) -> list[bytes]:
     return one_by_one
 
 
-class _LeftTable:
-    """A table that is left for a larger one. Searches that begin in its first places from `start` on go there now."""
+class _OldTable:
+    """An old table whose entries move to a larger one. Searches whose place is from `start` to `start + moved` begin in
+    the larger one."""
 
     def __init__(self, table: ProbeTable) -> None:
         self.table = table
@@ -279,7 +256,7 @@ class _LeftTable:
         return self._moved >= len(self.table)
 
     def table_of(self, hashed: int, new: ProbeTable) -> ProbeTable:
-        """Where the search for a key with this hash begins."""
+        """The table where the search for a key with this hash begins."""
         moved = (hashed >> self.table.shift) - self._start & self.table.mask < self._moved
         return new if moved else self.table
 
@@ -289,10 +266,10 @@ class _LeftTable:
         return moved
 
     def take(self, places: int) -> Rows:
-        """Takes out what is at the next `places` places, and at those behind them up to a free one.
+        """Takes the entries of the next `places` places, and behind them up to a free place.
 
-        They are to be entered again where their searches begin now, which may be here: entries that are looked for
-        from before `start` on may have come around that far.
+        The caller enters them where their searches begin now. That may be this table again, for entries whose search
+        began before `start` and wrapped around.
         """
         size = len(self.table)
         begin = self._start + self._moved
@@ -300,14 +277,14 @@ class _LeftTable:
         self._moved = end - self._start
         begin, end = begin % size, begin % size + end - begin
         taken = []
-        for part in slice(begin, end), slice(0, max(end - size, 0)):  # the second one around the end
+        for part in slice(begin, end), slice(0, max(end - size, 0)):  # the second one if it wraps around
             entries = self.table.entries[part]
             taken.append(entries[entries != 0].astype(np.int64) - 1)
             entries[:] = 0
         return np.concatenate(taken)
 
     def _next_free(self, at: int) -> int:
-        """The first free place from `at` on; one behind the end stands for one at the beginning."""
+        """The first free place from `at` on; beyond the end it wraps around."""
         view, mask = self.table.view, self.table.mask
         while view[at & mask]:
             at += 1

@@ -1,8 +1,8 @@
-"""A table of rows, each at the first place that was free where the search for its key begins (linear probing).
+"""A hash table of rows with linear probing: an entry is at the first free place from its home on.
 
-There are no tombstones: a removal moves the entries behind it up, so that years of insertions and removals cost
-nothing. The searches for keys begin in the order of their hashes, whatever the size of the table: so a run of places
-of a small table becomes a run of places of a larger one, and a table can move into a larger one piece by piece.
+There are no tombstones: a removal moves the entries behind it up, so lookups stay fast after years of insertions and
+removals. Homes are ordered as the hashes, whatever the size of the table. So a run of places of a small table becomes a
+run of places of a larger one, and a table can move into a larger one piece by piece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class ProbeTable:
-    """Rows by the hash of their key. Whoever searches compares keys; the table only knows hashes.
+    """Rows by the hash of their key. The caller compares keys; the table only knows hashes.
 
     Args:
         places: a power of two; the table is meant to be at most half full.
@@ -28,7 +28,7 @@ class ProbeTable:
 
     def __init__(self, places: int) -> None:
         self.entries: npt.NDArray[np.int32] = zeros(places, np.int32)
-        """[places]: a row + 1, or 0 for a free place. Memory that was never written is a free place."""
+        """[places]: a row + 1, or 0 for a free place, as is memory that was never written."""
         self.view: memoryview[int] = self.entries.data
         """The same, several times faster for one value."""
         self.mask = places - 1
@@ -40,11 +40,11 @@ class ProbeTable:
         return self.mask + 1
 
     def homes(self, hashes: Hashes) -> Rows:
-        """Where the searches begin."""
+        """The places where the searches begin."""
         return (hashes >> np.uint32(self.shift)).astype(np.int64)
 
     def enter(self, rows: Rows, hashes: Hashes) -> None:
-        """Enters rows that are not there: of those that meet at a free place one stays, the others go on."""
+        """Enters rows that are not in the table; if several meet at a free place, one stays and the others go on."""
         entries, at = rows.astype(np.int32) + np.int32(1), self.homes(hashes)
         while len(entries):
             free = self.entries[at] == 0
@@ -53,7 +53,7 @@ class ProbeTable:
             entries, at = entries[left], at[left] + 1 & self.mask
 
     def find_rows(self, rows: Rows, hashes: Hashes) -> Rows:
-        """The places of rows, -1 for those that are not there."""
+        """The places of rows, -1 for rows that are not in the table."""
         places = self.homes(hashes)
         searching = np.arange(len(rows))
         while len(searching):
@@ -65,9 +65,9 @@ class ProbeTable:
         return places
 
     def behind(self, places: Rows) -> Rows:
-        """The entries' places from behind each of these to the next free place, each once.
+        """The places of entries between each of `places` and the next free place, each once.
 
-        `places` are free, but were not: searches for the entries behind them may have passed there.
+        `places` were freed just now: searches for the entries behind them may have passed there.
         """
         found = [np.zeros(0, np.int64)]
         at = places + 1 & self.mask

@@ -108,7 +108,7 @@ def test_rows_of_keys_and_tokens_are_those_of_the_blocks(ids: bytes, width: int,
     start = data.draw(st.integers(0, len(chain)))
     stop = data.draw(st.integers(start, len(chain)))
     assert [key.tobytes() for key in chain.key_rows(start, stop)] == [reference.key(i) for i in range(start, stop)]
-    rows = chain.token_rows(start, stop)
+    rows = chain.token_rows[start:stop]
     assert rows.shape == (stop - start, width)
     assert rows.tobytes() == b"".join(reference.block(i) for i in range(start, stop))
 
@@ -118,7 +118,7 @@ def test_rows_of_tokens_stay_as_they_are_when_tokens_come() -> None:
     chain = BlockChain(ids, 2, 0)
     views = []
     for number in range(50):
-        views.append(chain.token_rows(0, len(chain)))
+        views.append(chain.token_rows)
         chain.append(np.array([100 + number], "<u4").tobytes())
     assert all(view.tobytes() == chain.blocks(len(view)) for view in views)
     assert chain.tokens == 58

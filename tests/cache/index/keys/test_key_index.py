@@ -76,7 +76,7 @@ class IndexMachine(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         for key in self.some_keys(data):
             row = self.rows.pop(key)
-            self.index.remove(row)
+            self.index.remove_all(np.array([row]))
             self.free.append(row)
 
     @precondition(lambda self: self.rows)
@@ -124,7 +124,7 @@ def test_rows_come_and_go_and_the_table_stays_as_it_was() -> None:
     places = len(index._table)
     for turn in range(20_000):
         row = turn % 200
-        index.remove(row)
+        index.remove_all(np.array([row]))
         assert index.find(keys[row]) is None
         keys[row] = rng.bytes(16)
         insert(index, keys[row], row)
@@ -138,10 +138,10 @@ def test_a_row_without_a_key_cannot_be_removed() -> None:
     index.reserve(4)
     insert(index, bytes(16), 3)
     with pytest.raises(KeyError, match="row 2 has no key"):
-        index.remove(2)
-    index.remove(3)
+        index.remove_all(np.array([2]))
+    index.remove_all(np.array([3]))
     with pytest.raises(KeyError, match="row 3 has no key"):
-        index.remove(3)
+        index.remove_all(np.array([3]))
 
 
 @pytest.mark.parametrize("count", [1, 12, 13, 5000])
@@ -183,8 +183,8 @@ def test_no_insertion_rebuilds_the_table() -> None:
     left = moved = 0
     for start in range(262_000, 300_000, 1000):
         index.insert_all(keys[start : start + 1000], np.arange(start, start + 1000))
-        before, moved = moved, 0 if index._left is None else index._left._moved
-        left += index._left is not None
+        before, moved = moved, 0 if index._old is None else index._old._moved
+        left += index._old is not None
         assert moved - before < 8000
     assert left > 30, "the table of a million places was filled in many calls"
     assert index.find_all(keys).tolist() == list(range(300_000))

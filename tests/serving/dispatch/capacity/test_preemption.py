@@ -17,6 +17,7 @@ from prefixd_scheduler import Distance
 from prefixd_swap import SwapError
 from tests.serving.bench import Bench, Events, Expected, MakeBench
 from tests.slow import slow_but
+from tests.tries import forget_blocks, match_rows
 from tests.waiting import until
 
 ONE = range(100, 117)  # 5 frames to start with
@@ -39,7 +40,7 @@ def starts(bench: Bench) -> list[int]:
 def where(bench: Bench, tokens: Sequence[int]) -> list[list[bool]]:
     """Of each cached block of a prompt, whether the GPU tier and the CPU tier have it."""
     trie = bench.cache.trie(bench.namespace)
-    rows = trie.match(bench.namespace.root, bench.request(tokens).chain).rows
+    rows = match_rows(trie, bench.namespace.root, bench.request(tokens).chain)
     return [[trie.has(row, GPU), trie.has(row, CPU)] for row in rows.tolist()]
 
 
@@ -264,7 +265,7 @@ async def test_many_blocks_go_a_slice_at_a_time_leaves_first(
         await until(lambda: bench.engine.waiting)
         trie, rows = young.trie, young.found[: blocks - 2]
         assert trie.held(young.found, GPU).tolist() == [False] * (blocks - 2) + [True] * 2
-        assert await bench.cache.mover.forget(trie, rows[::-1].tolist()) == 0, "they have children"
+        assert await forget_blocks(bench.cache.mover, trie, rows[::-1].tolist()) == 0, "they have children"
         bench.engine.open.set()
     await gone(bench)
     assert where(bench, TWO) == ([[False, True]] * 4 if mode == "swap" else [])
@@ -285,9 +286,9 @@ async def test_rows_that_others_got_meanwhile_are_left_alone(
 
     async def others_come() -> None:
         monkeypatch.setattr(preemption, "give_way", give_way)
-        assert await bench.cache.mover.forget(trie, left) == len(left)
+        assert await forget_blocks(bench.cache.mover, trie, left) == len(left)
         await bench.cached(THREE)
-        rows = trie.match(bench.namespace.root, bench.request(THREE).chain).rows
+        rows = match_rows(trie, bench.namespace.root, bench.request(THREE).chain)
         assert {*left} & {*rows.tolist()}, "recycled"
         assert await bench.cache.mover.bring(trie, rows, bench.cache.tiers.compute) == len(rows)
 

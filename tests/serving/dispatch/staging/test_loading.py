@@ -17,6 +17,7 @@ from prefixd_scheduler import Distance
 from prefixd_swap.transfers import Urgency
 from tests.serving.bench import Bench, Expected, MakeBench
 from tests.serving.fake_worker import BLOCK, GEOMETRY
+from tests.tries import forget_blocks, match_rows
 from tests.waiting import until
 
 BLOCKS = 16
@@ -56,7 +57,7 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     bench = await make_bench(24)
     request = await begun(bench)
     trie = bench.cache.trie(bench.namespace)
-    wish = request.retention = await bench.cache.wish(
+    wish = request.retention = await bench.cache.grant_retention(
         bench.namespace, request.chain, BLOCKS, 1, [Retention(priority=5)]
     )
     start = next(message for message in bench.sent if isinstance(message, Start))
@@ -241,7 +242,7 @@ async def test_what_is_to_be_loaded_stays_in_the_trie_until_the_request_runs(
         await asyncio.sleep(0)
     assert request.beside is not None
     trie = bench.cache.trie(bench.namespace)
-    await bench.cache.mover.forget(trie, trie.match(bench.namespace.root, request.chain).rows[::-1].tolist())
+    await forget_blocks(bench.cache.mover, trie, match_rows(trie, bench.namespace.root, request.chain)[::-1].tolist())
     await bench.finish(request)
     assert events(request) == (expected(PROMPT, 3), "length")
 
@@ -296,7 +297,7 @@ async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit
     trie = bench.cache.trie(bench.namespace)
     tier = bench.cache.tiers.compute
     await until(lambda: request.state is not RequestState.RUNNING)
-    rows = trie.match(bench.namespace.root, request.chain).rows[::-1]
+    rows = match_rows(trie, bench.namespace.root, request.chain)[::-1]
     bench.cache.placement.drop(trie, rows, tier)
     for _ in range(5):
         pace(bench, block_s=float(BLOCK))
@@ -324,7 +325,7 @@ async def test_what_a_run_that_records_nothing_has_passed_over_is_held_to_its_en
         bench.step()
     (arrived,) = (message for message in bench.sent if isinstance(message, Arrived))
     trie = bench.cache.trie(bench.namespace)
-    passed = trie.match(bench.namespace.root, request.chain).rows[arrived.first :]
+    passed = match_rows(trie, bench.namespace.root, request.chain)[arrived.first :]
     assert len(passed) and trie.held(passed, bench.cache.tiers.compute.level).all()
     await bench.finish(request)
 

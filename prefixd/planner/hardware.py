@@ -66,11 +66,7 @@ class Hardware:
     @property
     def ways(self) -> Ways:
         """The ways between its tiers."""
-        link = Way(self.link_bytes_per_s * self.link_reached, self.link_latency_s)
-        read, write = (
-            Way(rate, self.disk_latency_s) for rate in (self.disk_read_bytes_per_s, self.disk_write_bytes_per_s)
-        )
-        return Ways(link, link, read, write)
+        return _ways(Way(self.link_bytes_per_s * self.link_reached, self.link_latency_s), self)
 
     def assumptions(self) -> list[str]:
         """A plan's assumptions about passes on this machine, a line each."""
@@ -287,11 +283,7 @@ class Calibration:
     @property
     def ways(self) -> Ways:
         """The ways between the machine's tiers."""
-        copies = Way(self.copy_bytes_per_s, self.copy_latency_s)
-        read, write = (
-            Way(rate, self.disk_latency_s) for rate in (self.disk_read_bytes_per_s, self.disk_write_bytes_per_s)
-        )
-        return Ways(copies, copies, read, write)
+        return _ways(Way(self.copy_bytes_per_s, self.copy_latency_s), self)
 
     @property
     def costs(self) -> MeasuredCosts | None:
@@ -303,6 +295,11 @@ class Calibration:
     def to_json(self) -> str:
         """As JSON that `read_calibration` reads."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
+
+
+def _ways(copies: Way, disk: Hardware | Calibration) -> Ways:
+    read, write = (Way(rate, disk.disk_latency_s) for rate in (disk.disk_read_bytes_per_s, disk.disk_write_bytes_per_s))
+    return Ways(copies, copies, read, write)
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -45,11 +45,11 @@ class Plan:
 
     Attributes:
         model: what it serves.
-        settings: the daemon's. Used are the sizes of the tiers, `cache`, `scheduler`, `transfers`, `disk.io_threads`,
-            and of the worker `block_tokens`, `max_running` and `max_step_tokens`.
-        costs: what passes of the model take.
-        ways: what bytes take.
-        request_s: what a request takes on its way to the queue and back.
+        settings: the daemon's. A plan uses the sizes of the tiers, `cache`, `scheduler`, `transfers`,
+            `disk.io_threads`, and of the worker `block_tokens`, `max_running` and `max_step_tokens`.
+        costs: of passes of the model.
+        ways: between the tiers.
+        request_s: seconds of a request on its way to the queue and back.
     """
 
     model: PlannedModel
@@ -62,11 +62,11 @@ class Plan:
 def simulate(
     plan: Plan, workloads: Sequence[Workload], *, achievable: Achievable | None = None, progress: Progress | None = None
 ) -> list[PlanFigures]:
-    """The figures of each workload, asked one after the other of one daemon whose cache begins empty.
+    """The figures of each workload, run one after the other on one daemon whose cache is empty at first.
 
     Args:
         plan: the machine.
-        workloads: what is asked.
+        workloads: the requests.
         achievable: of `PlanFigures`, for the last workload.
         progress: called at the end of each request.
 
@@ -103,7 +103,7 @@ async def open_daemon(plan: Plan) -> AsyncIterator[VirtualDaemon]:
 
 
 class VirtualDaemon:
-    """What `prefixd.server.daemon` and `model_host` put together, in virtual time."""
+    """The parts that `prefixd.server.daemon` and `model_host` put together, in virtual time."""
 
     def __init__(self, plan: Plan) -> None:
         settings, loop = plan.settings, asyncio.get_running_loop()
@@ -131,7 +131,7 @@ class VirtualDaemon:
                 write_link=self._write_link,
                 limits=DeviceLimits(in_flight=threads + threads // 2, reserved=threads // 2),
             )
-            # Blocks of a plan may be larger than a piece of the daemon: most of the time went into a write for each.
+            # Blocks of a plan may be larger than a piece of the daemon: a write for each took most of the plan's time.
             durable.least_piece_bytes = _BLOCKS_A_WRITE * self._kv.block_frames * frame_bytes
         tiers = Tiers(transfers, compute=GpuTier(self._pool), shared=shared, durable=durable, troubles=Troubles(clock))
         self._engine = UnbackedCopyEngine(self._link(plan.ways.to_gpu), self._link(plan.ways.from_gpu))
@@ -154,7 +154,7 @@ class VirtualDaemon:
         self._next_id = 1
 
     async def start(self) -> None:
-        """Starts what works in the background."""
+        """Starts the background tasks."""
         self.cache.write_back.start()
         self.worker.start()
         self.dispatcher.start()
@@ -175,7 +175,7 @@ class VirtualDaemon:
         self._memory.close()
 
     async def run(self, workload: Workload, progress: Progress, achievable: Achievable | None = None) -> PlanFigures:
-        """Asks a workload of it. Raises ConfigError when no request fits."""
+        """Runs a workload. Raises ConfigError when no request fits."""
         tiers = self.cache.tiers
         began_s, busy_s = self._clock(), self.worker.counters.busy_s
         read, written = self._read_link.moved_bytes, self._write_link.moved_bytes
@@ -279,7 +279,7 @@ class _Watch:
 
 
 class _Client:
-    """Sends a workload's requests, each when it is due, and takes note of what becomes of them."""
+    """Sends a workload's requests, each when it is due, and collects their results."""
 
     def __init__(self, daemon: VirtualDaemon, workload: Workload, request_s: float, progress: Progress) -> None:
         self.refused: set[int] = set()
@@ -328,7 +328,7 @@ class _Client:
             self._send(self._next - 1)
 
     def _send(self, number: int) -> None:
-        """It is on its way to the queue."""
+        """Sends a request, which is at the queue after the time of its way."""
         arrival_s = self._loop.time()
         if self._request_s:
             self._loop.call_later(self._request_s, self._arrive, number, arrival_s)
@@ -362,7 +362,7 @@ class _Client:
         watch.request = self._daemon.submit(planned, self._loop.time(), watch)
 
     def _go_on(self, number: int) -> None:
-        """A request is over: those that wait for it are due."""
+        """A request has ended: sends those that wait for it."""
         self._progress()
         self._left -= 1
         if not self._left and not self._all_ended.done():

@@ -101,8 +101,8 @@ def of_trace(name: str, found: Sequence[TraceRequest], *, speed: float = 1.0) ->
     assumptions = [
         f"{len(requests):,} requests of {name}, arriving in {requests[-1].arrival_s:,.0f} s"
         + ("" if speed == 1 else f" ({speed:g} times as fast as recorded)"),
-        "nobody asks for generated tokens again: the trace does not say what was generated; they take room all the "
-        "same",
+        "no prompt contains generated tokens of earlier requests, which the trace does not have; they take room all "
+        "the same",
     ]
     return Workload(name, requests, block_tokens=HASH_TOKENS, assumptions=tuple(assumptions))
 

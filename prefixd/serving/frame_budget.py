@@ -1,4 +1,4 @@
-"""How many GPU frames the requests have that will not give them up."""
+"""Counts the GPU frames of requests that cannot be made to give them up."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from prefixd.cache.rules import GroupMask
 
 
 class FrameBudget:
-    """Counts frames by their use, so that a dispatch does not look at the blocks of running requests.
+    """Counts frames as they are taken and given back, so that a dispatch need not look at the running requests' blocks.
 
-    What a KV group has of a cached block takes its frames however many requests hold it, so these are counted by row
-    and group. All requests of a worker have blocks of one geometry, hence of one trie. Blocks are given with the groups
-    of each that count, [m]; None for all of them.
+    A KV group's bytes of a cached block take the same frames however many requests hold them, so they are counted by
+    row and group. All requests of a worker have blocks of one geometry, hence of one trie. Blocks are given with the
+    mask of their groups that count, [m]; None for all groups.
 
     Args:
-        frames: how many frames parts of these bytes take.
+        frames: number of frames that parts of these sizes in bytes take.
 
     Attributes:
         taken: frames of the blocks counted, each once, and of the requests' own frames.
@@ -31,7 +31,7 @@ class FrameBudget:
         self._memory = ColumnMemory()  # a table of a million rows grows without copying
         self._holders: list[Rows] = []  # by group and row: how many counted requests hold its bytes of the block
         self._frames = frames
-        self._groups: list[tuple[np.uint8, int]] = []  # by group: its mask, and the frames that it has of a block
+        self._groups: list[tuple[np.uint8, int]] = []  # by group: its mask, and its frames of a block
         self._round = 1
         self._weighed_in: list[Rows] = []  # by group and row: the last round in which they were weighed
 
@@ -45,7 +45,7 @@ class FrameBudget:
             self.taken += int(np.count_nonzero(holders[chosen] == 1)) * width
 
     def remove(self, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
-        """Ends what `add` began."""
+        """Undoes `add`."""
         self.taken -= own
         for (mask, width), holders in zip(self._groups, self._holders, strict=True):
             chosen = _of_group(rows, wanted, mask)
@@ -53,11 +53,11 @@ class FrameBudget:
             self.taken -= int(np.count_nonzero(holders[chosen] == 0)) * width
 
     def begin_round(self) -> None:
-        """From here on `weigh` has seen no block."""
+        """Begins a round: `weigh` counts each block once per round."""
         self._round += 1
 
     def weigh(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None) -> int:
-        """How many more frames a request with these blocks takes, besides those taken or weighed in this round."""
+        """The frames that a request with these blocks takes beyond those taken, or weighed in this round."""
         self._fit(trie)
         frames = 0
         for (mask, width), holders, weighed_in in zip(self._groups, self._holders, self._weighed_in, strict=True):
@@ -90,7 +90,8 @@ _NAMED = 3
 
 
 def name_holders(cache: TieredCache, *, owners: bool = True) -> str:
-    """How many of the tier's frames are held, how many of those are pinned, and, for an operator, who holds most."""
+    """A text: how many of the tier's frames are held, how many blocks are pinned, and, with `owners`, the three owners
+    with most blocks."""
     pool, tier = cache.tiers.frames, cache.tiers.compute
     bit = np.uint8(1 << tier.level)
     text = f"{tier.used_bytes // pool.frame_bytes} of {pool.capacity} frames of the gpu tier are held"

@@ -1,4 +1,4 @@
-"""How a model's blocks and states lie in frames, and how many of them a request takes."""
+"""The layout of a model's blocks and states in frames, and the number of frames that a request takes."""
 
 from __future__ import annotations
 
@@ -67,23 +67,23 @@ class KvShape:
         return sum(group.frames for group in self.groups) - self.block_frames
 
     def widths(self, group: GroupShape) -> tuple[int, ...]:
-        """Of each slot that a group's bytes of a block, or a state, take, how many frames it has."""
+        """Frames per slot of a group's bytes of a block, or of a state, in slot order."""
         return (group.frames,) if self.whole_pages else (1,) * group.frames
 
     @cached_property
     def block_widths(self) -> tuple[int, ...]:
-        """Of each slot of a block, how many frames it has."""
+        """Frames per slot of a block, in slot order."""
         return tuple(width for group in self.token_groups for width in self.widths(group))
 
     @cached_property
     def state_widths(self) -> tuple[int, ...]:
-        """Of each slot of a state, how many frames it has."""
+        """Frames per slot of a state, in slot order."""
         states = (group for group in self.groups if isinstance(group.rule, RecurrentState))
         return tuple(width for group in states for width in self.widths(group))
 
     @cached_property
     def image_widths(self) -> tuple[int, ...]:
-        """Of each slot of an image that is in no block of a prompt, how many frames it has."""
+        """Frames per slot of an image that is in no block of a prompt, in slot order."""
         return (self.image_frames,) if self.whole_pages and self.image_frames else (1,) * self.image_frames
 
     @property
@@ -109,17 +109,17 @@ class KvShape:
 
     @cached_property
     def _rests(self) -> int:
-        """Frames that a request is given room for beside its own because a large page has parts of one size at a time:
-        for each size two parts of the largest. An estimate, not a bound: where large pages are much larger, or no
-        multiple of a size, a request alone may lack a page all the same, and ends as one that gets no frame.
+        """Extra frames that a request is given room for, because a large page has parts of one size at a time: for each
+        size two parts of the largest size. It is an estimate, not a bound. If large pages are much larger, or no
+        multiple of a size, even a request that runs alone may lack a page; it then ends like one that gets no frame.
         """
         sizes = self.all_widths
         return 2 * len(sizes) * max(sizes) if len(sizes) > 1 else 0
 
     def ahead_blocks(self, computed_tokens: int) -> int:
-        """The most blocks that a run of a model with windows has, when so many tokens are computed.
+        """The most blocks that a run of a model with windows has after `computed_tokens` tokens.
 
-        The worker computes a step in them, and the next one while more frames are on their way.
+        They are enough for one step, and for a second one while more frames are on their way.
         """
         return -(-(computed_tokens + 2 * self.step_tokens) // self.block_tokens) + 1
 
@@ -139,10 +139,10 @@ class KvShape:
         return blocks * self.block_frames + self._rests
 
     def passed(self, computed_tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Of each group of tokens its first part, the part behind its last one, and how many blocks are passed.
+        """For each group of tokens: its first part, the part behind its last one, and how many blocks are passed.
 
-        Windows of so nearly one size that they need as many blocks are one group of the trie, and are held together:
-        none of them lets go of a block before the largest does.
+        Windows that need the same number of blocks are one group of the trie and are held together: none of them
+        releases a block before the largest window has passed it.
         """
         first = 0
         for group in self.token_groups:

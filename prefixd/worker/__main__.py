@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     _die_with_daemon()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # The daemon decides when a worker ends, neither the terminal nor who signals a whole group of processes.
+        # The daemon decides when a worker ends, not the terminal, nor a signal to a whole group of processes.
         signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=options.fd)
     if _is_closed(end):
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         serve(connection, settings, time.monotonic)
     except ConnectionClosedError:
         return 0
-    except Exception as error:  # the process's last line of defence: whatever it is, the daemon is told
+    except Exception as error:  # the daemon is told of any error
         if not _expected(error):
             traceback.print_exc()
         _report(connection, error)
@@ -78,7 +78,7 @@ def _report(connection: Connection[ToWorker], error: Exception) -> None:
 
 
 def _is_closed(end: socket.socket) -> bool:
-    """Whether the daemon has ended already: before `_die_with_daemon`, nobody is told of that."""
+    """Whether the daemon has ended already, before `_die_with_daemon` took effect."""
     try:
         return not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -86,9 +86,9 @@ def _is_closed(end: socket.socket) -> bool:
 
 
 def _die_with_daemon() -> None:
-    """Be killed when the thread that started this process ends (prctl(2)): the daemon's main thread.
+    """Have this process killed when the thread that started it, the daemon's main thread, ends (prctl(2)).
 
-    A worker in a long forward pass would otherwise notice only afterwards that its socket is closed.
+    Otherwise a worker would notice only after a long forward pass that its socket is closed.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -47,14 +47,15 @@ from prefixd_swap.vmem import attach_memory, recv_export
 def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Callable[[], float]) -> None:
     """Say Hello, attach the daemon's memory, load, and run requests until Shutdown.
 
-    Loading may take minutes, and the daemon does not wait that long for its descriptors to be taken.
+    The memory is attached before loading: that may take minutes, and the daemon does not wait so long for the worker to
+    receive its descriptors.
 
     Raises ModelError, SwapError, ProtocolError, and ConnectionClosedError when the daemon is gone.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     spec = read_model_spec(settings)
-    choose_attention(spec, paged=settings.kv == "paged")  # what nothing here can compute is refused first
+    choose_attention(spec, paged=settings.kv == "paged")  # refuses a model that no backend can compute
     if spec.draft is not None:
         choose_attention(spec.draft)
     connection.send(spec.hello())
@@ -91,9 +92,9 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
 
 
 def _mapping_thread(model: CausalModel) -> AbstractContextManager[Executor | None]:
-    """The thread that maps; None where a device computes nothing beside the mapping: on a CPU it is done at once.
+    """The thread that maps memory beside a GPU's passes; None on a CPU, where memory is mapped at once.
 
-    There a request whose memory is still being mapped would miss a pass that it could share with others. The mapping
+    On a CPU a request whose memory is still being mapped would miss a pass that it could share with others. Mapping
     takes a fraction of a pass: 0.17 s for 8,192 tokens of an 8B in float32, whose weights take seconds to read.
     """
     return started_threads(1, "mapping") if model.asynchronous else nullcontext()
@@ -129,9 +130,9 @@ def _graphs(
 
 
 def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames, kv: KvMemory) -> None:
-    """Take every message that has come, compute a step, and sleep only when there is nothing to compute.
+    """Handle all messages that have come, compute a step, and wait only when there is nothing to compute.
 
-    Messages are taken while the device computes, too: the frames that they bring are mapped then.
+    Messages are also handled while the device computes, so that their frames are mapped meanwhile.
     """
     ended = False
 

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which requests each forward pass computes, and what came of it."""
+"""Continuous batching: runs requests side by side, pass by pass, and reports their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from prefixd_swap.vtensor import VirtualTensor
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A forward pass that has been handed to the device. context: of all its tokens, how many come before them."""
+    """A forward pass that has been queued on the device. context: the sum, over its tokens, of the tokens before."""
 
     updates: list[Update]
     tokens: int
@@ -44,7 +44,7 @@ class Engine:
     max_step_tokens: most tokens a pass computes; decoding goes first and is not limited by it.
     clock: seconds, monotonic.
     graphs: replay passes in which all requests decode; only with KV in virtual tensors.
-    draft: proposes tokens for requests that are sampled. A search with beams has its prompt computed by it alone.
+    draft: proposes tokens for sampled requests. Of a beam search it computes only the prompt.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Engine:
         self._runs = Runs(model, kv)
         self._planner = StepPlanner(model, kv, self._runs, max_step_tokens, draft)
         self._computing = False
-        self._later: list[Done] = []  # for requests to be ended after the pass that is being computed
-        self._unreported: list[_Pass] = []  # those that have not been waited for yet
+        self._later: list[Done] = []  # for requests that end after the present pass
+        self._unreported: list[_Pass] = []  # passes that were not waited for yet
 
     @property
     def asynchronous(self) -> bool:
@@ -94,7 +94,7 @@ class Engine:
         return self.poll()
 
     def arrived(self, message: Arrived) -> list[Step | Done]:
-        """Have a request pass over tokens whose KV has come."""
+        """Have a request skip tokens whose KV has come."""
         run = self._runs.get(message.id)
         if isinstance(run, Run):
             try:
@@ -117,7 +117,7 @@ class Engine:
         return self.poll()
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Step | Done]:
-        """One forward pass over what can run now; nothing if nothing can.
+        """One forward pass over the requests that can run now, if any.
 
         `meanwhile` is called while the device computes; it may call `start`, `extend`, `arrived` and `cancel`, so that
         the memory of the next pass is mapped beside this one.
@@ -142,7 +142,7 @@ class Engine:
             if isinstance(part.member, Run):
                 chosen = [choice.token for choice in news.get(part.run.id, ())]
                 accepted += sum(map(operator.eq, part.proposed, chosen))
-                further = max(0, len(chosen) - 1)  # of the tokens proposed, those that are now known and computed
+                further = max(0, len(chosen) - 1)  # proposed tokens that were accepted, so they are computed
                 part.member.advance(part.count + further)
                 part.member.draft_behind = int(0 < further == len(part.proposed))
                 if part.member.images is not None:
@@ -158,7 +158,7 @@ class Engine:
         updates = _updates({part.run.id: part.run for part in parts if part.run.id not in broken}, news)
         proposed = sum(len(part.proposed) for part in parts)
         self._unreported.append(_Pass(updates, len(tokens), started, proposed, accepted, context))
-        # A sampled token has waited for all that came before it. A pass without one is reported with the next that has.
+        # A sampled token waits for all earlier passes. A pass without one is reported with the next that has one.
         messages: list[Step | Done] = []
         if followed or not self._model.asynchronous:
             messages += self._report()
@@ -169,28 +169,28 @@ class Engine:
         return [*messages, *self.poll()]
 
     def flush(self) -> list[Step | Done]:
-        """Wait for the device, and report what has been computed: nothing is left to wait for then."""
+        """Wait for the device, and report everything that was computed."""
         if self._unreported:
             self._model.synchronize()
         return [*self._report(), *self.poll(wait=True)]
 
     def poll(self, wait: bool = False) -> list[Step | Done]:
-        """The requests that have ended and whose frames nothing uses any more; with `wait` all that have ended."""
+        """The ends of requests whose frames the device does not use any more; with `wait` of all that have ended."""
         self._kv.poll(wait)
         closed = self._runs.take_closed()
         if not closed or not self._unreported:
             return [*closed]
-        self._model.synchronize()  # what a request's last pass filled is told before its end
+        self._model.synchronize()  # a request's last pass is reported before its end
         return [*self._report(), *closed]
 
     def close(self) -> None:
-        """Let go of everything; the requests get no answer."""
+        """End all requests without an answer."""
         for run in list(self._runs):
             self._runs.close(run, Done(run.id, "cancelled"))
         self._kv.poll(wait=True)
 
     def _forward(self, parts: list[StepPart], tokens: list[int]) -> torch.Tensor:
-        """Compute the parts; the logits of those that a token follows."""
+        """Compute the parts; returns the logits of those that a token follows."""
         graphs, rows = self._graphs, list[int]()
         computed = 0
         for part in parts:
@@ -207,9 +207,9 @@ class Engine:
         return self._model.forward(tokens, self._kv.step(segments), rows)
 
     def _follow(self, parts: list[StepPart], logits: torch.Tensor) -> tuple[dict[int, list[Chosen]], list[Done]]:
-        """Choose the tokens that follow the parts, of `part.wanted` rows of logits each.
+        """Choose the tokens that follow the parts, each with `part.wanted` rows of logits.
 
-        Returns what was sampled, by run, and the ends.
+        Returns the sampled tokens by run, and the ends of requests.
         """
         news: dict[int, list[Chosen]] = {}
         done: list[Done] = []
@@ -248,7 +248,7 @@ class Engine:
         return news, done
 
     def _report(self) -> list[Step]:
-        """What the passes did of which the device has computed all, as one step."""
+        """All unreported passes as one step; the device has computed them."""
         passes, self._unreported = self._unreported, []
         if not passes:
             return []
@@ -266,15 +266,15 @@ class Engine:
 
 
 def _embeds(member: Run | Beam) -> bool:
-    """Whether a pass has rows of an image for it, which are no tokens' embeddings."""
+    """Whether a pass has rows of an image for it, which are not embeddings of tokens."""
     return member.images is not None and member.images.embeds
 
 
 def _accept(run: Run, proposed: Sequence[int], chosen: Sequence[Chosen | None]) -> list[Chosen]:
-    """Append what the model has chosen to a run, up to the first token that is not the one proposed, that included.
+    """Append the model's choices to a run, up to and including the first that differs from the proposed token.
 
-    chosen: behind the known tokens, and behind each of those proposed. Returns what was appended; nothing if the first
-    logits are not finite. Where later ones are not, they are computed again.
+    chosen: behind the known tokens, and behind each proposed one. Returns the appended ones; none if the first logits
+    are not finite. If later ones are not finite, they are computed again in the next pass.
     """
     accepted: list[Chosen] = []
     for choice, guess in itertools.zip_longest(chosen, proposed):

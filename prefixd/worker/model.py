@@ -50,9 +50,9 @@ _SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 class CausalModel:
     """A loaded model. Single-threaded; every call runs in inference mode.
 
-    cell_tokens: a pass ends a prompt's part at a multiple of so many tokens, or at its end: recurrent layers compute as
-        many at a time, and the bits of what they compute depend on that. 1 without such layers.
-    attention: how attention is computed; by default what suits the device, for KV in virtual tensors.
+    cell_tokens: a pass ends a prompt's part at a multiple of this many tokens, or at its end. Recurrent layers compute
+        as many tokens at a time, and their bits depend on it. 1 without such layers.
+    attention: the backend; by default the one that suits the device, for KV in virtual tensors.
     images: embeds images; None for a model of text alone.
     """
 
@@ -114,7 +114,7 @@ class CausalModel:
         return logits[0]
 
     def _embeddings(self, ids: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor | None:
-        """Of tokens and images, ``[1, rows, hidden]``; None if there are no rows of images in the pass."""
+        """Embeddings of tokens and images, ``[1, rows, hidden]``; None if the pass has no rows of images."""
         found = []
         start = 0
         for segment in segments:
@@ -124,7 +124,7 @@ class CausalModel:
         if not found or self.images is None:
             return None
         known = ids.clone()
-        for row, features in found:  # a placeholder may be no token that has an embedding
+        for row, features in found:  # a placeholder's id may have no embedding
             known[0, row : row + len(features)] = 0
         embeddings = self.images.rows_of(known)
         for row, features in found:
@@ -159,7 +159,7 @@ class CausalModel:
         return arguments
 
     def _cross(self, segments: Sequence[Segment], rows: int) -> dict[str, Any]:
-        """What layers with cross-attention are given; nothing, so that they are passed by, if no segment has images."""
+        """Arguments for layers with cross-attention; none if no segment has images: the layers are skipped then."""
         parts = [(segment, None if segment.images is None else segment.images.cross) for segment in segments]
         if all(images is None for _, images in parts):
             return {}
@@ -167,7 +167,7 @@ class CausalModel:
         hidden = self.spec.config.get_text_config(decoder=True).hidden_size
         return {
             "prefixd_cross": step,
-            # A row that says that there are images; their keys and values are the step's.
+            # A dummy row, so that the layers run; keys and values of the images come from the step.
             "cross_attention_states": torch.zeros(
                 (1, 1, hidden), dtype=getattr(torch, self.spec.dtype), device=self.spec.device
             ),
@@ -175,7 +175,7 @@ class CausalModel:
         }
 
     def _recurring(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
-        """Around a pass: tells recurrent layers where the states of its segments are."""
+        """A context for a pass, in which recurrent layers know the states of its segments."""
         if self._recurrent is None:
             return nullcontext()
         return self._recurrent.running(
@@ -199,8 +199,8 @@ class CausalModel:
     def check(self) -> None:
         """Compare with transformers' own attention on a few tokens; this also warms up the kernels.
 
-        Catches what the probe cannot see, such as biases that a model adds inside its own attention. Raises
-        ModelError.
+        It catches differences that the probe cannot see, such as biases that a model adds inside its own attention.
+        Raises ModelError.
         """
         if self._recurrent is not None:
             try:
@@ -279,7 +279,7 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
 
 
 def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBackend:
-    """What computes attention on the model's device. Raises ModelError when nothing there does."""
+    """The attention backend for the model's device. Raises ModelError if none can compute it."""
     both_ways = spec.images is not None and spec.images.both_ways
     kinds = {layer.layer: _kind(layer, both_ways) for layer in spec.attention}
     dtype = getattr(torch, spec.dtype)
@@ -291,7 +291,7 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
     if spec.device.type == "cpu":
         return TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
     if not spec.attention:
-        return TileAttention(spec.block_tokens, dtype)  # it is asked for nothing
+        return TileAttention(spec.block_tokens, dtype)  # never called
     if not spec.groups.own.alone:
         return GroupedAttention(_choose_on_cuda(spec, kinds, paged=paged))
     return _choose_on_cuda(spec, kinds, paged=paged)
@@ -330,7 +330,7 @@ class WithState(Protocol):
 
 
 class OwnState(Protocol):
-    """What a pass needs of a sequence's state: its buffer, see `StateLayout`."""
+    """A sequence's state, with its buffer (`StateLayout`)."""
 
     @property
     def own(self) -> torch.Tensor: ...
@@ -375,7 +375,7 @@ class _PlainMemory:
 
 
 def _kind(layer: AttentionLayer, both_ways: bool) -> AttentionKind:
-    """What a layer asks; its sinks have no contents."""
+    """The kind of a layer's attention; its sinks are a meta tensor."""
     sinks = torch.empty(layer.query_heads, device="meta") if layer.sinks else None
     return AttentionKind(layer.window, layer.softcap, sinks, layer.expanded, both_ways)
 

@@ -49,7 +49,7 @@ class Runs:
         return self._by_id.get(request)
 
     def open(self, message: Start) -> Done | None:
-        """Begins the run of a request. One that cannot run is answered at once."""
+        """Begins the run of a request. Returns the answer at once if it cannot run."""
         if message.id in self._by_id:
             return Done(message.id, "error", f"request {message.id} is already running; use another id")
         spec, block_tokens = self._model.spec, self._model.spec.block_tokens
@@ -85,7 +85,7 @@ class Runs:
         return None
 
     def close(self, run: Run | BeamRun, done: Done) -> None:
-        """Gives back the run's memory; `done` is one of `take_closed` once nothing on the device uses it any more."""
+        """Gives back the run's memory. `take_closed` returns `done` once the device uses the memory no more."""
         del self._by_id[run.id]
         if isinstance(run, Run) and run.state is not None and done.reason != "error":  # else it may be damaged
             done = msgspec.structs.replace(done, tail_blocks=run.state.tail_blocks)
@@ -107,7 +107,7 @@ class Runs:
             self._close_images(cross, closed)
 
     def take_closed(self) -> list[Done]:
-        """The ends of requests that nothing on the device uses any more, each once."""
+        """The ends of requests whose memory the device does not use any more, each once."""
         closed, self._closed = self._closed, []
         return closed
 
@@ -129,9 +129,9 @@ class Runs:
         self._kv.cross.close(cross, on_closed)
 
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
-        """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
+        """Copy the KV of the tokens behind the cached blocks that both have in common and `parent` has computed."""
         if parent is None or not self._model.spec.groups.plain:
-            return  # a state cannot be cut to what both have in common, and windows may have left it behind
+            return  # a state cannot be cut to the common tokens, and windows may have released their KV
         child = run if isinstance(run, Run) else run.prompt
         source = parent if isinstance(parent, Run) else parent.prompt
         first = child.computed
@@ -152,9 +152,5 @@ def failure(request: int, frames: list[int], error: SwapError) -> Done:
     """The end of a request of which `frames` could not be mapped."""
     if isinstance(error, OutOfMemoryError):
         return Done(request, "no_memory", str(error))
-    return Done(request, "error", _unmappable(frames, error))
-
-
-def _unmappable(frames: list[int], error: SwapError) -> str:
     named = f"frames {frames[:_NAMED]}{'...' * (len(frames) > _NAMED)}" if frames else "its frames"
-    return f"{named} cannot be mapped: {error}"
+    return Done(request, "error", f"{named} cannot be mapped: {error}")

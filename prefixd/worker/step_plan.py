@@ -1,4 +1,4 @@
-"""Which tokens of which requests a forward pass computes."""
+"""Chooses the tokens of the requests that a forward pass computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefixd_swap.errors import SwapError
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """The next `count` tokens of a member of a run, and those that the draft proposes behind them.
+    """The next `count` tokens of a member of a run, and the draft's proposals behind them.
 
     followed: whether a token follows the last of them. ahead: how many tokens the draft may propose.
     kept: the states that the pass keeps of it; None without recurrent layers.
@@ -37,18 +37,18 @@ class StepPart:
 
     @property
     def tokens(self) -> list[int]:
-        """What the pass computes of it."""
+        """The tokens that the pass computes."""
         first = self.member.computed
         return [*self.member.tokens[first : first + self.count], *self.proposed]
 
     @property
     def rows(self) -> int:
-        """How many tokens these are."""
+        """Number of these tokens."""
         return self.count + len(self.proposed)
 
     @property
     def wanted(self) -> int:
-        """Of how many of them, the last ones, the logits are wanted."""
+        """Number of the last of these tokens whose logits are wanted."""
         return 1 + len(self.proposed) if self.followed else 0
 
 
@@ -72,10 +72,10 @@ class StepPlanner:
         self._block_tokens = model.spec.block_tokens
 
     def plan(self) -> list[StepPart]:
-        """Members that decode first, a token each; then prompts, as they came, with what is left."""
+        """First the members that decode, a token each; then prompts, in the order of arrival, with the tokens left."""
         ready = self._ready()
         counts = [(run, member, 1, self._ahead(run)) for run, member in ready if member.decoding]
-        # However many decode, a prompt moves on by a block, so that it cannot starve.
+        # A prompt advances by a block, however many requests decode, so that it cannot starve.
         decoding = len(counts)
         budget = max(self._max_step_tokens - sum(1 + ahead for *_, ahead in counts), self._block_tokens)
         for run, member in ready:
@@ -98,7 +98,7 @@ class StepPlanner:
     def _with_embeddings(
         self, counts: list[tuple[Run | BeamRun, Run | Beam, int, int]]
     ) -> list[tuple[Run | BeamRun, Run | Beam, int, int]]:
-        """What is left to compute when the images of it are embedded: a run whose image cannot be read ends."""
+        """Embeds the images that the pass needs. Returns the entries without those of runs whose image failed."""
         usable = []
         for run, member, count, ahead in counts:
             try:
@@ -157,7 +157,7 @@ def _whole_images(member: Run | Beam, count: int, *, first: bool) -> int:
 
 
 def with_proposals(parts: list[StepPart], draft: Draft) -> list[StepPart]:
-    """Has the draft compute what a pass is about to, and propose what follows; beams it knows nothing of."""
+    """Has the draft compute the tokens of a pass, and propose those behind them; not for beams."""
     fed = [
         Fed(part.member, part.member.computed + part.count, part.ahead)
         for part in parts

@@ -10,6 +10,6 @@ import torch
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`values` (numbers in nested lists) as a tensor on `device`.
 
-    From pinned memory: from any other the host would wait until all that is queued on the stream is done.
+    It copies from pinned memory: otherwise the host would wait for all work that is queued on the stream.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

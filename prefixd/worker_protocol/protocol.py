@@ -54,7 +54,7 @@ class GroupShape(msgspec.Struct, frozen=True):
 
 
 class ImageGroup(msgspec.Struct, frozen=True):
-    """The layers that attend to a prompt's images and to nothing else: every token needs all that they keep of these.
+    """The layers that attend to a prompt's images and to nothing else: every token needs all their keys and values.
 
     layers: how many. frames: how many frames an image takes.
     """
@@ -81,7 +81,7 @@ class Need(msgspec.Struct, frozen=True):
     """The bytes that some layers of a group need. The frames of a group hold at least as much.
 
     group: its place in `Hello.groups`.
-    rule: of the layers; the group's own, unless `worker.groups` is "one".
+    rule: of the layers; the same as the group's, unless `worker.groups` is "one".
     nbytes: of these layers in a block, or in a state.
     """
 
@@ -91,7 +91,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def frames_each(frame_bytes: int, common_bytes: int) -> int:
-    """How many frames of the common size one of a model's own frames takes (Jenga, section 6.1).
+    """Number of frames of the common size in one of a model's own frames (Jenga, section 6.1).
 
     Raises ProtocolError unless the common size divides the frame.
     """
@@ -106,21 +106,20 @@ def frames_each(frame_bytes: int, common_bytes: int) -> int:
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model in numbers.
 
-    groups: its layers, and behind them those of its draft, if it has one. Those with a state, if there are any, are one
-        group, the last.
+    groups: its layers, and behind them those of its draft, if it has one. Layers with a state are one group, the last.
     needs: of these groups, for the daemon's account of memory. The rest of their frames is padding.
-    whole_pages: the frames of a block in one group, and of a state, must lie side by side, and the first names them: of
-        block tables. Else they lie anywhere, and each is named.
+    whole_pages: with block tables: the frames of a block in one group, and of a state, must lie side by side, and only
+        the first is named. Else they lie anywhere, and each is named.
     frame_bytes: bytes of a frame: one size for all groups, so that any frame serves any of them.
 
-    weights_bytes, working_bytes: what the weights will take on the device, and the rest but for the KV; estimates of
-        `memory_estimate`.
-    block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
-    block_tokens_reason: why it is not what was asked for, one line; empty if it is.
+    weights_bytes, working_bytes: estimated bytes of the weights on the device, and of the rest without the KV
+        (`memory_estimate`).
+    block_tokens: the size of a block, at least `block_tokens_asked` of the settings.
+    block_tokens_reason: why the two differ, one line; empty if they do not.
     window_margin: blocks that end at least this many tokens before the window of the next token are not read.
     images: None for a model of text alone.
-    image_group: None without such layers. What they keep of an image depends on the image alone, so it is in no block
-        of a prompt.
+    image_group: None without such layers. Their keys and values depend on the image alone, so they are in no block of a
+        prompt.
     """
 
     groups: tuple[GroupShape, ...]
@@ -169,7 +168,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Weights are loaded and the memory is attached: requests may start. Sent again when there are no graphs any more.
 
     cuda_graphs: whether decode passes are replayed as CUDA graphs.
-    cuda_graphs_reason: why not on a GPU, though the settings ask for it, one line; else empty.
+    cuda_graphs_reason: why not, one line, if the settings ask for graphs on a GPU; else empty.
     """
 
     cuda_graphs: bool = False
@@ -179,8 +178,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithms of probabilities: of the chosen token, and of the most likely ones, best first.
 
-    token_ids: the most likely ones, the chosen one perhaps among them; fewer than asked for where the model rules the
-        others out. logprobs: theirs.
+    token_ids: the most likely tokens, which may include the chosen one; fewer than requested if the others have
+        probability 0. logprobs: theirs.
     """
 
     chosen: float
@@ -225,9 +224,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     computed_tokens: tokens whose KV was computed, over all requests; elapsed_s: wall time of the pass.
     context_tokens: how many tokens of its request came before one of these, on average.
-    passes: forward passes of the model, more than one where those without a sampled token were not waited for.
-    proposed_tokens: of the computed ones, those that a draft proposed; accepted_tokens: those of them that the model
-        chose, too.
+    passes: number of forward passes: those without a sampled token are reported with the next that has one.
+    proposed_tokens: computed tokens that a draft proposed; accepted_tokens: proposed tokens that the model chose, too.
     """
 
     updates: list[Update]
@@ -251,11 +249,11 @@ class BeamResult(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """A request ended and nothing uses its frames any more.
 
-    `detail` says why when the reason is "error", or "no_memory": the process has no addresses or mappings left for it,
-    but may have when others have ended. `beams` are the best sequences of a beam search, the best one first. The frames
-    of `Start.tail` hold the state after `tail_blocks` blocks; nothing if that is 0. `encoded_images` of its images were
-    embedded by the vision encoder; the embeddings of the others were known. `not_finite`: the error is that no token
-    could be chosen, since the logits were not finite.
+    `detail` explains the reasons "error" and "no_memory": the process has no addresses or mappings left for the
+    request, but may have when others have ended. `beams` are the best sequences of a beam search, the best one first.
+    The frames of `StateFrames.tail` hold the state after `tail_blocks` blocks; nothing if that is 0. `encoded_images`
+    of its images were embedded by the vision encoder; the embeddings of the others were kept. `not_finite`: the error
+    is that the logits were not finite, so that no token could be chosen.
     """
 
     id: int
@@ -321,8 +319,8 @@ class Shrunk(msgspec.Struct, frozen=True, tag=True):
 def passed_blocks(group: GroupShape, computed_tokens: int, block_tokens: int, margin: int) -> int:
     """How many blocks, from the first on, a request with `computed_tokens` never reads again in this group.
 
-    Its frames of these blocks are the daemon's again as soon as an `Update` has told of the tokens: the worker may keep
-    them mapped, but touches them no more. `margin` is `Hello.window_margin`.
+    The daemon may reuse their frames as soon as an `Update` has reported the tokens: the worker may keep them mapped,
+    but does not access them. `margin` is `Hello.window_margin`.
     """
     if not isinstance(group.rule, SlidingWindow):
         return 0
@@ -337,12 +335,12 @@ class KeptState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateFrames(msgspec.Struct, frozen=True, kw_only=True):
-    """The frames of a request for its states, for each as many as the group's shape says, named as in `Start`.
+    """The frames of a request's states, for each as many as the group's shape has, named as in `Start`.
 
-    own: what the state lies in while the request runs.
-    resume: the state after `Start.cached_blocks`, which is copied and not changed; empty if no block is cached.
-    keep: which states are kept of the prompt, ascending.
-    tail: where the state after the last full block is kept, again and again, as the output grows; empty: nowhere.
+    own: of the state while the request runs.
+    resume: of the state after `Start.cached_blocks`, which is copied and not changed; empty if no block is cached.
+    keep: the states of the prompt to keep, ascending.
+    tail: of the state after the last full block, replaced whenever the output fills a block; empty: it is not kept.
     """
 
     own: list[int]
@@ -357,7 +355,7 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
     digest: 32 bytes that name its content.
     tenant: the owner.
-    pixels: it, in the memory that the daemon shares; they stay there until the daemon has had the request's `Done`.
+    pixels: in the memory that the daemon shares; they stay there until the daemon has the request's `Done`.
     """
 
     first: int
@@ -370,8 +368,9 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
 class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
     """The frames with the keys and values of an image, for layers with cross-attention.
 
-    frames: as many as `Hello.image_group` says, named as in `Start`.
-    filled: they are there; else the worker fills them. Images of one digest have the same frames.
+    frames: as many as `Hello.image_group.frames`, named as in `Start`.
+    filled: whether the keys and values are there; else the worker fills them. Images of one digest have the same
+        frames.
     """
 
     frames: list[int]
@@ -384,14 +383,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
     generated: how many of them were generated.
     cached_blocks: how many blocks, from the first on, hold KV already; at least one token must be left to compute.
-    frames: the homes of the blocks, group after group: of each group its frames; with `Hello.whole_pages` the first
-        of its frames, which lie side by side. Those from `cached_blocks` on are filled by this run alone. Before them
-        -1 stands where the rule of a group needs nothing. Those of the blocks behind the prompt's are for beams, in any
-        order (`blocks_needed`).
-    fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
-        the cached blocks is copied, not computed again. -1: none.
-    sampling: of the prompt's sequence, with `max_tokens`, which count those of earlier runs, and a seed; no `stop`.
-    state: None for a model without.
+    frames: the frames of the blocks, block by block: in a block the frames of each group; with `Hello.whole_pages` only
+        the first frame of each group. The run alone fills those from `cached_blocks` on. Before them, -1 stands where
+        the rule of a group needs nothing. In a beam search, the blocks behind the prompt's are for beams, in any order
+        (`blocks_needed`).
+    fork_of: a request that may still run and has tokens in common with this one: the KV that it has computed of them
+        behind the cached blocks is copied, not computed again. -1: none.
+    sampling: of the sequence, with `max_tokens`, in which the tokens of earlier runs count, and a seed; no `stop`.
+    state: None for a model without a state.
     images: those of the prompt, in its order. image_frames: of each of them, if the model has an `image_group`.
     """
 
@@ -408,7 +407,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def blocks_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:
-    """Blocks that have a home in a beam search: the prompt's, and for every beam those behind its full blocks."""
+    """Blocks with frames in a beam search: the prompt's, and for every beam those behind the prompt's full blocks."""
     full = prompt_tokens // block_tokens
     own = -(-(prompt_tokens + most_tokens) // block_tokens) - full
     return -(-prompt_tokens // block_tokens) + beams * own
@@ -434,7 +433,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     ```
 
     first: how many blocks have frames already.
-    frames: the homes of the blocks that came, named as in `Start`.
+    frames: of the blocks that came, named as in `Start`.
     """
 
     id: int

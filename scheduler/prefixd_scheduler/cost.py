@@ -1,4 +1,4 @@
-"""What computing and loading take, learned from what they took."""
+"""Learns how long computing and loading take."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from prefixd_scheduler.errors import InvalidValueError
 from prefixd_scheduler.seconds import Seconds
 
 LOADED_FROM = (Distance.CPU, Distance.DISK, Distance.REMOTE)
-"""From where something has to be brought."""
+"""The tiers that blocks are loaded from."""
 _FROM = "CPU, DISK or REMOTE"
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """What computing prompt tokens takes, where somebody says so.
+    """The time of computing prompt tokens, given by a caller and not learned.
 
     Attributes:
         pass_s: seconds for each pass of the model.
@@ -44,19 +44,18 @@ class PrefillCost:
 
 
 class CostModel:
-    """Learns what computing and loading take; knows nothing of requests.
+    """Learns the times of computing and loading; knows nothing of requests.
 
-    - Computing: a fixed part for each pass, one for each token, and one for each pair of a token and one that it
+    - Computing: a fixed time for each pass, one for each token, and one for each pair of a token and one that it
       attends to.
-    - A load or store: a latency, and a part for each byte, of what waits before it on the same path, too.
+    - A load or store: a latency, and a time for each byte, including those that wait before it on the same path.
 
-    Each is learned as `Seconds` says. What was never observed is None: a cache is there to be loaded from, so a tier is
-    passed over only after its loads were observed to be slower than computing. A tier that is passed over is not
-    observed any more, and one slow minute would shut it out for ever. Therefore every `probe_every`-th time `probes`
-    asks for a load all the same.
+    Each is learned by `Seconds`. An estimate is None before the first observation: a tier is passed over only after its
+    loads were observed to be slower than computing. A tier that is passed over is not observed any more, so that one
+    slow minute would exclude it for ever. Therefore `probes` asks for a load every `probe_every`-th time.
 
     Args:
-        probe_every: of so many unfavourable answers for one tier in a row, one is favourable; at least 2.
+        probe_every: one of this many refusals of a tier becomes a probe; at least 2.
     """
 
     def __init__(self, probe_every: int = 32) -> None:
@@ -70,14 +69,14 @@ class CostModel:
         self._probe_every = probe_every
 
     def computing_as(self, prefill: PrefillCost) -> CostModel:
-        """This model, which learns on of loads and stores, for somebody whose computing takes as he says."""
+        """A model with a given time of computing, which shares what this one learns of loads and stores."""
         other = copy.copy(self)
         other._compute = prefill
         return other
 
     def observe_compute(self, tokens: int, elapsed_s: float, context_tokens: float = 0) -> None:
-        """A pass computed `tokens` prompt tokens behind `context_tokens` others (their mean where a pass computed
-        tokens of several prompts) in `elapsed_s` seconds.
+        """A pass computed `tokens` prompt tokens in `elapsed_s` seconds. `context_tokens`: the tokens before them, the
+        mean if they belong to several prompts.
 
         Raises:
             InvalidValueError: a number is negative or not finite.
@@ -129,20 +128,19 @@ class CostModel:
         return None if known is None else known.estimate_s((float(nbytes), 1.0))
 
     def probes(self, distance: Distance) -> bool:
-        """Counts one more answer against loading from `distance`; whether it is to be loaded from all the same."""
+        """Counts a refusal to load from `distance`; returns whether to load from it this time, as a probe."""
         return self._probes(self._refusals, distance)
 
     def swap_pays(self, tokens: int, nbytes: int, distance: Distance) -> bool:
         """Whether to swap the KV of a preempted request out and in again rather than compute it again.
 
-        What was never observed is assumed: a store is as fast as a load from the same distance, and a load as fast as a
-        store to it, because both use the same path. Where neither of them or no computation was observed, swapping
-        pays: it keeps what was computed, and it is an observation.
+        If only loads or only stores of a tier were observed, the others are assumed to be as fast, because both use the
+        same path. If neither was observed, or no computation, swapping pays: it yields an observation.
 
         Args:
-            tokens: what would have to be computed otherwise.
-            nbytes: what has to be stored now and loaded later.
-            distance: where it goes, and is loaded from. `NONE`: it can go nowhere, and swapping never pays.
+            tokens: number of tokens to compute otherwise.
+            nbytes: bytes to store now and to load later.
+            distance: the tier to swap to. `NONE`: there is none, and swapping never pays.
 
         Returns:
             True unless all costs are known, or assumed as above, and swapping costs more, apart from probes.

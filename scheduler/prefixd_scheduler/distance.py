@@ -1,4 +1,4 @@
-"""How far a prompt is from running: where the KV of its tokens has to be brought from."""
+"""The distance of a block, by the tier that it has to be brought from, and the weight of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the queue and the policies refuse. Every message names the value and the remedy."""
+"""Errors of the queue and the policies. Every message names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class QueueFullError(SchedulerError):
     """The queue holds as many requests as it may.
 
     Args:
-        limit: how many requests may wait.
-        had: of these the tenant's own, if what is left is kept for others.
+        limit: most requests that may wait.
+        had: number of the tenant's own, if the places left are kept for other tenants.
         reserved: places kept for each tenant.
     """
 

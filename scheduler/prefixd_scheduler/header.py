@@ -1,4 +1,4 @@
-"""The header: what all prompts begin with, a system prompt for example."""
+"""The header: the beginning that all prompts share, a system prompt for example."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ class _Span:
 
 
 class Header:
-    """How long the header of the prompts that come is, of what was cached of each when it came.
+    """Measures the header of the prompts that come, within the cached prefix of each at its arrival.
 
-    Which prompt is nearer to its first token is decided behind the header: every prompt needs that, and the first one
-    brings it for all. Counted are the last 32 to 64 prompts. One that does not share the header ends it at once,
-    a new one is found after 32 prompts. If nothing was cached behind what all share, that is no header: it is the
-    prefix that all ask about.
+    Prompts are compared by the part behind the header: every prompt needs the header, and the first one brings it up
+    for all. The last 32 to 64 prompts count. A prompt without the header ends it at once; a new header is found after
+    32 prompts. If no prompt had more cached than the shared part, that part is not a header but a common prefix of all.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class Header:
         self._next: _Span | None = None  # the younger of these, fewer than 32
 
     def add(self, key: Key, cached: int) -> bool:
-        """Counts a new prompt, of which `cached` units are cached; returns whether the header is another one now."""
+        """Counts a new prompt, of which `cached` units are cached; returns whether the header has changed."""
         before = self._length
         if self._last is not None:
             self._last.add(key, cached)
@@ -57,7 +56,7 @@ class Header:
         return self._length != before
 
     def within(self, key: Key, cached: int) -> int:
-        """How much of a prompt is header: all of the header, or nothing if it does not begin with it."""
+        """Length of the header in a prompt: 0 if the prompt does not begin with it."""
         length = self._length
         if not length or cached < length or self._last is None or key(length) != self._last.key(length):
             return 0

@@ -1,9 +1,9 @@
-"""How much of a cached prefix to load, and how much to compute.
+"""Plans how much of a cached prefix to load, and how much to compute.
 
-A token's keys and values can only be computed once those of all tokens before it are there. So there are two ways to
-mix loading and computing: to load a part from the front and compute the rest after it; or to compute from the front
-while the back is loaded, towards the front, until both meet ("Compute Or Load KV Cache? Why Not Both?", Cake, section
-4). What is near may be loaded first, as the front of that.
+A token's keys and values can be computed only when those of all tokens before it are there. So there are two ways to
+mix loading and computing: load a part from the front and compute the rest after it; or compute from the front while the
+back is loaded, towards the front, until both meet ("Compute Or Load KV Cache? Why Not Both?", Cake, section 4). In the
+second way, a near part may be loaded first, as the front.
 
 ```
 tokens of the prompt   |-- ready --|-- front --|--- computed ---|---- loaded ----|-- rest --|
@@ -21,9 +21,9 @@ from prefixd_scheduler.cost import CostModel
 from prefixd_scheduler.distance import Distance
 
 _WORTH = 0.88
-"""Both at once is chosen where its estimate is below so much of the best other one. The two share the machine, and a
-pass that began before the last block came has to end: it takes a sixth longer than its estimate, by more than loading
-alone does (`benchmarks.load_or_recompute`)."""
+"""Both at once is chosen if its estimate is below this share of the best other estimate. It takes a sixth longer than
+estimated, more than loading alone does (`benchmarks.load_or_recompute`): the two share the machine, and a pass that
+began before the last block came has to end."""
 _PROBED = 16
 """A probe loads one part in this many."""
 
@@ -39,13 +39,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to do with a cached prefix; see the top of this file. All lengths are in tokens.
+    """How a cached prefix is used; drawn at the top of this file. All lengths are in tokens.
 
     Attributes:
         ready_tokens: on the GPU already, from the first token on.
         front_tokens: behind them, loaded before anything is computed.
-        computed_tokens: cached ones behind these, computed all the same while the back is loaded.
-        loaded_tokens: the back. Without `computed_tokens` there is none: then everything that is loaded is the front.
+        computed_tokens: behind these, computed although they are cached, while the back is loaded.
+        loaded_tokens: the back. It is 0 without `computed_tokens`: then all loaded tokens are the front.
         first_token_s: estimated seconds until the prompt is computed; None where something was never observed.
         load_s: the same if everything cached is loaded.
         compute_s: the same if nothing is loaded.
@@ -61,7 +61,7 @@ class LoadPlan:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of the prefix that are used from the cache or computed beside it; what is behind is computed last."""
+        """Tokens of the prefix that are used from the cache or computed beside a load; the others are computed last."""
         return self.ready_tokens + self.front_tokens + self.computed_tokens + self.loaded_tokens
 
 
@@ -84,18 +84,18 @@ def plan_load(
     computing takes longer and loading less the further it is behind. Time O(s log n) for s stretches and n blocks.
 
     Args:
-        cost: what was learned.
+        cost: estimates times.
         stretches: the cached prefix, whole blocks.
         prompt_tokens: of the whole prompt; the cached prefix is shorter.
         block_tokens: length of a block.
         both_at_once: whether computing and loading may go on at the same time.
-        queued_bytes: what waits or moves already on the way from each tier.
-        usable: (tokens of the prefix) -> how many of them a request can begin behind, where not every length is
-            possible (windows, states). Then nothing is done at once.
-        wait_s: nothing is computed of this prompt before so many seconds have passed, because others are: so long, a
-            load costs nothing.
-        to_carry_out: now and then a tier that is too slow is loaded from all the same (`CostModel.probes`). False: the
-            plan only answers how long it would take.
+        queued_bytes: bytes that already wait or move on the way from each tier.
+        usable: (tokens of the prefix) -> the longest usable length up to that, if not every length is possible
+            (windows, states). Then nothing is done at once.
+        wait_s: seconds before computing this prompt can begin, because others are computed. Loading within this time
+            costs nothing.
+        to_carry_out: whether the plan is carried out: it then may load from a tier that is too slow, as a probe
+            (`CostModel.probes`). False: it only estimates times.
     """
     plan = _Planner(cost, stretches, prompt_tokens, block_tokens, queued_bytes or {}, usable, wait_s)
     return plan.plan(both_at_once, probing=to_carry_out)
@@ -208,7 +208,7 @@ class _Planner:
         return self._cost.compute_s(end - begin, begin) or 0.0
 
     def _loads(self, begin: int, end: int) -> Iterator[tuple[int, Distance, int]]:
-        """Of each tier what has to be loaded between two lengths: its bytes, the tier and what is queued there."""
+        """For each tier to load from between two lengths: the bytes, the tier, and the bytes queued there."""
         nbytes: dict[Distance, int] = {}
         at = 0
         for stretch in self._stretches:
@@ -223,11 +223,10 @@ class _Planner:
 
 @dataclass(slots=True)
 class Regret:
-    """Time lost against the better choice in hindsight, of decisions of which the outcome is known.
+    """Seconds lost against the best choice in hindsight, over all decisions with a known outcome.
 
-    What was done is measured. What was not done can only be estimated, after the fact: what loading and computing were
-    learned to take since the decision counts as well. A decision that was faster than all others by their estimates is
-    not regretted; that one was better by more makes up for no other.
+    The time of the choice that was made is measured. The times of the others are estimated afterwards, with what was
+    learned since the decision. A decision that was faster than all estimates counts as no loss, not as a gain.
 
     Attributes:
         judged: decisions.
@@ -240,8 +239,8 @@ class Regret:
     lost_s: float = 0.0
 
     def judge(self, spent_s: float, *others_s: float | None) -> float:
-        """A decision took `spent_s` seconds; each other choice would have taken so many, None where that was never
-        observed. Returns the seconds lost."""
+        """Counts a decision that took `spent_s` seconds. `others_s`: the estimates of the other choices, None if
+        unknown. Returns the seconds lost."""
         known = [other_s for other_s in others_s if other_s is not None]
         if not known:
             return 0.0

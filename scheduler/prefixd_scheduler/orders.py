@@ -1,7 +1,7 @@
 """Waiting requests in the order of a policy, kept up to date while they come, move and go.
 
-A request's *standing* is what its place depends on besides the time. The order is changed only when a standing changes,
-and the first requests of 10,000 are found without looking at the others.
+A request's *standing* are the values that its place depends on, without the time. The order changes only when a
+standing changes, and the first requests of 10,000 are found without looking at the others.
 
 Orders contain each other: `ByTenant` (`fair_share`) has an order for each tenant, `ByPriority` one for each class,
 `OverdueFirst` puts some before those of another.
@@ -24,11 +24,11 @@ Arrival: TypeAlias = tuple[float, int]
 """When a request arrived, and its id: `(12.5, 7)`."""
 
 Key: TypeAlias = tuple[float, ...]
-"""What a policy ranks by, the lowest first; of one policy all have one length."""
+"""The values that a policy ranks by, the lowest first; all keys of one policy have the same length."""
 
 S = TypeVar("S")
 K = TypeVar("K", int, tuple[float, ...])
-"""What `bisect` can compare: here always a number or a tuple of numbers."""
+"""A number or a tuple of numbers, which `bisect` can compare."""
 
 _CHUNK = 512
 
@@ -62,7 +62,7 @@ class SortedKeys(Generic[K]):
         self._lasts[at] = self._chunks[at][-1]
 
     def remove(self, key: K) -> None:
-        """Takes a key out. Raises IntegrityError if it is not there: its owner has changed it meanwhile."""
+        """Takes a key out. Raises IntegrityError if it is not there: its owner has changed it meanwhile, a defect."""
         at = bisect_left(self._lasts, key)
         chunk = self._chunks[at] if at < len(self._chunks) else []
         place = bisect_left(chunk, key)
@@ -96,7 +96,7 @@ class Order(ABC):
 
     @abstractmethod
     def put(self, request: QueuedRequest) -> None:
-        """Adds a request, or moves one that is there to where it belongs now."""
+        """Adds a request, or moves one that is there to its present place."""
 
     @abstractmethod
     def remove(self, request_id: int) -> None:
@@ -135,7 +135,7 @@ class _ByStanding(Order, Generic[S]):
 
     @abstractmethod
     def _standing(self, request: QueuedRequest) -> S:
-        """What the request's place depends on."""
+        """The values that the request's place depends on."""
 
     @abstractmethod
     def _enter(self, standing: S) -> None: ...
@@ -154,8 +154,8 @@ class KeyedOrder(_ByStanding[tuple[Group, Arrival]]):
     A change costs O(log n), the first w requests O(w).
 
     Args:
-        key: what is ranked by.
-        group: what requests of one key have in common that are to run one after the other; None for nothing.
+        key: of a request.
+        group: equal for requests of one key that run one after the other; None for a request without a group.
     """
 
     def __init__(self, key: Callable[[QueuedRequest], Key], group: Callable[[QueuedRequest], Hashable | None]) -> None:
@@ -234,7 +234,7 @@ class WeightedAgeOrder(_ByStanding[tuple[float, Arrival]]):
 
 
 class OverdueFirst(Order):
-    """Those that have waited for `bound_s` seconds by arrival, then the others as another order has them.
+    """First the requests that have waited for `bound_s` seconds, by arrival; then the others in another order.
 
     A change costs O(log n) besides the other order's, the first w requests O(w) besides.
     """

@@ -1,9 +1,9 @@
-"""In which order waiting requests run.
+"""Policies: the order in which waiting requests run.
 
-Priority classes come first in every policy: a request of a lower `priority` number runs before all of a
-higher one, so every promise below is a promise among requests of one class. And of one tenant: between tenants the
-queue decides by what each has received (`fair_share`), so that "the first in order is handed over at least every s
-seconds" is said of a tenant's own requests. While T tenants wait, each gets at least a T-th of the service.
+Priority classes come first in every policy: a request of a lower `priority` number runs before all of a higher one. So
+every promise below holds among requests of one class and of one tenant. Between tenants the queue decides by the
+service that each has received (`fair_share`): "the first in order is handed over at least every s seconds" refers to a
+tenant's own requests. While T tenants wait, each gets at least a T-th of the service.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Policy(ABC):
 
         a request waits at most B + L * s.
 
-    Proof: at the age of B only those that came before it can go before it, at most L - 1 of them, and none that comes
-    later passes it any more. One more is put back in front of it for each older request that is interrupted.
+    Proof: at the age of B only requests that came before it can go before it, at most L - 1 of them, and no later one
+    passes it any more. Each older request that is interrupted is put back in front of it, and adds one.
 
     Args:
         starvation_bound_s: B; None: no bound.
 
     Raises:
-        InvalidValueError: the bound is not above 0, or the policy does not starve anybody.
+        InvalidValueError: the bound is not above 0, or the policy cannot starve a request.
     """
 
     name: ClassVar[str]
@@ -53,22 +53,22 @@ class Policy(ABC):
             if not (math.isfinite(starvation_bound_s) and starvation_bound_s > 0):
                 raise InvalidValueError(f"the starvation bound is {starvation_bound_s}; give seconds above 0")
             if not self.may_starve:
-                raise InvalidValueError(f"{self.name} starves nobody; leave the starvation bound out")
+                raise InvalidValueError(f"{self.name} never starves a request; leave the starvation bound out")
         self.starvation_bound_s = starvation_bound_s
 
     def first_of(self, request: QueuedRequest) -> Rank:
-        """Of requests that lack the same block, the lowest stands for all (`RequestQueue`): the first one by priority,
-        deadline where that ranks, and arrival. With a bound the deadline does not count here: somebody who has waited
-        long may not stand behind a later one."""
+        """A rank among requests that lack the same block, of which the lowest stands in the order for all
+        (`RequestQueue`): by priority, by deadline if the policy ranks by it, and by arrival. With a bound the deadline
+        does not count here: a request that has waited long must not stand behind a later one."""
         due_s = request.deadline_s if self.by_deadline and self.starvation_bound_s is None else 0.0
         return request.priority, due_s, request.arrival_s, request.id
 
     @abstractmethod
     def key(self, request: QueuedRequest) -> Key:
-        """What a request is ranked by; the lowest runs first."""
+        """The key of a request; the lowest runs first."""
 
     def group(self, request: QueuedRequest) -> Hashable | None:
-        """What requests of one key have in common that run one after the other; None for nothing."""
+        """Equal for requests of one key that run one after the other; None for a request without a group."""
         return None
 
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
@@ -116,8 +116,8 @@ class FastestPrefixFirst(Policy):
     """The nearest prompt first (`prompt_weight`), no matter how much later its request came (paper, section V.F.1).
 
     **It may starve**: while requests with nearer prompts keep arriving as fast as they are served, one whose
-    prompt is farther, or not cached, waits forever. Its gain is throughput, the more of it the longer the
-    queue. Where waiting time matters, use Relaxed-FPF, or a bound.
+    prompt is farther, or not cached, waits forever. It gains throughput, the more the longer the queue is. If waiting
+    time matters, use Relaxed-FPF, or a bound.
 
     Among requests of one weight, those that share a `prefix` run one after the other, so that promoting it
     is paid once and it is not evicted between them. Such groups are ordered by their oldest request, their
@@ -142,7 +142,7 @@ class RelaxedFastestPrefixFirst(Policy):
     a header that all prompts share (`Header`). Equal products run in order of arrival.
 
     **It does not starve.** Take a request r of age a. Weights are from 1 to 4: its product is at least a, and that of
-    a request of age b at most 4b, so *whoever is younger than a/4 never passes r*, wherever the blocks are and however
+    a request of age b at most 4b, so *a request younger than a/4 never passes r*, wherever the blocks are and however
     they move. Therefore, if at most L requests wait at a time and the first in order is handed over at least every
     s seconds,
 
@@ -184,10 +184,10 @@ class LongestPrefixMatch(Policy):
 
 
 class ShortestTimeToReady(Policy):
-    """The one that can have its first token soonest, loading and computing taken together.
+    """The request first that can have its first token soonest, by the times of loading and computing together.
 
-    Where the others see one block on the GPU, or many tokens in some tier, this sees how long the rest takes: a partial
-    prefix counts as what it is. As shortest job first, it makes the mean wait least and may starve.
+    Other policies count blocks on the GPU, or tokens in any tier; this one also counts the time of computing the rest.
+    As shortest job first, it minimizes the mean wait and may starve.
     """
 
     name = "shortest-ready"
@@ -203,8 +203,8 @@ class ShortestTimeToReady(Policy):
 class EarliestDeadlineFirst(Policy):
     """The earliest deadline first; those without one after all that have one.
 
-    Where every deadline can be met in some order, it is met in this one, for requests that are not interrupted and take
-    as long each. Those without a deadline may starve.
+    If all deadlines can be met in some order, they are met in this one, for requests that are not interrupted and take
+    the same time each. Requests without a deadline may starve.
     """
 
     name = "deadline"
@@ -232,7 +232,7 @@ def create_policy(name: str, starvation_bound_s: float | None = None) -> Policy:
 
     Raises:
         UnknownPolicyError: there is none of that name.
-        InvalidValueError: the bound is not above 0, or the policy starves nobody.
+        InvalidValueError: the bound is not above 0, or the policy cannot starve a request.
     """
     if name not in POLICIES:
         raise UnknownPolicyError(f"no policy is called {name!r}; choose one of {', '.join(POLICIES)}")

@@ -22,7 +22,7 @@ from prefixd_scheduler.request import QueuedRequest
 from prefixd_scheduler.shared_limit import SharedLimit
 
 _Common: TypeAlias = tuple[Hashable, Hashable]
-"""Whose requests, and what they lack."""
+"""The tenant of requests, and the block that they lack."""
 
 
 class RequestQueue:
@@ -31,20 +31,20 @@ class RequestQueue:
     Not thread-safe: it belongs to one event loop. The requests are kept in the policy's order (`Policy.order`): a
     change costs O(log n), and the first requests are found without looking at the others.
 
-    **Between tenants** the policy decides nothing: each has an order of its own, and they are served in turn by the
-    service that they have received (`fair_share`). Priorities, deadlines and what is cached order requests of one
-    tenant; a bound on waiting holds for a tenant's own requests and its own service, of which it gets at least a T-th
-    while T tenants wait. `serve` and `charge` tell what is received. Of several queues each is fair by itself.
+    **Between tenants** the policy decides nothing: each has an order of its own, and they take turns by the service
+    that they have received (`fair_share`). Priorities, deadlines and cached blocks order requests of one tenant. A
+    bound on waiting holds for a tenant's own requests and its own service, of which it gets at least a T-th while T
+    tenants wait. `serve` and `charge` count the service. With several queues, each is fair by itself.
 
     **Computed once.** Of a tenant's requests that lack the same block next (`QueuedRequest.lacks`) only one stands in
-    the order, the first one by `Policy.first_of`: it computes what the others then find. They stand behind it, so that
-    a thousand of them do not hide the next request, and the earliest takes its place when it leaves. No request
-    stands behind another tenant's request, which may be long in coming up.
+    the order, the first one by `Policy.first_of`: it computes the block, which the others then find. They stand behind
+    it, so that a thousand of them do not hide the next request, and the earliest takes its place when it leaves. No
+    request stands behind a request of another tenant, whose turn may come late.
 
     Args:
         policy: decides the order.
-        limit: how many requests may be admitted at a time.
-        tenants: how many tenants there are, which share the limit (`SharedLimit`).
+        limit: most requests that may be admitted at a time.
+        tenants: returns the number of tenants, which share the limit (`SharedLimit`).
     """
 
     def __init__(self, policy: Policy, limit: int, tenants: Callable[[], int] = lambda: 1) -> None:
@@ -79,9 +79,9 @@ class RequestQueue:
             raise QueueFullError(self.limit, self._admitted[tenant], self._admitted.reserved)
 
     def readmit(self, request: QueuedRequest) -> None:
-        """Put back a request that was handed over and interrupted; the limit does not apply to it.
+        """Put back a request that was handed over and interrupted.
 
-        It was admitted once. How many come back is bounded by how many run.
+        The limit does not apply: it was admitted once, and the number of such requests is bounded by those that run.
 
         Raises:
             DuplicateRequestError: one with this id waits already.
@@ -106,9 +106,7 @@ class RequestQueue:
         return request
 
     def serve(self, request_id: int) -> QueuedRequest:
-        """Take a request out because it runs now; its tenant has received what computing its prompt takes.
-
-        One that was interrupted has been charged before.
+        """Take a request out because it runs now; its tenant is charged for the prompt, unless it was readmitted.
 
         Raises:
             UnknownRequestError: no request with this id waits.
@@ -166,8 +164,8 @@ class RequestQueue:
         Args:
             n: how many to look at.
             now_s: the present time, on the clock of `QueuedRequest.arrival_s`.
-            admits: asked of each: whether it may run beside those before it. If not, it and those of its tenant behind
-                it are left out, and others pass them.
+            admits: whether a request may run beside those before it. If not, it and its tenant's requests behind it
+                are left out, and those of other tenants pass them.
         """
         ids = self._order.ids(now_s, lambda request_id: admits(self._requests[request_id]))
         return [self._requests[request_id] for request_id in islice(ids, n)]
@@ -240,7 +238,7 @@ class RequestQueue:
         self._enter(request)
 
     def _cost(self, request: QueuedRequest) -> int:
-        """What handing a request over is charged: the tokens of its prompt that are not cached."""
+        """The cost of handing a request over: the tokens of its prompt that are not cached."""
         return 0 if request.id in self._readmitted else max(1, request.prompt_tokens - request.cached_tokens)
 
     # -- who computes what several lack -------------------------------------------------------------------------

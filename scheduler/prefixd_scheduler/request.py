@@ -12,8 +12,8 @@ from prefixd_scheduler.errors import InvalidValueError
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """One waiting request. What is cached of its prompt changes as blocks move; while the request is in a
-    `RequestQueue`, change that only with `RequestQueue.update`, which moves the request in the order.
+    """One waiting request. Its cached prefix changes as blocks move. While the request is in a `RequestQueue`, change
+    these fields only with `RequestQueue.update`, which moves the request in the order.
 
     Attributes:
         id: unique among all requests of a queue; of two that arrive at the same instant the lower runs first.
@@ -29,7 +29,7 @@ class QueuedRequest:
             when no other can lack it.
         ready_s: estimated seconds of loading and computing until its first token; infinite while unknown.
         deadline_s: when its first token is due, on the clock of `arrival_s`; infinite for never.
-        tenant: whose it is: tenants are served in turn, and all that is said here orders requests of one tenant alone.
+        tenant: tenants are served in turn; all other fields order only requests of one tenant.
 
     Raises:
         InvalidValueError: a count is negative, more is cached than the prompt has, the weight is none of
@@ -62,7 +62,7 @@ class QueuedRequest:
         lacks: Hashable | None = None,
         ready_s: float = math.inf,
     ) -> None:
-        """Records how much of the prefix is cached, and where. For a request that is not in a queue.
+        """Records how much of the prefix is cached, and where. Call it only for a request that is not in a queue.
 
         Raises:
             InvalidValueError: as the constructor; nothing has changed then.

@@ -1,4 +1,4 @@
-"""What something takes, learned from what it took: a sum of features, each times a coefficient of at least 0."""
+"""Learns the duration of an operation as a sum of its features, each times a coefficient of at least 0."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Features = tuple[float, ...]
 _Observation = tuple[Features, float]
 
 _KEPT = 5
-"""Observations of a class, of which the median counts: two stalls in a row change nothing."""
+"""Number of observations of a class, of which the median counts: two stalls in a row change nothing."""
 _LATELY = 5
-"""The last observations of all classes. When their median is off by more than `_STEADY`, the machine has become faster
-or slower: of each class the last observation counts then, and what is still off all estimates follow."""
+"""Number of the last observations of all classes. If the median of their errors is more than `_STEADY`, the machine has
+become faster or slower: then the last observation of each class counts, and all estimates are scaled by the error that
+is left."""
 _STEADY = 1.25
 _HALF_AGE = 64
 """A class that was not seen for this many observations counts half."""
 _WORTH = 4e-4
-"""A coefficient is believed in when it makes the mean square of the relative error smaller by so much: 2% squared."""
+"""A coefficient is used if it reduces the mean square of the relative error by this much: 2% squared."""
 
 
 @dataclass(slots=True)
@@ -35,13 +36,13 @@ class _Class:
 class Seconds:
     """Learns `seconds = c0 * f0 + c1 * f1 + ...` online.
 
-    Observations are put into classes by the powers of two of their features. Of each class the last few count, by the
-    one in their middle, so a stall does no harm and what was seen of small ones stays known while only large ones are
-    seen; when the machine has become faster or slower, by the last. The coefficients make the squares of the relative
-    errors of all classes least, so a class counts by being there and not by its seconds.
+    Observations are put into classes by the powers of two of their features. Of each class the median of the last few
+    counts, so that a stall does no harm, and small operations stay known while only large ones are seen. When the
+    machine has become faster or slower, the last one counts. The coefficients minimize the sum of the squares of the
+    relative errors, so that each class has the same weight, whatever its seconds.
 
     Args:
-        features: how many; the first is the main one, of which the seconds are a multiple while nothing else is known.
+        features: number of features. While nothing else is known, the seconds are a multiple of the first one.
     """
 
     def __init__(self, features: int) -> None:
@@ -52,8 +53,8 @@ class Seconds:
         self._known: tuple[Features, float] | None = None  # coefficients, level
 
     def observe(self, features: Features, elapsed_s: float) -> None:
-        """Something with these features took so long. What took no time says nothing about how it grows: it counts as
-        a nanosecond."""
+        """An operation with these features took `elapsed_s` seconds; 0 counts as a nanosecond, since errors are
+        relative."""
         self._count += 1
         elapsed_s = max(elapsed_s, 1e-9)
         known = self._classes.setdefault(tuple(math.frexp(value)[1] for value in features), _Class())
@@ -63,7 +64,7 @@ class Seconds:
         self._known = None
 
     def estimate_s(self, features: Features) -> float | None:
-        """Seconds for something with these features; None before the first observation."""
+        """Estimated seconds of an operation with these features; None before the first observation."""
         if not self._count:
             return None
         if self._known is None:
@@ -74,12 +75,12 @@ class Seconds:
         return level * _dot(coefficients, features)
 
     def _with_level(self, coefficients: Features) -> tuple[Features, float]:
-        """The coefficients, and what to multiply their estimates by: 1 while they are about right."""
+        """The coefficients, and a factor for their estimates: 1 while these are about right."""
         level = median(seconds / _dot(coefficients, seen) for seen, seconds in self._lately)
         return coefficients, level if not 1 / _STEADY < level < _STEADY else 1.0
 
     def _fit(self, of_class: Callable[[Sequence[_Observation]], _Observation]) -> Features:
-        """The coefficients. Of each choice of features the least squares; the best choice without a negative one.
+        """The coefficients: least squares over each subset of the features; the best subset without a negative one.
 
         of_class: which of a class's observations counts, the oldest first.
         """
@@ -101,7 +102,7 @@ class Seconds:
                 if solution is None or min(solution) < 0:
                     continue
                 error = 1 - sum(value * sums[i] for value, i in zip(solution, chosen, strict=True))
-                # Of one class alone any feature explains all: then it is the main one.
+                # A single class is explained by any feature alone: prefer the main one.
                 cost = max(error, 0.0) + _WORTH * count + (0.0 if 0 in chosen else _WORTH / 2)
                 if best is None or cost < best[0]:
                     spread = dict(zip(chosen, solution, strict=True))
@@ -123,7 +124,7 @@ def _dot(coefficients: Features, features: Features) -> float:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """The solution of a symmetric system; None where its rows say the same."""
+    """The solution of a symmetric system; None if its rows depend on each other."""
     size = len(right)
     scale = [math.sqrt(matrix[i][i]) for i in range(size)]
     if min(scale) <= 0:

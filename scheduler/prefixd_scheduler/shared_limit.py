@@ -1,4 +1,4 @@
-"""A limit that tenants share so that none of them can take what another needs to go on."""
+"""A limit that tenants share, with a part reserved for each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class SharedLimit:
-    """Counts what each tenant has of something that is limited.
+    """Counts how much of a limited resource each tenant has.
 
-    One half is divided evenly: of T tenants each has 1 / 2T of the limit to itself, and at least one where there are as
-    many. The other half is for those who come first. With one tenant the limit is all there is.
+    One half is divided evenly: each of T tenants has 1 / 2T of the limit to itself, and at least one if the limit is at
+    least T. The other half is for those that come first. A single tenant may have the whole limit.
 
     ```
     limit 80, T = 4     [ 10 | 10 | 10 | 10 ][         40         ]
@@ -18,9 +18,9 @@ class SharedLimit:
     ```
 
     Args:
-        limit: what all have together.
-        tenants: how many there are now; tenants that have something count besides.
-        had: what tenants have at first.
+        limit: the most that all tenants may have together.
+        tenants: returns the number of tenants; if more have something, these count.
+        had: amounts that tenants have at first.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class SharedLimit:
         self.total = sum(self._had.values())
 
     def __getitem__(self, tenant: Hashable) -> int:
-        """What a tenant has."""
+        """The amount that a tenant has."""
         return self._had.get(tenant, 0)
 
     @property
     def reserved(self) -> int:
-        """What each tenant has to itself."""
+        """The amount reserved for each tenant."""
         return self._reserved(self._sharers())
 
     def left(self, tenant: Hashable) -> int:
@@ -49,14 +49,14 @@ class SharedLimit:
         return max(0, min(self.limit - self.total, max(0, reserved - self[tenant]) + open_to_all))
 
     def try_add(self, tenant: Hashable, amount: int) -> bool:
-        """Adds what a tenant wants if it may have as much; returns whether it may."""
+        """Adds `amount` for a tenant if it may have as much; returns whether it may."""
         if amount > self.left(tenant):
             return False
         self.add(tenant, amount)
         return True
 
     def add(self, tenant: Hashable, amount: int) -> None:
-        """A tenant has more, whether it may or not; less if negative."""
+        """Adds `amount` for a tenant without a check; a negative one gives back."""
         self.total += amount
         had = self[tenant] + amount
         if had:

@@ -16,7 +16,6 @@ from prefixd.base.errors import ConfigError, UnavailableError
 from prefixd.base.rules.rules import RecurrentState, SlidingWindow
 from prefixd.cache import TieredCache
 from prefixd.serving.dispatch.capacity.tier_share import TierShare
-from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.models import gpu_memory as gpu_memory_module
 from prefixd.serving.models.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.serving.models.models import Models
@@ -217,6 +216,7 @@ class Member:
     def __init__(self) -> None:
         self.running: dict[int, Any] = {}
         self.moving = False
+        self.taken_frames = 3
         self.told: list[str] = []
 
     def take_back(self, request: Any) -> None:
@@ -234,10 +234,8 @@ class Member:
 
 async def test_models_that_lack_frames_take_turns() -> None:
     share, a, b = TierShare(), Member(), Member()
-    budget = FrameBudget()
-    budget.taken = 3
-    share.join(a, [budget])
-    share.join(b, [budget])
+    share.join(a)
+    share.join(b)
     assert share.shared and share.taken_frames == 6
     assert share.may_hand_over(a) and share.may_hand_over(b)
     share.wait(a)

@@ -67,8 +67,9 @@ class SimulatedTimeLoop(asyncio.SelectorEventLoop):
 
     @property
     def _clock_resolution(self) -> float:
-        """asyncio runs the timers that are due within so many seconds from now. Half a year on, its nanosecond is less
-        than the distance of two floats: a timer of this very moment would never be due, and no time would pass."""
+        """asyncio runs the timers that are due within this many seconds from now. After half a year, a nanosecond is
+        less than the distance of two floats: a timer of the present moment would never be due, and no time would pass.
+        """
         return max(_RESOLUTION_S, math.ulp(self.time()))
 
     @_clock_resolution.setter

@@ -13,7 +13,7 @@ Sleep = Callable[[float], Awaitable[object]]
 
 
 class SimulatedLink:
-    """One way for bytes. What is moved at the same time shares the bandwidth; each movement waits for the latency.
+    """One way for bytes. Movements at the same time share the bandwidth; each one waits for the latency.
 
     Args:
         bytes_per_s: bandwidth.

@@ -1,4 +1,4 @@
-"""Memory of any size without bytes: its slots are real, what they would hold is not there.
+"""Memory of any size without bytes: its slots are real, their contents do not exist.
 
 A plan of a machine with 256 GiB of memory runs in a process that has none of it: the cache above counts slots, decides
 and moves blocks as it does over real memory. Addresses are made up; nothing may read or write them, and no checksum is
@@ -63,11 +63,11 @@ class UnbackedMemory(VirtualMemory):
         self._next_address = _FIRST_ADDRESS
 
     def available_bytes(self) -> int:
-        """See `VirtualMemory.available_bytes`: more than anybody asks for."""
+        """More than any plan asks for."""
         return 1 << 62
 
     def total_bytes(self) -> int:
-        """See `VirtualMemory.total_bytes`: more than anybody asks for."""
+        """More than any plan asks for."""
         return 1 << 62
 
     def _make_fence(self) -> Fence:

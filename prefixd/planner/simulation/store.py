@@ -1,4 +1,4 @@
-"""A store without bytes, for plans: what it holds is a number, and a movement takes as long as its link says."""
+"""A store without bytes, for plans: it counts its contents, and a movement takes the time of its link."""
 
 from __future__ import annotations
 

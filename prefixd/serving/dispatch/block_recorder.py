@@ -1,13 +1,14 @@
-"""Enters what running requests compute into the cache, block by block, and lets go of what they have passed.
+"""Enters the blocks that running requests compute into the cache, and releases the blocks that their windows have
+passed.
 
 A state takes as much memory as the KV of hundreds of tokens and serves prefixes of exactly one length, so few are kept
 (Marconi, section 4.1):
 
 - after the last full block of the prompt that a request with the same prompt can resume from;
-- where the prompt leaves a path that others have computed: who shares that beginning comes again, perhaps;
+- where the prompt leaves a path that other requests have computed: more requests may share that beginning;
 - at regular distances, if the settings say so;
-- after the last full block of prompt and output (the tail), for who continues the conversation, and for the request
-  itself if it has to give its frames to others.
+- after the last full block of prompt and output (the tail), for a request that continues the conversation, and for the
+  request itself if it is preempted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from prefixd.serving.request.worker_run import Run
 
 
 class Recorder:
-    """Keeps the cache and the footprints of running requests in step with what the worker has filled.
+    """Enters the blocks that the worker has filled into the cache and into the footprints of their requests.
 
     Args:
         context: the dispatcher's.
@@ -36,7 +37,7 @@ class Recorder:
     Attributes:
         states: chooses the states that are kept.
         computing: running requests that still compute blocks of their prompts, by id.
-        needs: what is needed of the GPU tier; set with it.
+        needs: counts the needed bytes of the GPU tier; set with the tier.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -47,20 +48,19 @@ class Recorder:
         self._cost = context.cost
 
     def backlog_s(self) -> float:
-        """Estimated seconds that the worker computes what is left of the prompts that it has."""
+        """Estimated seconds until the worker has computed the prompts that it has."""
         left = (request.prompt_tokens - request.run.computed_tokens for request in self.computing.values())
         return self._cost.compute_s(sum(tokens for tokens in left if tokens > 0)) or 0.0
 
     def begin(self, request: Request) -> None:
-        """A request runs: its prompt's blocks are its caller's to keep, and those not cached are computed."""
+        """A request runs: applies its retention to its cached blocks, and notes that it computes the others."""
         rows = request.rows
         self.retain(request, rows, 0)
         if len(rows) < request.run.computes:
             self.computing[request.id] = request
 
     def record_step(self, request: Request, run: Run, filled: int, kept: list[int]) -> None:
-        """The worker has computed a step of a request: `filled` blocks are full, and the states after `kept` blocks
-        are kept."""
+        """Records a step of a request: `filled` blocks are full, and the states after `kept` blocks are kept."""
         self._record(request, run, filled)
         if (images := request.image_holds) is not None:
             request.footprint.give_to_trie(images.filled())
@@ -68,16 +68,16 @@ class Recorder:
         self._release_passed(request, run)
 
     def end(self, request: Request, tail_blocks: int) -> None:
-        """A run has ended, whatever the reason, and the state after `tail_blocks` blocks is in the frames for it."""
+        """A run has ended, for any reason; the frames of its tail hold the state after `tail_blocks` blocks."""
         self.computing.pop(request.id, None)
         self.states.record_tail(request, tail_blocks)
 
     def _record(self, request: Request, run: Run, filled: int) -> None:
-        """Enters the first `filled` blocks, which are full, into the trie, and holds those that were passed over."""
+        """Enters the first `filled` blocks, which are full, into the trie, and holds the loaded ones among them."""
         tail = request.tail
         if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
             self._record_computed(request, run, tail.limit)
-            if run.recording:  # else the tail goes on holding what the run has passed over
+            if run.recording:  # else the tail goes on holding the loaded blocks
                 request.footprint.end_tail()
                 self.retain(request, request.rows[tail.limit :], tail.limit)
         self._record_computed(request, run, filled)
@@ -93,7 +93,7 @@ class Recorder:
             self.computing.pop(request.id, None)
 
     def _enter(self, request: Request, run: Run, parent: int, first: int, filled: int) -> bool:
-        """Enters the blocks from `first` to `filled` behind the row `parent`; whether all of them could be."""
+        """Enters the blocks from `first` to `filled` behind the row `parent`; returns whether all were entered."""
         trie = request.trie
         frames = run.frame_ids(first, filled)
         rows, taken = self._cache.record(request.namespace, parent, request.chain, first, frames, filled - first)
@@ -109,15 +109,15 @@ class Recorder:
         return len(rows) == filled - first
 
     def retain(self, request: Request, rows: Rows, first_block: int) -> None:
-        """Applies the retention that its caller requested to those of `rows` that are its prompt's. `rows` are the
-        blocks from `first_block` on."""
+        """Applies the retention that the caller requested to those of `rows`, blocks from `first_block` on, that belong
+        to the prompt."""
         if request.retention is not None:
             of_prompt = request.prompt_tokens // request.trie.block_tokens - first_block
             request.retention.apply(rows[: max(of_prompt, 0)], first_block)
 
     def _release_passed(self, request: Request, run: Run) -> None:
-        """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
-        if request.kv.windowed and request.sampling.beam_search is None:  # beams begin with all of their prompt
+        """Releases the blocks that the windows of a run have passed: they stay cached while there is room."""
+        if request.kv.windowed and request.sampling.beam_search is None:  # beams need their whole prompt
             part_mask = request.trie.part_mask
             for first, last, passed in request.kv.passed(run.computed_tokens):
                 blocks, frames = run.pass_blocks(first, last, passed)
@@ -126,8 +126,8 @@ class Recorder:
 
 
 def _parent(request: Request, rows: Rows) -> int | None:
-    """The row that the block after `request.rows` continues, one of its own namespace. None where a key of its prefix
-    is another block's: then nothing behind it can be cached."""
+    """The row, in the request's own namespace, behind which the next block is entered. None if another block has a key
+    of its prefix: then nothing behind it can be cached."""
     namespace = request.namespace
     if not len(rows):
         return namespace.root
@@ -138,7 +138,7 @@ def _parent(request: Request, rows: Rows) -> int | None:
 
 @dataclass(slots=True)
 class StateCounters:
-    """What happened since the start; `StateStats` in `admin.proto` says what each counts."""
+    """Counters since the start; documented at `StateStats` in `admin.proto`."""
 
     kept: int = 0
     kept_bytes: int = 0
@@ -151,8 +151,8 @@ class StateKeeping:
     """Chooses the states that the worker keeps, and enters them into the cache.
 
     Args:
-        cache: where they go.
-        policy: how many.
+        cache: gets the states.
+        policy: how many states are kept.
     """
 
     def __init__(self, cache: TieredCache, policy: StatePolicy) -> None:
@@ -161,7 +161,7 @@ class StateKeeping:
         self._policy = policy
 
     def choose(self, request: Request) -> list[int]:
-        """The states to keep of the prompt of a request that is handed over: the blocks before each, ascending."""
+        """The states to keep of a prompt: for each the number of blocks before it, ascending."""
         block_tokens, cached = request.trie.block_tokens, len(request.rows)
         last = (request.prompt_tokens - 1) // block_tokens
         path = len(request.path)
@@ -171,7 +171,7 @@ class StateKeeping:
         return sorted(list(wanted)[: self._policy.per_prompt])
 
     def ends(self, request: Request, prompt_ends: tuple[int, int]) -> list[int]:
-        """Blocks of a prompt after which a request is likely to resume: its end, and regular distances."""
+        """Numbers of blocks of a prompt after which a request is likely to resume: its end, and regular distances."""
         every = -(-self._policy.every_tokens // request.trie.block_tokens)
         last = prompt_ends[-1]
         return [*prompt_ends, *(range(every, last, every) if every and request.kv.state_frames else ())]
@@ -182,17 +182,17 @@ class StateKeeping:
         return self._policy.per_prompt > 0
 
     def count_resumed(self, request: Request) -> None:
-        """A request runs; it resumes from a state if some of its blocks are cached."""
+        """Counts a request that resumes from a state: one with cached blocks."""
         if len(request.rows):
             self.counters.resumed += 1
             self.counters.resumed_tokens += len(request.rows) * request.trie.block_tokens
 
     def record_step(self, request: Request, run: Run, kept: list[int]) -> None:
-        """The worker has computed a step of a request, and kept the states after `kept` blocks."""
+        """Enters the states after `kept` blocks, which the worker has kept in a step."""
         states = run.states
         if states is None:
             return
-        if states.resuming:  # it has copied the state by now
+        if states.resuming:  # with the first step the worker has copied the state
             states.resuming = False
             group = int(request.trie.part_mask[len(request.kv.block_widths)])
             request.footprint.release(slice(0, len(request.rows)), group)
@@ -201,16 +201,16 @@ class StateKeeping:
                 self._enter(request, blocks, frames)
 
     def record_tail(self, request: Request, tail_blocks: int) -> None:
-        """A run has ended, and the state after `tail_blocks` blocks is in the frames for its tail."""
+        """Enters the tail of a run that has ended: the state after `tail_blocks` blocks."""
         states = request.run.states
         if states is not None and states.tail and tail_blocks:
             tail, states.tail = states.tail, []
             self._enter(request, tail_blocks, tail)
 
     def _enter(self, request: Request, blocks: int, frames: list[int]) -> None:
-        """Enters a state behind the blocks that it belongs to, if they are in the trie and it is not.
+        """Enters a state behind its blocks, if they are in the trie and the state is not.
 
-        What the request has computed does not become a common block's.
+        A common block gets no state from a request: the blocks must be of the request's own namespace.
         """
         rows = request.rows
         ends = self.ends(request, request.prompt_ends)

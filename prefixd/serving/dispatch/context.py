@@ -1,4 +1,4 @@
-"""What the parts of one model's dispatcher share: its requests, and what it knows of other models' dispatchers."""
+"""The state that the parts of one model's dispatcher share."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from prefixd_scheduler import CostModel, LookAhead
 
 @dataclass(slots=True)
 class DispatchCounters:
-    """What happened since the start.
+    """Events since the start.
 
     Attributes:
-        finished: requests that ended by themselves.
-        resumed: runs that were ended and are repeated.
-        asked_images: images of prompts that were handed over.
-        encoded_images: embeddings that the worker has computed of them.
-        found_images: images of which the keys and values for cross-attention were found in a tier.
+        finished: requests that ended without an error.
+        resumed: runs that were interrupted and are repeated.
+        asked_images: images of the prompts that were handed over.
+        encoded_images: image embeddings that the worker has computed.
+        found_images: images whose keys and values for cross-attention were found in a tier.
         passes: forward passes of the model.
-        proposed_tokens: tokens that its draft proposed.
-        accepted_tokens: those of them that the model chose, too.
+        proposed_tokens: tokens that the draft proposed.
+        accepted_tokens: proposed tokens that the model chose, too.
     """
 
     finished: int = 0
@@ -42,20 +42,20 @@ class DispatchCounters:
 
 @dataclass(eq=False)
 class DispatchContext:
-    """What the parts of one model's dispatcher share.
+    """The state that the parts of one model's dispatcher share.
 
     Attributes:
         cache: the cache; its GPU tier is set before the first request is handed over.
         requests: the model's requests.
         cost: learns what loading and computing cost.
-        send: gives a message to the worker.
+        send: sends a message to the worker.
         clock: seconds.
         options: the settings.
         share: the dispatchers of all models, which take frames of one tier.
-        member: this dispatcher, as the others see it.
-        look_ahead: says when a request's turn comes.
-        budget: counts the frames that requests have and keep.
-        image_budget: counts those of images that are in no block of a prompt.
+        member: this dispatcher, as the other models' dispatchers see it.
+        look_ahead: estimates when a request's turn comes.
+        budget: counts the frames that requests have and keep, except those of `image_budget`.
+        image_budget: counts the frames of images that are in no block of a prompt.
         pacer: lets other tasks run during a dispatch.
     """
 
@@ -77,7 +77,7 @@ class DispatchContext:
 
     @property
     def caching(self) -> bool:
-        """Whether anything is found in the cache or kept there."""
+        """Whether the cache is used at all."""
         return self.options.caching
 
     def _frames_of_parts(self, sizes: Sequence[int]) -> int:

@@ -1,11 +1,8 @@
-"""From the queue to the worker: look ahead, hand over what is ready, record what comes back.
+"""The dispatcher of one model: puts its parts together, and runs their rounds (`DispatchWindow`).
 
-`_dispatch` takes the next requests in the policy's order, as many as the GPU tier has frames for, and has the
-prefetcher stage them. A request that leaves that window loses its hold, not its blocks.
-
-No callback here holds the event loop for long: a dispatch costs what its window costs, however many requests wait and
-however long the running ones are (`RequestQueue`, `PrefixTracker`, `FrameBudget`), and lets other tasks run in between
-(`Pacer`). What concerns all requests at once is done a slice at a time.
+No callback here holds the event loop for long. The cost of a round depends on its window, not on how many requests wait
+or how long the running ones are (`RequestQueue`, `PrefixTracker`, `FrameBudget`), and a round lets other tasks run in
+between (`Pacer`). Work on all requests is done a slice at a time.
 """
 
 from __future__ import annotations
@@ -42,11 +39,11 @@ from prefixd_scheduler import CostModel, RequestQueue
 log = logging.getLogger(__name__)
 
 _END_S = 5.0
-_ASKED = 0.08  # of what computing a prompt takes, spent on asking a shared store about it
+_LOOKUP_SHARE = 0.08  # a shared store may take this share of the time of computing the prompt to answer
 
 
 class Dispatcher:
-    """Runs the waiting requests on the worker.
+    """Runs the waiting requests of one model on its worker.
 
     Args:
         cache: the cache; its GPU tier is set before the first request is handed over.
@@ -58,15 +55,15 @@ class Dispatcher:
         share: connects the dispatchers of several models, which take frames of one tier.
 
     Attributes:
-        requests: those that wait and those that run.
-        queue: the order of those that wait.
-        waiting: those that wait, by id.
-        running: those that the worker has, by id.
-        context: what the parts share.
-        counters: what happened since the start.
+        requests: the requests that wait and those that run.
+        queue: the order of the waiting requests.
+        waiting: the waiting requests, by id.
+        running: the requests that the worker has, by id.
+        context: shared by the parts.
+        counters: events since the start.
         least_frames: frames that the smallest request of the worker's model needs; set with the GPU tier.
-        results: takes what the worker says.
-        recorder: enters what runs compute into the cache.
+        results: handles the worker's messages.
+        recorder: enters computed blocks into the cache.
         preemption: takes frames of running requests.
         loader: decides what is loaded.
     """
@@ -89,7 +86,7 @@ class Dispatcher:
         self.least_frames = ONE_FRAME.least_frames
         self._cache = cache
         self._share = share
-        share.join(self, (context.budget, context.image_budget))
+        share.join(self)
         cache.claims.append(self._claims)
         self.recorder = Recorder(context)
         self._tracker = PrefixTracker(
@@ -123,7 +120,7 @@ class Dispatcher:
             self._endings,
         )
         self.on_step, self.on_done, self.on_death = self.results.on_step, self.results.on_done, self.results.on_death
-        self._weighed: Trie | None = None  # the eviction policy knows what computing takes of its blocks
+        self._weighed: Trie | None = None  # the eviction policy knows how long computing this trie's blocks takes
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -137,7 +134,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """Stops dispatching and fails what waits or runs."""
         self._concurrency.close()
-        self._stopping = True  # not cancelled: it may be waiting for a copy, whose memory goes next
+        self._stopping = True  # the task is not cancelled: it may wait for a copy, whose memory is freed next
         self.requests.ready = False
         self.requests.wake()
         if self._task is not None:
@@ -158,7 +155,10 @@ class Dispatcher:
         self.requests.interrupted.clear()
 
     async def end_all(self, error: PrefixdError) -> None:
-        """Ends what waits and what runs; their callers get `error`. Returns when the worker has let go, or is slow."""
+        """Ends all waiting and running requests; their callers get `error`.
+
+        Returns when the worker has let go of them, or after 5 s.
+        """
         while self._endings.end_some_waiting(error) or self.requests.interrupted:
             await give_way()
         for request in list(self.requests.running.values()):
@@ -174,7 +174,7 @@ class Dispatcher:
     # -- the worker -----------------------------------------------------------------------------------------------
 
     def on_ready(self) -> None:
-        """The worker takes requests."""
+        """The worker accepts requests from now on."""
         self.requests.ready = not self._stopping
         self.requests.wake()
 
@@ -198,7 +198,7 @@ class Dispatcher:
         self.context.send(Cancel(request.id))
 
     def run_ended(self) -> None:
-        """A run has ended, of whichever model: requests that were preempted may run again."""
+        """A run of any model has ended: preempted requests may run again."""
         self.preemption.run_ended()
         self.requests.wake()
 
@@ -207,7 +207,7 @@ class Dispatcher:
         await self._prefetcher.keep_only(())
 
     def wake(self) -> None:
-        """Frames may have become free, or its turn has come."""
+        """Frames may have become free, or this model is first in line."""
         self.requests.wake()
 
     # -- callers' side ------------------------------------------------------------------------------------------
@@ -231,23 +231,24 @@ class Dispatcher:
         return self.requests.of_tenant(tenant)
 
     async def ask_store(self, request: Request) -> None:
-        """Asks a shared store what it has of a request's prompt, before that is queued; the trie knows it then.
+        """Asks a shared store which blocks of a request's prompt it has, before the request is queued; they are in the
+        trie then.
 
-        Its answer is waited for no longer than a twelfth of what computing the prompt takes.
+        Waits for the answer at most 8% of the time that computing the prompt takes.
         """
         remote = self._cache.mover.remote
         if remote is None or not self.context.caching or not request.usable_blocks:
             return
         compute_s = self.context.cost.compute_s(request.prompt_tokens)
-        wait_s = None if compute_s is None else min(remote.lookups.lookup_s, _ASKED * compute_s)
+        wait_s = None if compute_s is None else min(remote.lookups.lookup_s, _LOOKUP_SHARE * compute_s)
         await remote.lookups.look_up(request.trie, request.namespace, request.chain, request.usable_blocks, wait_s)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request that waits or runs; one that has ended already is left alone."""
+        """Ends a request that waits or runs; does nothing if it has ended already."""
         self._endings.cancel(request)
 
     def _claims(self) -> Iterator[Claim]:
-        """The frames that only a running request has. What requests hold are holds of their own."""
+        """Frames that belong to running requests alone. Cached blocks that requests use are counted by their holds."""
         for request in self.requests.begun:
             yield request.trie, request.rows[:0], list(request.footprint.own)
 
@@ -260,11 +261,11 @@ class Dispatcher:
                 self._advance_loads()
             if taking and (not self.running or await self._supply.extend_starved()):
                 await self._window.dispatch()
-            await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
+            await asyncio.sleep(0)  # other tasks run even if every dispatch wakes the next one
 
     def _advance_loads(self) -> None:
-        """Loads on beside the requests that compute, and tells the worker of what has come when both meet."""
+        """Continues the loads beside running requests, and tells the worker where a load and its run have met."""
         for request, arrived in self.loader.advance():
             if arrived is not None:
                 self.context.send(arrived)
-            self._supply.want(request)
+            self._supply.note_need(request)

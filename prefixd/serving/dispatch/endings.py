@@ -29,7 +29,7 @@ class Endings:
         self._prefetcher = prefetcher
 
     def cancel(self, request: Request) -> None:
-        """Ends a request that waits or runs; one that has ended already is left alone."""
+        """Ends a request that waits or runs; does nothing if it has ended already."""
         if request.id in self._requests.waiting:
             self.end_waiting(request, Ended("cancelled"))
         elif request.on_worker:
@@ -51,7 +51,7 @@ class Endings:
             self._send(Cancel(request.id))
 
     def end_some_waiting(self, error: PrefixdError) -> bool:
-        """Ends waiting requests, as many as one callback may; returns whether more wait."""
+        """Ends up to 256 waiting requests; returns whether more wait."""
         for request in list(islice(self._requests.waiting.values(), _ENDED_AT_ONCE)):
             self.end_waiting(request, error)
         self._requests.wake()

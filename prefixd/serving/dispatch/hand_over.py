@@ -43,8 +43,8 @@ class HandOver:
         self._preemption = preemption
 
     async def hand_over(self, request: Request) -> bool:
-        """Gives a request to the worker, unless more of its prefix is cached by now, or it has ended; False when there
-        are no frames for it."""
+        """Gives a request to the worker, unless it has ended or has to be staged again because more of its prefix is
+        cached by now. Returns False if there are no frames for it."""
         if self._prefetcher.grew(request):
             self._prefetcher.unstage(request)
             self._requests.wake()
@@ -59,18 +59,18 @@ class HandOver:
         wanted = len(keep) + self._states.keeps_tails if request.kv.state_frames and keeps else 0
         fresh = None
         if wanted and request.most_frames + wanted * request.kv.state_frames <= self._cache.tiers.frames.lasting:
-            fresh = await take_first(self._cache, request, 1 + wanted)
-        if fresh is None:  # it runs all the same, and no state is kept of it
+            fresh = await take_first_frames(self._cache, request, 1 + wanted)
+        if fresh is None:  # it runs all the same, and none of its states is kept
             keep = []
-            fresh = await take_first(self._cache, request, 1)
+            fresh = await take_first_frames(self._cache, request, 1)
         if fresh is None:
             return False
-        # It was cancelled, or the worker died, meanwhile, or the tier shrinks below what it may need.
+        # Meanwhile it was cancelled, the worker died, or the tier shrinks below the frames that it may need.
         if not self._may_start(request) or request.most_frames > self._cache.tiers.frames.lasting:
             self._cache.tiers.compute.free(fresh.all)
             self._requests.wake()
             return True
-        run = first_run(self._cache, request, fresh, keep, caching=keeps)
+        run = make_run(self._cache, request, fresh, keep, caching=keeps)
         self._start(request, run, fresh)
         if run.states is not None:
             self._states.counters.without_room += wanted > run.states.extra_states
@@ -88,7 +88,7 @@ class HandOver:
         run.forked = request.kv.plain and request.fork_of in self._requests.running and not request.uncached
         context.counters.found_images += 0 if images is None else images.found
         beside = request.beside
-        self._loader.planner.want(request)
+        self._loader.planner.note_turn(request)
         self._prefetcher.hand_over(request, run, fresh.all)
         context.look_ahead.handed_over(bool(self._requests.waiting))
         self._preemption.resumed(request, len(rows))
@@ -117,7 +117,7 @@ class HandOver:
             self._requests.wake()
 
     def _count_hits(self, request: Request, blocks: int) -> None:
-        # A block that turned out damaged or did not fit is not in `rows`, and was no hit.
+        # A block that was damaged or did not fit is not in `rows`, so it is no hit.
         tiers, counters = request.hit_tiers[:blocks], self._cache.counters
         found = (np.bincount(tiers, minlength=NONE)[:NONE] * request.trie.block_tokens).tolist()
         request.hit_tokens, request.hit_tiers = found, tiers[:0]
@@ -130,12 +130,12 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class FirstFrames:
-    """Frames that were taken for a run, those that lie aside together.
+    """The frames that a run gets at its start.
 
     Attributes:
         of_images: for the images that the worker computes.
-        of_blocks: for its first blocks behind the cached ones.
-        of_states: for its state, and for those that it keeps.
+        of_blocks: for the first blocks behind the cached ones.
+        of_states: for the run's own state, then for the states that are kept.
     """
 
     of_images: list[int]
@@ -148,8 +148,8 @@ class FirstFrames:
         return [*self.of_images, *self.of_blocks, *self.of_states]
 
 
-async def take_first(cache: TieredCache, request: Request, states: int) -> FirstFrames | None:
-    """Frames for a request that is READY and for `states` states of its run; None where there are not enough."""
+async def take_first_frames(cache: TieredCache, request: Request, states: int) -> FirstFrames | None:
+    """Takes the first frames of a READY request, among them those of `states` states; None if too few are free."""
     kv, images = request.kv, request.image_holds
     tenant = cache.mover.use.tenant_of(request.namespace)
     rows = request.rows
@@ -161,7 +161,7 @@ async def take_first(cache: TieredCache, request: Request, states: int) -> First
     ]
     beside = [count * sum(widths) for count, widths in wants]
     taken: list[list[int]] = []
-    with cache.mover.working():  # no owner counts these frames until this returns
+    with cache.mover.working():  # until this returns, no owner counts these frames
         try:
             for number, (count, widths) in enumerate(wants):
                 hint = near if number == 1 else ()
@@ -177,13 +177,13 @@ async def take_first(cache: TieredCache, request: Request, states: int) -> First
     return FirstFrames(*taken) if len(taken) == len(wants) else None
 
 
-def first_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: list[int], *, caching: bool) -> Run:
-    """The run of a request that is READY, with these frames.
+def make_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: list[int], *, caching: bool) -> Run:
+    """The run of a READY request with these frames.
 
-    Its cached blocks keep their frames where the request holds them; -1 stands for the others, which may go while it
-    runs.
+    Its cached blocks keep the frames that the request holds. -1 stands for those that it does not hold: they may be
+    evicted while it runs.
 
-    keep: by blocks of the prompt, the states that it keeps.
+    keep: for each state that is kept, the number of blocks before it.
     """
     trie, widths, rows, wanted = request.trie, request.kv.block_widths, request.rows, request.wanted
     parts = len(widths)
@@ -191,15 +191,15 @@ def first_run(cache: TieredCache, request: Request, fresh: FirstFrames, keep: li
     held = slots[:, :parts]
     if wanted is not None:
         held = np.where((wanted[:, None] & trie.part_mask[:parts]) != 0, held, NO_SLOT)
-    states = _share_out(request, fresh.of_states, keep)
+    states = _make_run_states(request, fresh.of_states, keep)
     if states is not None:
         states.resume = slots[-1:, parts:].ravel().tolist()
     frames = [*held.ravel().tolist(), *fresh.of_blocks]
     return Run(frames, request.usable_blocks if caching else 0, caching, widths, states)
 
 
-def _share_out(request: Request, slots: list[int], keep: list[int]) -> RunStates | None:
-    """Gives a run's states their slots: its own, those to be kept, and the tail's if any are left."""
+def _make_run_states(request: Request, slots: list[int], keep: list[int]) -> RunStates | None:
+    """Distributes slots among a run's states: its own, those to be kept, and the tail if a state's slots are left."""
     kv = request.kv
     if not kv.state_frames:
         return None
@@ -212,9 +212,9 @@ def _share_out(request: Request, slots: list[int], keep: list[int]) -> RunStates
 def _suspects_of(request: Request, rows: Rows, images: ImageHolds | None) -> list[Suspect]:
     """The first block of each prefix that a request holds, or will load, when it is handed over.
 
-    No token can be chosen from logits that are not finite. Of a run that used cached blocks, or another run's, those
-    may be the reason: it is run again without, and leaves nothing in the cache then. If that gives a token, they were
-    the reason: they are refused (`RefusedBlocks`). If it does not, the model is, and they stay.
+    No token can be chosen from logits that are not finite. If the run used cached blocks, or copied from another run,
+    these may be damaged: the request runs again without the cache and leaves nothing there. If it gets a token then,
+    the blocks were damaged, and are refused (`RefusedBlocks`). If not, the model is at fault, and the blocks stay.
     """
     behind = () if request.beside is None else request.beside.rows[:1].tolist()
     found = [(request.trie, row) for row in rows[:1].tolist() or behind]

@@ -1,4 +1,4 @@
-"""The requests that one model's dispatcher has: those that wait, those that run, and those that lost their worker."""
+"""The requests of one model's dispatcher: those that wait, those that run, and those whose worker died."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefixd_scheduler import RequestQueue
 
 
 class Requests:
-    """A dispatcher's requests by id, and the event that has the dispatcher look at them.
+    """A dispatcher's requests by id, and the event that wakes the dispatcher.
 
     ```
     queue + waiting --start--> running --worker died--> interrupted
@@ -18,13 +18,13 @@ class Requests:
     ```
 
     Args:
-        queue: the order of those that wait.
+        queue: the order of the waiting requests.
 
     Attributes:
         waiting: requests in the queue.
         running: requests that the worker has.
-        interrupted: requests of a worker that died; each is about to be put back or ended.
-        ready: there is a worker that takes requests.
+        interrupted: requests of a worker that died; each will be put back or ended.
+        ready: a worker accepts requests.
     """
 
     def __init__(self, queue: RequestQueue) -> None:
@@ -39,7 +39,7 @@ class Requests:
 
     @property
     def taking(self) -> bool:
-        """Whether there is a worker to give requests to. It may die during any await."""
+        """Whether a worker takes requests now. It may die during any await."""
         return self.ready and not self.interrupted
 
     @property
@@ -48,7 +48,7 @@ class Requests:
         return [*self.running.values(), *self.interrupted.values()]
 
     def begun_frames(self) -> int:
-        """The most frames that a request may come to that has run: it can end with that many."""
+        """The most frames that a request which has run may need until its end."""
         begun = self.begun + [request for request in self.waiting.values() if request.handed_over_s is not None]
         return max((request.most_frames for request in begun), default=0)
 
@@ -57,30 +57,30 @@ class Requests:
         return self.queue.waiting_of(tenant), sum(each.queued.tenant == tenant for each in self.running.values())
 
     def enter(self, request: Request) -> None:
-        """Adds a request that is in the queue now to those that wait."""
+        """Adds a request, which is in the queue already, to the waiting ones."""
         self.waiting[request.id] = request
         self.wake()
 
     def start(self, request: Request) -> None:
-        """Moves a request from the queue to those that run; its tenant is charged for the prompt."""
+        """Moves a request from the queue to the running ones; its tenant is charged for the prompt."""
         self.queue.serve(request.id)
         del self.waiting[request.id]
         self.running[request.id] = request
 
     def leave(self, request: Request) -> None:
-        """Takes a request that waits out of the queue."""
+        """Takes a waiting request out of the queue."""
         self.queue.remove(request.id)
         del self.waiting[request.id]
 
     def interrupt(self) -> None:
-        """Moves all that run to those that lost their worker."""
+        """Moves all running requests to the interrupted ones."""
         self.interrupted.update(self.running)
         self.running.clear()
 
     # -- waking the dispatcher --------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Has the dispatcher look at its requests: something may have changed."""
+        """Has the dispatcher look at its requests again."""
         if self.waiting or self.running or self.interrupted:
             self._idle.clear()
         else:
@@ -91,7 +91,7 @@ class Requests:
         """Waits until `wake` has been called since the last return; returns `taking`."""
         await self._changed.wait()
         self._changed.clear()
-        return self.ready and not self.interrupted
+        return self.taking
 
     async def wait_idle(self) -> None:
         """Returns when no request waits or runs."""

@@ -1,4 +1,4 @@
-"""How a model's requests are dispatched."""
+"""Options of a dispatcher, from the daemon's settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class StatePolicy:
-    """How many states are kept of a model with recurrent layers.
+    """How many states of a model with recurrent layers are kept.
 
     Attributes:
-        per_prompt: the most states of a prompt; 0 keeps none, nor the tail.
-        every_tokens: besides, one after each multiple of this many tokens of the prompt, the last ones first; 0: none.
+        per_prompt: the most states of a prompt; 0 keeps none, not even the tail.
+        every_tokens: keeps a state after each multiple of this many tokens of the prompt, the last ones first; 0: none.
     """
 
     per_prompt: int = 4
@@ -34,12 +34,12 @@ class DispatchOptions:
 
     Attributes:
         max_running: requests that the worker computes at once.
-        look_ahead: requests ahead of their turn of which the prefixes are brought up; None for as many as loads take
-            time.
-        load: what is loaded of a cached prefix (`settings.SchedulerSettings.load`).
+        look_ahead: number of waiting requests whose prefixes are brought up ahead of their turns; None: measured
+            (`LookAhead`).
+        load: which part of a cached prefix is loaded (`settings.SchedulerSettings.load`).
         preemption: where the KV of a preempted request goes (`preemption.py`).
         caching: False neither finds nor keeps anything.
-        states: which states are kept of a model that has any.
+        states: which states are kept, for a model with states.
     """
 
     max_running: int

@@ -1,4 +1,4 @@
-"""Keeps the waiting requests' weights true while blocks come, move and go.
+"""Keeps the weights of waiting requests up to date while blocks come, move and go.
 
 Ten thousand waiting requests of 32K tokens have 20 million blocks, so not every block is read whenever something
 moves. Four *marks* show almost every change: the last blocks of the first, second, third and fourth quarter of a cached
@@ -6,10 +6,10 @@ prefix. A block is evicted from a tier after those that continue it there, it le
 that is brought up has its *tail*, the last mark, come last. Each refresh
 
 - reads all marks, in one numpy call,
-- looks for the block behind the tail, which appears when somebody computes it, of the next 512 requests in turn,
+- looks for the block behind the tail, which appears when a request computes it, of the next 512 requests in turn,
 - reads all blocks of the next requests in turn, about 16,384 rows, for changes that marks do not show (a damaged block
   in the middle of a prefix),
-- looks up again those requests in which one of these found a change, about 16,384 rows of them.
+- looks up again the requests in which one of these steps found a change, about 16,384 rows of them.
 
 **How stale a weight can be.** With n waiting requests that have w rows in all, a change is seen at the next refresh
 if a mark shows it (the tail's, or of a quarter of the prefix), within n / 512 refreshes if a prefix grew, and within
@@ -18,9 +18,9 @@ refreshes look them up, first come, first served.
 Where the policy asks how long a request takes until it is ready, 16 requests in turn are estimated anew besides, fewer
 where these have more than 16,384 rows: what loading and computing take is learned as it goes.
 
-Where all prompts of a namespace begin with the same header, their weights are of what lies behind it. Known are the
-headers of the 64 namespaces that were asked for last. When one changes, the weights follow as all requests are read in
-turn.
+Where all prompts of a namespace begin with the same header, only the part behind it counts in their weights. The
+headers of the 64 namespaces with the latest requests are remembered. When a header changes, the weights follow as all
+requests are read in turn.
 
 Weights only decide the order. A request is staged with exact rows: `verify` reads all of them at that moment.
 """
@@ -43,7 +43,7 @@ from prefixd_scheduler import Distance, Header, RequestQueue, weight_class
 _KEYS = 512
 _REQUESTS = 64
 _ROWS = 16_384
-_LOOK_UP_ROWS = 256  # what a look-up costs besides its rows, in rows
+_LOOK_UP_ROWS = 256  # the fixed cost of a look-up, in rows
 _ESTIMATES = 16
 _HEADERS = 64
 _MARKS = 4
@@ -59,8 +59,7 @@ class PrefixTracker:
         queue: has the requests that are watched.
         caching: False finds nothing and watches nothing.
         rows_a_refresh: rows that a refresh reads in turn, and rows that it looks up.
-        ready_s: how long a request needs, as far as is known, to load and compute its prompt; asked only where the
-            policy ranks by it.
+        ready_s: estimates the seconds to load and compute a request's prompt; called only if the policy ranks by it.
     """
 
     def __init__(
@@ -86,11 +85,11 @@ class PrefixTracker:
         self._namespace = np.zeros(0, np.int64)  # of the request
         self._common = np.zeros(0, np.int64)  # the common namespace beside it, -1 where there is none
         self._key = np.zeros((0, 16), np.uint8)  # of the block behind the tail
-        self._waits = np.zeros(0, np.bool_)  # there is such a block
+        self._has_next = np.zeros(0, np.bool_)  # the prompt has such a block
         self._changed: dict[int, None] = {}  # ids of requests that have to be looked up, first come, first served
         self._epoch = -1
         self._headers: OrderedDict[int, Header] = OrderedDict()  # in blocks, by a namespace's root
-        self._left = 0  # slots that have not been read since something changed
+        self._unread_slots = 0  # slots that have not been read since something changed
         self._next_key = 0
         self._next_slot = 0
         self._next_estimate = 0
@@ -98,8 +97,8 @@ class PrefixTracker:
     # -- one request --------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Begins to watch a request that waits, or is about to be queued; looks it up if that was never done, else
-        reads what was found."""
+        """Begins to watch a request that waits or is about to be queued. Looks it up if that was never done, else reads
+        the blocks that were found."""
         if not self._caching:
             return
         slot = self._free.pop() if self._free else self._new_slot()
@@ -118,25 +117,21 @@ class PrefixTracker:
             self._read(request)
 
     def remove(self, request: Request) -> None:
-        """Ends the watch; a request that is not watched is left alone."""
+        """Ends the watch; does nothing for a request that is not watched."""
         slot = self._slots.pop(request.id, None)
         if slot is not None:
             self._requests[slot] = None
-            self._waits[slot] = False
+            self._has_next[slot] = False
             self._marks[slot] = -1
             self._free.append(slot)
 
     def verify(self, request: Request) -> bool:
-        """Makes `request.found` exact, as of now; returns whether it was not."""
+        """Makes `request.found` exact, as of now; returns whether it changed."""
         if request.id not in self._slots or request.seen_epoch == self._cache.mover.epoch:
             return False
         before = request.found
         self._read(request)
         return request.found is not before
-
-    def has_grown_since(self, request: Request) -> bool:
-        """As `has_grown`; False at once if nothing has moved since the request was looked at."""
-        return request.seen_epoch != self._cache.mover.epoch and self.has_grown(request)
 
     def has_grown(self, request: Request) -> bool:
         """Whether the block behind the request's cached prefix is cached now."""
@@ -155,20 +150,20 @@ class PrefixTracker:
             rows = [trie.find(each, key) for each in (namespace.ordinal, namespace.common.ordinal)]
             if not any(row is not None and (trie.has_rules or trie.nearest[row] != NONE) for row in rows):
                 return False
-        # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
-        # later one have it. Or it ends inside an image, or is refused.
+        # The next block alone may not be usable, but a later one: it lacks a state, say, or has no bytes, or it ends
+        # inside an image, or is refused.
         return len(request.usable(request.path)) > len(request.rows)
 
     # -- all requests -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Looks at what may have changed, as far as one refresh goes; see the top of this file."""
+        """Looks for changes, within the bounds of one refresh; see the top of this file."""
         if not self._slots:
             return
         if self._epoch != self._cache.mover.epoch:
             self._epoch = self._cache.mover.epoch
-            self._left = len(self._requests)
-        if self._left > 0:
+            self._unread_slots = len(self._requests)
+        if self._unread_slots > 0:
             trie = self._trie()
             self._look_at_marks(trie)
             self._look_behind_tails(trie)
@@ -179,7 +174,7 @@ class PrefixTracker:
     def _estimate_in_turn(self) -> None:
         if self._ready_s is None:
             return
-        begin, end = self._turn(self._next_estimate, _ESTIMATES)
+        begin, end = self._next_slice(self._next_estimate, _ESTIMATES)
         rows_left = self._rows_a_refresh
         for at in range(begin, end):
             request = self._requests[at]
@@ -202,9 +197,9 @@ class PrefixTracker:
             self._note_changes(slots)
 
     def _look_behind_tails(self, trie: Trie) -> None:
-        begin, end = self._turn(self._next_key, _KEYS)
+        begin, end = self._next_slice(self._next_key, _KEYS)
         self._next_key = end
-        slots = begin + np.flatnonzero(self._waits[begin:end])
+        slots = begin + np.flatnonzero(self._has_next[begin:end])
         composed = self._common >= 0
         for namespaces in (self._namespace, self._common):
             asked = slots[namespaces[slots] >= 0]
@@ -216,7 +211,7 @@ class PrefixTracker:
             self._note_changes(asked[((trie.parent[rows] == self._marks[asked, -1]) | composed[asked]) & there])
 
     def _read_in_turn(self, trie: Trie) -> None:
-        begin, end = self._turn(self._next_slot, _REQUESTS)
+        begin, end = self._next_slice(self._next_slot, _REQUESTS)
         some: list[Request] = []
         rows_read = 0
         for at in range(begin, end):
@@ -228,7 +223,7 @@ class PrefixTracker:
                 rows_read += len(request.found)
                 some.append(request)
         self._next_slot = end
-        self._left -= end - begin
+        self._unread_slots -= end - begin
         if not some:
             return
         lengths = np.array([len(request.found) for request in some])
@@ -250,7 +245,7 @@ class PrefixTracker:
         gains = np.add.reduceat(gains_of_rows, starts)
         for at, request in enumerate(some):
             if changed[at] or _weight(request, gains[at], headers[at]) != request.queued.weight:
-                request.seen_epoch = -1  # a header may change without a block that moves
+                request.seen_epoch = -1  # a header may change although no block moves
                 self._changed[request.id] = None
 
     def _look_up_changed(self) -> None:
@@ -276,7 +271,7 @@ class PrefixTracker:
             if request is not None:
                 self._changed[request.id] = None
 
-    def _turn(self, begin: int, count: int) -> tuple[int, int]:
+    def _next_slice(self, begin: int, count: int) -> tuple[int, int]:
         if begin >= len(self._requests):
             begin = 0
         return begin, min(begin + count, len(self._requests))
@@ -289,24 +284,24 @@ class PrefixTracker:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _read(self, request: Request) -> None:
-        """Reads where the found blocks are; looks the request up when one is gone or refused, or there is one more."""
+        """Reads where the found blocks are. Looks the request up if one is gone or refused, or one more is cached."""
         nearest = request.trie.distances(request.found)
         gone = (nearest == NONE) | (request.trie.generation[request.found] != request.generations)
         refused = request.trie.unrefused(request.found) < len(request.found)
         if refused or gone.any() or self.has_grown(request):
             self._look_up(request)
         else:
-            self._note(request, nearest)
+            self._remember(request, nearest)
 
     def _look_up(self, request: Request) -> None:
         """Finds the longest cached prefix."""
         trie = request.trie
         request.found = request.usable(request.path)
         request.generations = trie.generation[request.found]
-        self._note(request, trie.distances(request.found))
+        self._remember(request, trie.distances(request.found))
 
-    def _note(self, request: Request, nearest: npt.NDArray[Any]) -> None:
-        """Tells the queue, and remembers what was seen: from which tier each found block has to be brought."""
+    def _remember(self, request: Request, nearest: npt.NDArray[Any]) -> None:
+        """Remembers a look at a request and tells the queue. `nearest`: the tier that each found block comes from."""
         found, trie = request.found, request.trie
         request.seen_epoch = self._cache.mover.epoch
         blocks = len(found)
@@ -321,18 +316,18 @@ class PrefixTracker:
             self._generation[slot] = request.generations[places]
             self._nearest[slot] = trie.nearest[found[places]]
         key = request.next_key
-        self._waits[slot] = key is not None
+        self._has_next[slot] = key is not None
         if key is not None:
             self._key[slot] = np.frombuffer(key, np.uint8)
 
     def _tell_queue(self, request: Request, weight: float | None = None) -> None:
-        """`weight`: of the prompt; by default as it was."""
+        """`weight`: of the prompt; unchanged by default."""
         queued, trie, blocks = request.queued, request.trie, len(request.found)
         weight = queued.weight if weight is None else weight
         prefix = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
         cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
-        # A request whose model has windows or states, or which has images, may go on where another cannot. From one
-        # that leaves nothing in the cache no other finds anything.
+        # With windows, states or images, one request may be able to go on from a block where another cannot. And a
+        # read-only request leaves nothing in the cache for others.
         alone = trie.has_rules or request.images is not None or request.read_only
         key = None if alone else request.next_key
         lacks = None if key is None else (request.namespace.root, key)
@@ -342,21 +337,21 @@ class PrefixTracker:
             return
         if request.id in self._queue:
             self._queue.update(request.id, weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
-        else:  # it is looked up before it is queued, so that it enters the order once
+        else:  # looked up before it is queued, so that it enters the order only once
             queued.set_cached(weight, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
 
     def _count_header(self, request: Request) -> None:
-        """A prompt has come, or one of which nothing was cached is back in the queue."""
+        """Counts a prompt that has come, or that is back in the queue with nothing cached."""
         root = request.namespace.root
         header = self._headers.pop(root, None) or Header()
         self._headers[root] = header
         if len(self._headers) > _HEADERS:
             self._headers.popitem(last=False)
         if header.add(_key_of(request.found), len(request.found)):
-            self._left = len(self._requests)
+            self._unread_slots = len(self._requests)
 
     def _header_blocks(self, request: Request) -> int:
-        """Blocks that its prompt shares with all that come."""
+        """Blocks of the header that a request's prompt begins with."""
         header = self._headers.get(request.namespace.root)
         return 0 if header is None else header.within(_key_of(request.found), len(request.found))
 
@@ -364,7 +359,7 @@ class PrefixTracker:
         slot = len(self._requests)
         if slot == len(self._marks):
             capacity = max(64, 2 * slot)
-            for name in ("_marks", "_generation", "_nearest", "_namespace", "_common", "_key", "_waits"):
+            for name in ("_marks", "_generation", "_nearest", "_namespace", "_common", "_key", "_has_next"):
                 old = getattr(self, name)
                 new = np.zeros((capacity, *old.shape[1:]), old.dtype)
                 new[:slot] = old
@@ -375,12 +370,12 @@ class PrefixTracker:
 
 
 def _key_of(found: Rows) -> Callable[[int], int]:
-    """A row stands for its block and all before it."""
+    """Keys for `Header`: a row identifies its block and all blocks before it."""
     return lambda blocks: int(found[blocks - 1])
 
 
 def _weight(request: Request, gained: float, header: int) -> float:
-    """The weight of all that the request needs behind `header` blocks, generated tokens too, given the gains of its
-    cached blocks there."""
+    """The weight of a request's tokens behind `header` blocks, generated ones included. `gained`: the sum of the gains
+    of its cached blocks there."""
     block_tokens = request.trie.block_tokens
     return weight_class(1.0 + float(gained) * block_tokens / (request.chain.tokens - header * block_tokens))

@@ -1,4 +1,4 @@
-"""A daemon's parts, made from its settings: the daemon and the planner's virtual one are put together alike."""
+"""Makes a daemon's parts from its settings, for the daemon and for the planner's virtual one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_cache(
 
 
 def cache_options(settings: Settings) -> CacheOptions:
-    """What the settings say of the cache."""
+    """The cache's options from the daemon's settings."""
     return CacheOptions(
         default_ttl_s=settings.server.lease_ttl_s,
         max_ttl_s=settings.server.max_lease_ttl_s,

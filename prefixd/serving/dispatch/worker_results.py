@@ -1,4 +1,4 @@
-"""What the worker says of its requests: the results of a step, the end of a run, its own death."""
+"""Handles the worker's messages about requests: the results of a step, the end of a run; and the worker's death."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
 
 
 class WorkerResults:
-    """Hands what the worker has computed to callers and to the cache, and puts interrupted requests back.
+    """Passes generated tokens to callers and filled blocks to the cache, and puts interrupted requests back.
 
     Args:
         context: the dispatcher's.
         tracker: watches the requests that wait.
-        loader: judges what it decided once a request has its first token.
-        recorder: enters what was computed into the cache.
-        preemption: frees what preempted requests had.
-        concurrency: falls when the worker has no memory for a request.
+        loader: judges its choice once a request has its first token.
+        recorder: enters filled blocks into the cache.
+        preemption: frees the frames of preempted requests.
+        concurrency: lowered when the worker has no memory for a request.
         supply: gives running requests frames.
-        endings: ends what waits if no other worker comes.
+        endings: ends waiting requests if no other worker comes.
 
     Attributes:
         kv: the worker's memory after the last step.
@@ -83,14 +83,14 @@ class WorkerResults:
         self._requests.wake()
 
     def _charge_searches(self, step: Step) -> None:
-        """Charges beam searches, which tell of no token before their end, and learns what computing takes."""
+        """Charges beam searches, which report no token before their end; observes the time of a prefill pass."""
         running, queue = self._requests.running, self._requests.queue
         searches = [request for request in running.values() if request.sampling.beam_search is not None]
         searched = sum(request.places for request in searches)
         for search in searches:
             queue.charge(search.queued.tenant, search.places * step.passes)
         asked = step.computed_tokens - step.proposed_tokens
-        if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
+        if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill, which a cached prefix saves
             self._context.cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
 
     def _update(self, request: Request, update: Update) -> None:
@@ -104,16 +104,16 @@ class WorkerResults:
             if request.on_worker:
                 request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
         filled_tokens = update.filled_blocks * request.trie.block_tokens
-        # The last token that was sampled is in no memory yet.
+        # The KV of the last sampled token is not computed yet.
         run = request.run
         run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
         self._recorder.record_step(request, run, update.filled_blocks, update.kept)
-        self._supply.want(request)
+        self._supply.note_need(request)
 
     # -- the end of a run ---------------------------------------------------------------------------------------
 
     def on_done(self, done: Done) -> None:
-        """A request ended; nothing maps its frames any more."""
+        """A run has ended; the worker maps none of its frames any more."""
         running = self._requests.running
         request = running.pop(done.id, None)
         if request is None:
@@ -126,7 +126,7 @@ class WorkerResults:
         elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
             computed = self._preemption.release(request)
             self._put_back(request)
-            if self._context.share.running():  # else no other waits for its frames any more
+            if self._context.share.running():  # else no running request waits for its frames
                 self._preemption.make_way(request, computed)
         elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and running:
             self._concurrency.shrink(len(running), done.detail)
@@ -150,7 +150,7 @@ class WorkerResults:
         self._context.share.run_ended()
 
     def _refuse_suspects(self, request: Request) -> None:
-        """A request has tokens now that it runs without the blocks that it used before: those are refused."""
+        """A request got tokens without the cached blocks that it used before: these were damaged, and are refused."""
         if request.suspects:
             suspects, request.suspects = request.suspects, []
             for suspect in suspects:
@@ -166,7 +166,7 @@ class WorkerResults:
     # -- the end of the worker ----------------------------------------------------------------------------------
 
     def on_death(self, why: str, gave_up: bool) -> None:
-        """The worker is gone; its requests are run again by the next one, if there is one."""
+        """The worker is gone. The next worker, if there is one, runs its requests again."""
         self.kv = KvUsage()
         self._requests.ready = False
         self._requests.interrupt()
@@ -176,7 +176,7 @@ class WorkerResults:
         self._after_death(why, gave_up)
 
     def _after_death(self, why: str, gave_up: bool) -> None:
-        """Puts back or ends what a dead worker ran, and ends what waits if no other worker comes.
+        """Puts back or ends the requests of a dead worker, and ends the waiting ones if no other worker comes.
 
         Handles one slice of requests per callback; dispatch pauses until the last.
         """
@@ -203,12 +203,12 @@ class WorkerResults:
 
 
 def _may_run_uncached(request: Request) -> bool:
-    """Whether something else than what a run has computed itself may be the reason for its end."""
+    """Whether blocks that a run did not compute itself may be the reason for logits that are not finite."""
     return request.state is not RequestState.CANCELLING and (bool(request.run.suspects) or request.run.forked)
 
 
 def _last_event(request: Request, done: Done) -> Event:
-    """What the caller is told of a run that has ended and is not repeated."""
+    """The last event of a request whose run has ended and is not repeated."""
     if request.state is RequestState.CANCELLING and (
         done.reason == "no_memory" or isinstance(request.outcome, Exception)
     ):

@@ -1,7 +1,7 @@
-"""Generation: the use case behind every protocol by which prompts come.
+"""Generation: runs prompts, whichever protocol they come by.
 
-What a caller asks for is checked here and becomes `Request`s of the dispatcher, one a sequence; what the worker samples
-becomes events with text. Protocols only translate (`server/services/inference_service.py` does for gRPC).
+It checks a call and makes `Request`s of the dispatcher, one a sequence; it turns the sampled tokens into events with
+text. Protocols only translate (`server/services/inference_service.py` for gRPC).
 """
 
 from prefixd.serving.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens

@@ -1,4 +1,4 @@
-"""What a generation tells its caller: `Accepted`, then `Tokens` and `SequenceFinished`, then `Finished`."""
+"""The events of a call: `Accepted`, then `Tokens` and `SequenceFinished`, then `Finished`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Accepted:
     request_id: str
     prompt_tokens: int
     retention_refused: str = ""
-    """Why the prompt's blocks are cached without the priorities that were wished for; empty if they have them."""
+    """Why the prompt's blocks are cached without the requested retention; empty if they have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Tokens:
     """Tokens that were sampled, and text."""
 
     token_ids: list[int]
-    """Empty where only text that was held back is left to tell, at the end of a sequence."""
+    """Empty for text that was held back until the end of a sequence."""
     text: str
-    """What became complete with them; never half a character, nor a part of a stop string. Stop tokens have none."""
+    """The text that became complete with them: no half characters, no part of a stop string, none of stop tokens."""
     index: int = 0
     """The sequence's number."""
     logprobs: Sequence[TokenLogprobs] = ()
@@ -41,7 +41,7 @@ class SequenceFinished:
     reason: FinishReason
     output_tokens: int
     cumulative_logprob: float | None
-    """Sum of the logprobs of its tokens; None unless they were asked for or chose among sequences."""
+    """Sum of the logprobs of its tokens; None unless they were asked for or needed to choose among sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Finished:
     output_tokens: int
     """Of all sequences, those that were not among the best included."""
     hit_tokens: tuple[int, int, int, int]
-    """Prompt tokens that were found, by where they lay when the first sequence was queued: GPU, CPU, disk, remote."""
+    """Prompt tokens that were found, by their tier when the first sequence was queued: GPU, CPU, disk, remote."""
     queue_s: float
-    """From the call's arrival, before anything is waited for, to the hand-over of a sequence to the worker."""
+    """From the call's arrival to the first hand-over of a sequence to the worker."""
     ttft_s: float
     """From the call's arrival to the first token of a sequence; 0 without one."""
     resumed: int
@@ -64,7 +64,7 @@ class Finished:
     cumulative_logprob: float | None = None
     """Of a single sequence, as in `SequenceFinished`."""
     encoded_images: int = 0
-    """Embeddings of its images that were computed; those of the others were known."""
+    """Number of its images whose embeddings were computed; those of the others were cached."""
 
 
 GenerationEvent = Accepted | Tokens | SequenceFinished | Finished

@@ -1,4 +1,4 @@
-"""From a prompt to its answer: checked, tokenized, queued as one request a sequence, and told as events."""
+"""Runs a call: checks and tokenizes its prompt, queues one request a sequence, and yields their events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from prefixd.serving.generation.params import GenerateParams, check_params, imag
 from prefixd.serving.generation.prompt_ids import prompt_ids
 from prefixd.serving.generation.request_maker import RequestMaker
 from prefixd.serving.generation.request_rates import RequestRates
-from prefixd.serving.generation.sequence import SequenceOutput, answer, finished_event, found_by_search
+from prefixd.serving.generation.sequence import SequenceOutput, beam_events, finished_event, sampled_events
 from prefixd.serving.generation.stop_strings import StopStrings
 from prefixd.serving.models.served_model import ServedModel
 from prefixd.serving.request.request import Request
@@ -39,8 +39,8 @@ from prefixd_scheduler import QueueFullError, SharedLimit
 
 LONGEST_REQUEST_ID = 256
 MOST_MESSAGE_BYTES = 1 << 30
-"""Of the messages of all calls that wait or run, without their images. What a call has besides is in proportion to it:
-the prompt's ids twice, and in each of its sequences 16 bytes a block for keys, and 14 for what was found of it."""
+"""Limit for the messages of all calls that wait or run, without their images. A call's other memory is in proportion to
+its message: the prompt's ids twice, and for each sequence 30 bytes a block (16 of its key, 14 of the look-up)."""
 
 
 _Live: TypeAlias = tuple[Dispatcher, list[Request]]
@@ -62,10 +62,10 @@ class Generation:
 
     Args:
         cache: the cache.
-        models: by name, the one of requests that name none first; none in a sidecar.
+        models: by name, first the default model; none in a sidecar.
         draining: set when the daemon takes no new work.
         clock: seconds.
-        most_image_bytes: of the image files of all requests.
+        most_image_bytes: limit for the image files of all requests.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Generation:
         self._draining = draining
         self._clock = clock
 
-        tenants = partial(getattr, cache.tenants, "calling")  # no frame of its own: it is asked with every token
+        tenants = partial(getattr, cache.tenants, "calling")  # called for every token: faster than a lambda
         self._images = SharedBytes(most_image_bytes, "images", "worker.images_bytes", tenants)
         self._messages = SharedBytes(MOST_MESSAGE_BYTES, "prompt and parameters", "the daemon", tenants)
         self._unread = SharedLimit(MOST_UNREAD_OF_ALL, tenants)
@@ -92,8 +92,8 @@ class Generation:
     async def run(self, params: GenerateParams) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a prompt: `Accepted`, then `Tokens` as they are sampled, then `Finished`. Closing it ends the request.
 
-        Of several sequences the `Tokens` come as they are sampled, mixed, and `SequenceFinished` after each one's last.
-        Of those computed for `best_of`, the best come when all have ended, one after the other, number 0 the best one.
+        `Tokens` of several sequences come mixed, as they are sampled, and `SequenceFinished` after each one's last.
+        With `best_of`, the best sequences come when all have ended, one after the other; number 0 is the best one.
         When one sequence fails, the call fails, and the others are ended.
 
         Raises:
@@ -145,7 +145,7 @@ class Generation:
             granted.callback(images.leave)
             params = replace(params, images=())  # they are decoded
         await self._maker.make_namespace_room(model, tenant, params.salt)
-        self._check_not_draining()  # loading the model, tokenizing the text and decoding images may have taken a while
+        self._check_not_draining()  # again, since loading, tokenizing and decoding may have taken long
         model = await chosen.model()
         self._check_name(tenant, params.request_id)
         sampling = params.sampling
@@ -162,7 +162,7 @@ class Generation:
                 request,
                 model.codec.stream() if model.codec is not None else None,
                 stops,
-                tell_logprobs=sampling.logprobs is not None,
+                show_logprobs=sampling.logprobs is not None,
             )
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]
@@ -178,8 +178,10 @@ class Generation:
         going = dict(enumerate(sequences))
         try:
             yield Accepted(name, requests[0].prompt_tokens, refused)
-            told = found_by_search(going, inbox) if searched else answer(dispatcher, going, inbox, params.answers)
-            async with aclosing(told) as events:
+            several = (
+                beam_events(going, inbox) if searched else sampled_events(dispatcher, going, inbox, params.answers)
+            )
+            async with aclosing(several) as events:
                 async for event in events:
                     yield event
             yield finished_event(sequences, self._clock())
@@ -190,12 +192,12 @@ class Generation:
                 del self._live[name]
             _cancel(dispatcher, [sequence.request for sequence in going.values()])
             inbox.close()
-            requests.clear()  # the inbox refers to them and they to it: what they use would stay until it is collected
+            requests.clear()  # breaks the cycle of inbox and requests, so that their memory is freed at once
 
     async def _grant_retention(self, requests: Sequence[Request], retention: Sequence[Retention]) -> RetentionGrant:
-        """Grants the retention that the caller requests for the blocks of the requests' prompt, which is one."""
+        """Grants the requested retention for the blocks of the requests' common prompt."""
         first = requests[0]
-        groups = 0  # of a read-only request nothing is stored
+        groups = 0  # a read-only request stores nothing
         if not first.read_only:
             groups = int(np.bitwise_or.reduce(first.trie.part_mask[: len(first.kv.block_widths)]))
         blocks = first.prompt_tokens // first.trie.block_tokens
@@ -207,7 +209,7 @@ class Generation:
     def cancel(self, request_id: str, tenant: Tenant | None = None) -> bool:
         """Ends all sequences of a tenant's request, or without a tenant of every tenant's request with that id.
 
-        False when there is none that waits or runs. Raises as `run`.
+        Returns False if none waits or runs. Raises as `run`.
         """
         self._choose()
         if not request_id:
@@ -255,7 +257,7 @@ class Generation:
 
 
 def _submit(dispatcher: Dispatcher, requests: list[Request], tenant: Tenant) -> None:
-    """Queues all or, with ExhaustedError, none."""
+    """Queues all requests, or none. Raises ExhaustedError if the queue has no room for all."""
     for index, request in enumerate(requests):
         try:
             dispatcher.submit(request)

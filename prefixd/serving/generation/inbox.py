@@ -1,7 +1,7 @@
-"""The events of a call's sequences that its caller has not read yet, and how many there may be.
+"""A bounded queue of the events that a caller has not read yet.
 
-The dispatcher never waits for a caller, because its other requests would wait, too. So when a caller does not read
-while its sequences run on, the call is ended.
+The dispatcher never waits for a caller, because other requests would wait, too. So a call whose caller does not read
+while its sequences run on is ended.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from prefixd.base.tenancy.tenants import Tenant
 from prefixd.serving.request.request_events import Event, EventSink, NewTokens
 from prefixd_scheduler import SharedLimit
 
-MOST_UNREAD = 1 << 16  # tokens and logprobs; some 17 MiB, behind what gRPC has sent ahead (about 4 MiB)
-MOST_UNREAD_OF_ALL = 1 << 23  # of all calls together, those that wait for the end of a `best_of` among them
+MOST_UNREAD = 1 << 16  # tokens and logprobs of a call; some 17 MiB, besides the 4 MiB that gRPC has sent ahead
+MOST_UNREAD_OF_ALL = 1 << 23  # of all calls together, including those kept for the end of a `best_of`
 
 
 class Inbox:
     """A queue of events with the numbers of their sequences; bounded by the tokens and logprobs in it.
 
     Args:
-        token_values: what a token counts: 1, and 1 for each logprob that comes with it, its own included.
+        token_values: how much a token counts: 1, and 1 for each logprob that comes with it, its own included.
         on_full: called once, from the event loop, when the caller is too far behind; has to end the sequences.
-        tenant: whose call it is.
-        of_all: counts what is in the inboxes of all tenants, by their names.
-        keeps: what is taken is kept in memory, and counts in `of_all` to the end.
+        tenant: the caller's.
+        of_all: counts the unread values of all tenants, by their names.
+        keeps: events are kept in memory after `get`, so they count in `of_all` to the end.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class Inbox:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._unread = 0
         self._counted = 0  # in `of_all`
-        self._over = False
+        self._closed = False
         self._failure: ExhaustedError | None = None
 
     def sink(self, index: int) -> EventSink:
-        """Where the sequence with this number puts its events."""
+        """The sink for the events of the sequence with this number."""
         return _Sink(index, self)
 
     def put(self, index: int, event: Event) -> None:
-        """Adds an event at the end. Above the bound all that is unread goes, and nothing is taken any more."""
-        if self._over:
+        """Adds an event at the end. Above the bound all unread events are dropped and the inbox is closed."""
+        if self._closed:
             return
         values, of_all, name = self._values(event), self._of_all, self._tenant.name
         self._unread += values
-        self._events.put_nowait((index, event))  # wakes the caller, whatever it is told
+        self._events.put_nowait((index, event))  # wakes the caller, also to be told of the failure
         if self._unread > MOST_UNREAD:
             self._failure = ExhaustedError(
                 f"{self._unread} tokens and logprobs wait to be read, {MOST_UNREAD} may: the caller reads too slowly; "
@@ -83,7 +83,7 @@ class Inbox:
         """Takes the next event. Raises ExhaustedError when there were too many."""
         if self._failure is None:
             index, event = await self._events.get()
-        if self._failure is not None:  # or by now
+        if self._failure is not None:  # also one that came while it waited
             raise self._failure
         values = self._values(event)
         self._unread -= values
@@ -92,8 +92,8 @@ class Inbox:
         return index, event
 
     def close(self) -> None:
-        """Nothing is taken any more, and nothing counts."""
-        self._over = True
+        """Ignores further events; those that are unread count no more."""
+        self._closed = True
         self._count(-self._counted)
 
     def _count(self, values: int) -> None:
@@ -105,7 +105,7 @@ class Inbox:
 
 
 class _Sink:
-    """The end of an inbox that one sequence has."""
+    """One sequence's sink into an inbox."""
 
     def __init__(self, index: int, inbox: Inbox) -> None:
         self._index = index

@@ -1,4 +1,4 @@
-"""What a caller may ask for, and the bounds of it."""
+"""The parameters of a call, and their bounds."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from prefixd.cache.placement.retention import Retention
 from prefixd.serving.models.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
-MOST_IMAGES = 4096  # whatever worker.images_per_prompt is: their lengths are added up on the event loop
+MOST_IMAGES = 4096  # also if worker.images_per_prompt is higher: their lengths are added up on the event loop
 MOST_SEQUENCES = 32
 MOST_KEPT = 1 << 20  # tokens and logprobs that wait in memory for the end of a best_of
 _MASK_64 = (1 << 64) - 1
-_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, SplitMix64's step: no small seed meets another's
+_SEED_STEP = 0x9E3779B97F4A7C15  # SplitMix64's step, 2^64 / golden ratio: sequences of small seeds do not collide
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateParams:
-    """What a caller asks for, not checked yet. Where 0 is no value of a parameter, it means the default."""
+    """The parameters of a call, not checked yet. Where 0 is no valid value, it means the default."""
 
     prompt: str | bytes
     """Text, or token ids as little-endian uint32, 4 bytes each."""
@@ -33,7 +33,7 @@ class GenerateParams:
     request_id: str = ""
     """The caller's name for the request; empty: one is chosen."""
     sampling: Sampling = Sampling()
-    """Of each sequence."""
+    """For each sequence."""
     n: int = 0
     """Sequences to answer with; 0: one."""
     best_of: int = 0
@@ -41,21 +41,21 @@ class GenerateParams:
     priority: int = 0
     """Lower goes first."""
     deadline_s: float | None = None
-    """Seconds from the arrival until the first token is due; None: never."""
+    """Seconds from the arrival until the first token is due; None: no deadline."""
     salt: bytes = b""
     """Prompts of different salts never share a cached block."""
     model: str = ""
     """Name of the model; empty: the first."""
     tenant: Tenant | None = None
-    """Whose request it is; None: the default tenant's. Prompts of two tenants never share a cached block."""
+    """The caller's tenant; None: the default one. Prompts of two tenants never share a cached block."""
     read_only: bool = False
     """Use what is cached, and leave nothing in the cache."""
     message_bytes: int = 0
-    """How large the message is by which it came."""
+    """Size of the call's message."""
     waited_s: float = 0.0
     """Seconds since the call came, in which its message was received."""
     retention: Sequence[Retention] = ()
-    """Wishes for the prompt's blocks; checked."""
+    """Requested for the prompt's blocks; checked."""
 
     @property
     def answers(self) -> int:
@@ -70,7 +70,7 @@ class GenerateParams:
         return self.best_of or self.answers
 
     def sequence_sampling(self, index: int, seed: int, room: int) -> Sampling:
-        """How the worker chooses the tokens of the sequence with this number.
+        """The sampling parameters of the sequence with this number.
 
         seed: the request's.  room: tokens that the model's context leaves for the output.
         """
@@ -85,7 +85,7 @@ class GenerateParams:
             )
         logprobs = asked.logprobs
         if logprobs is None and self.sequences > self.answers:
-            logprobs = 0  # their sum decides
+            logprobs = 0  # their sum decides which sequences are the best
         return replace(
             asked,
             max_tokens=min(asked.max_tokens or DEFAULT_MAX_TOKENS, room),
@@ -105,16 +105,16 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 def image_bytes(params: GenerateParams) -> int:
-    """Bytes of the images' files. Raises InvalidArgumentError for more images than their lengths are added up of."""
+    """Bytes of the images' files. Raises InvalidArgumentError for more than `MOST_IMAGES` images."""
     if len(params.images) > MOST_IMAGES:
         raise InvalidArgumentError(f"the request has {len(params.images)} images; send at most {MOST_IMAGES}")
     return sum(map(len, params.images))
 
 
 def check_params(params: GenerateParams, model: ServedModel) -> None:
-    """Refuse what is out of its range, for every model or for this one, in a time that does not grow with it.
+    """Checks the parameters, for any model and for this one. The time is bounded for values of any size.
 
-    Raises InvalidArgumentError, and UnsupportedError for what the model has not.
+    Raises InvalidArgumentError, and UnsupportedError for features that the model does not have.
     """
     if params.deadline_s is not None and not 0 < params.deadline_s < math.inf:
         raise InvalidArgumentError(

@@ -15,8 +15,8 @@ async def prompt_ids(prompt: str | bytes, model: ServedModel, tenant: Tenant) ->
 
     Args:
         prompt: text, or little-endian uint32 ids.
-        model: what runs it.
-        tenant: whose prompt it is.
+        model: runs the prompt.
+        tenant: the caller's.
 
     Raises:
         InvalidArgumentError: the prompt is empty, too long or has ids outside of the vocabulary.
@@ -33,7 +33,7 @@ async def prompt_ids(prompt: str | bytes, model: ServedModel, tenant: Tenant) ->
         raise InvalidArgumentError(f"token_ids has {len(prompt)} bytes, not a multiple of 4; send little-endian uint32")
     ids = np.frombuffer(prompt, "<u4").astype(np.uint32, copy=False)
     _check_length(len(ids), limit)
-    images = model.hello.images  # whose placeholder may lie behind the vocabulary (Llama 3.2 Vision)
+    images = model.hello.images  # their placeholder may lie behind the vocabulary (Llama 3.2 Vision)
     worst = int(ids.max() if images is None else ids.max(initial=0, where=ids != images.placeholder_id))
     if worst >= model.hello.vocab_size:
         raise InvalidArgumentError(

@@ -37,7 +37,7 @@ class RequestMaker:
         self._ids = itertools.count(1)
 
     async def make_namespace_room(self, model: ServedModel, tenant: Tenant, salt: bytes) -> None:
-        """Has namespaces forgotten that were not used for long, where this request's are new and do not fit."""
+        """Makes room for the namespaces of a request, if they are new: forgets the ones unused for longest."""
         specs = model.specs(tenant, salt)
         new = sum(spec.nbytes for spec in specs if self._cache.namespaces.find(spec) is None)
         if new:
@@ -53,9 +53,9 @@ class RequestMaker:
         model: ServedModel,
         inbox: Inbox,
     ) -> list[Request]:
-        """One for each sequence; they put their events into the inbox, with their numbers."""
+        """The requests of a call, one for each sequence; they put their events into the inbox."""
         prompt_tokens = len(ids) if images is None else images.tokens
-        # Chosen here, so that a run that is taken up again samples the same tokens.
+        # The seed is chosen here, so that a repeated run samples the same tokens.
         asked = params.sampling
         seed = asked.seed if asked.seed is not None else secrets.randbits(63)
         room = model.hello.max_model_tokens - prompt_tokens
@@ -69,7 +69,7 @@ class RequestMaker:
         longest = prompt_tokens + samplings[0].max_tokens
         of_images = 0
         if images is not None:
-            of_images = model.image_frames * len({image.digest for image in images.images})
+            of_images = model.kv.image_frames * len({image.digest for image in images.images})
         with_images = f", {of_images * frame_bytes} of them for its images" if of_images else ""
         if searched := samplings[0].beams:
             blocks = blocks_needed(prompt_tokens, samplings[0].max_tokens, searched, block_tokens)
@@ -122,8 +122,8 @@ class RequestMaker:
     def _register(
         self, model: ServedModel, tenant: Tenant, salt: bytes, images: PromptLayout | None, prompt_tokens: int
     ) -> tuple[Namespace, ImageKv | None, bool]:
-        """The namespaces of a prompt and of its images, and whether the cache is used: a request for whose salt there
-        is no room runs without."""
+        """The namespaces of a prompt and of its images, and whether the cache is used: a request whose new namespace
+        has no room runs without the cache."""
         cache = self._cache
         try:
             return *model.register(cache.register, cache, images, tenant, salt), True

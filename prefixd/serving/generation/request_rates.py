@@ -1,4 +1,4 @@
-"""How many requests a second a tenant may send."""
+"""Limits how many requests a second a tenant sends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from prefixd.base.tenancy.tenants import Tenant
 
 
 class RequestRates:
-    """A bucket of tokens a tenant: a request takes one, and `Quota.requests_per_s` come back each second, up to as many
-    as in one second, or one.
+    """A token bucket for each tenant: a request takes one token, and `Quota.requests_per_s` come back each second. A
+    bucket holds the tokens of one second, at least one.
 
     Args:
         clock: seconds.

@@ -1,4 +1,4 @@
-"""The sequences that a request asks for: their tokens become text, until something ends them; the events of a call."""
+"""Turns the tokens of a call's sequences into text, ends them at stop strings, and makes the events of the call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from prefixd.serving.request.request_events import Ended, FinishReason, NewToken
 from prefixd.serving.text.tokenization import TextStream
 from prefixd.worker_protocol.protocol import BeamResult, TokenLogprobs
 
-_TOLD_TOGETHER = 256  # tokens, decoded in about 2 ms
+_DECODED_TOGETHER = 256  # tokens, decoded in about 2 ms
 
 
 class SequenceOutput:
-    """A sequence's output as its caller is to see it.
+    """A sequence's output, as its caller sees it.
 
     Args:
         index: its number.
-        request: what the dispatcher runs.
+        request: the dispatcher's request.
         text: decodes its tokens; None without a tokenizer.
         stops: strings that end it; only with `text`.
-        tell_logprobs: the caller is to see them.
+        show_logprobs: whether the caller gets logprobs.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class SequenceOutput:
         text: TextStream | None,
         stops: StopStrings | None,
         *,
-        tell_logprobs: bool,
+        show_logprobs: bool,
     ) -> None:
         self.index = index
         self.request = request
         self.output_tokens = 0
         self.ended = False
-        """Nothing follows, whatever else the worker says of it."""
+        """Whether it has ended; further tokens from the worker are ignored."""
         self.reason: FinishReason = "cancelled"
         """Why it ended."""
         self._text = text
         self._search = StopSearch(stops) if stops is not None else None
-        self._tell_logprobs = tell_logprobs
+        self._show_logprobs = show_logprobs
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._sum = 0.0
         self._score: float | None = None
@@ -56,14 +56,14 @@ class SequenceOutput:
         """Sum of its tokens' logprobs, or the score of a beam; None if the worker was not asked for them."""
         return self._score if self.request.sampling.logprobs is None else self._sum
 
-    def found(self, beam: BeamResult) -> Iterator[Tokens]:
-        """What the caller is told of a sequence that a beam search has found; then it has ended.
+    def accept_beam(self, beam: BeamResult) -> Iterator[Tokens]:
+        """The events for a sequence that a beam search has found, which ends with them.
 
-        It comes in pieces, so that a long one does not hold the event loop until all of it is decoded.
+        They come in pieces, so that decoding a long sequence does not hold the event loop.
         """
         self._score = beam.score
-        for first in range(0, len(beam.tokens), _TOLD_TOGETHER):
-            tokens = self.accept(NewTokens(beam.tokens[first : first + _TOLD_TOGETHER]))
+        for first in range(0, len(beam.tokens), _DECODED_TOGETHER):
+            tokens = self.accept(NewTokens(beam.tokens[first : first + _DECODED_TOGETHER]))
             if tokens is not None:
                 yield tokens
         rest = self.accept(Ended(beam.reason))
@@ -71,23 +71,23 @@ class SequenceOutput:
             yield rest
 
     def accept(self, event: NewTokens | Ended) -> Tokens | None:
-        """What the caller is told of an event, if anything. It has ended with a stop string, or with `Ended`."""
+        """The event for the caller, if any. The sequence ends with a stop string, or with `Ended`."""
         if isinstance(event, Ended):
-            text = self._rest()
+            text = self._flush_text()
             self._end("stop" if self._stopped else event.reason)
             return Tokens([], text, self.index) if text else None
         if self._search is None:
-            return self._told(event.token_ids, self._decode(event.token_ids), event.logprobs)
+            return self._make_tokens(event.token_ids, self._decode(event.token_ids), event.logprobs)
         text = ""
         for count, token in enumerate(event.token_ids, 1):
             text += self._search.feed(self._decode([token]))
             if self._stopped:
                 self._end("stop")
-                return self._told(event.token_ids[:count], text, event.logprobs[:count])
-        return self._told(event.token_ids, text, event.logprobs)
+                return self._make_tokens(event.token_ids[:count], text, event.logprobs[:count])
+        return self._make_tokens(event.token_ids, text, event.logprobs)
 
     def finished(self, index: int) -> SequenceFinished:
-        """Its last event, under the number that its caller knows it by."""
+        """Its last event. `index`: its number for the caller."""
         return SequenceFinished(index, self.reason, self.output_tokens, self.cumulative_logprob)
 
     @property
@@ -97,17 +97,17 @@ class SequenceOutput:
     def _end(self, reason: FinishReason) -> None:
         self.ended, self.reason = True, reason
 
-    def _told(self, token_ids: list[int], text: str, logprobs: Sequence[TokenLogprobs]) -> Tokens:
+    def _make_tokens(self, token_ids: list[int], text: str, logprobs: Sequence[TokenLogprobs]) -> Tokens:
         self.output_tokens += len(token_ids)
         self._sum += sum(each.chosen for each in logprobs)
-        return Tokens(token_ids, text, self.index, logprobs if self._tell_logprobs else ())
+        return Tokens(token_ids, text, self.index, logprobs if self._show_logprobs else ())
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if self._text is None:
             return ""
         return self._text.feed([token for token in token_ids if token not in self._silent])
 
-    def _rest(self) -> str:
+    def _flush_text(self) -> str:
         """The text that was held back: half a character, or the beginning of a stop string."""
         text = self._text.end() if self._text is not None else ""
         if self._search is None:
@@ -116,12 +116,12 @@ class SequenceOutput:
         return text if self._search.found else text + self._search.end()
 
 
-async def answer(
+async def sampled_events(
     dispatcher: Dispatcher, going: dict[int, SequenceOutput], inbox: Inbox, answers: int
 ) -> AsyncGenerator[Tokens | SequenceFinished, None]:
-    """The events of the sequences `going`, each of which is taken out of it when it ends.
+    """The events of the sequences `going`. Each is taken out of `going` when it ends.
 
-    answers: how many are wanted; if there are more, nothing is told before the best are known.
+    answers: number of sequences to answer with; if there are more, no event comes before the best are known.
     """
     several, streamed = len(going) > 1, len(going) == answers
     ended: list[SequenceOutput] = []
@@ -130,7 +130,7 @@ async def answer(
         index, event = await inbox.get()
         sequence = going.get(index)
         if sequence is None:
-            continue  # a stop string ended it, and the worker comes to know
+            continue  # a stop string ended it, and the worker has not heard of it yet
         if isinstance(event, Exception):
             del going[index]
             raise event
@@ -155,33 +155,33 @@ async def answer(
         yield sequence.finished(place)
 
 
-async def found_by_search(
+async def beam_events(
     going: dict[int, SequenceOutput], inbox: Inbox
 ) -> AsyncGenerator[Tokens | SequenceFinished, None]:
-    """The events of the sequences `going` that a beam search finds, all at its end, the best sequence first."""
+    """The events of the sequences `going`, which a beam search finds: all at its end, the best sequence first."""
     _, event = await inbox.get()
     if isinstance(event, Exception):
         going.clear()
         raise event
     sequences = list(going.values())
     going.clear()
-    assert isinstance(event, Ended), "a search tells nothing before its end"
+    assert isinstance(event, Ended), "a search has no event before its end"
     for sequence, beam in zip(sequences, event.beams, strict=False):
-        for tokens in sequence.found(beam):
+        for tokens in sequence.accept_beam(beam):
             yield tokens
         if len(sequences) > 1:
             yield sequence.finished(sequence.index)
 
 
 def finished_event(sequences: Sequence[SequenceOutput], now_s: float) -> Finished:
-    """The last event of a call, of its sequences, all of which have ended."""
+    """The last event of a call. All its sequences have ended."""
     requests = list(dict.fromkeys(sequence.request for sequence in sequences))  # a search's sequences share one
     gpu, cpu, disk, remote = requests[0].hit_tokens or (0, 0, 0, 0)
     arrival_s = requests[0].queued.arrival_s
     handed_over = [request.handed_over_s for request in requests if request.handed_over_s is not None]
     first_tokens = [request.first_token_s for request in requests if request.first_token_s is not None]
     return Finished(
-        reason=_strongest([sequence.reason for sequence in sequences]),
+        reason=_overall_reason([sequence.reason for sequence in sequences]),
         prompt_tokens=requests[0].prompt_tokens,
         output_tokens=sum(sequence.output_tokens for sequence in sequences),
         hit_tokens=(gpu, cpu, disk, remote),
@@ -193,8 +193,8 @@ def finished_event(sequences: Sequence[SequenceOutput], now_s: float) -> Finishe
     )
 
 
-def _strongest(reasons: list[FinishReason]) -> FinishReason:
-    """The reason that says most about sequences that have all ended."""
+def _overall_reason(reasons: list[FinishReason]) -> FinishReason:
+    """The reason of a call, from those of its sequences (`Finished.reason`)."""
     if "cancelled" in reasons:
         return "cancelled"
     return "length" if "length" in reasons else "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import socket
 import sys
@@ -36,9 +37,9 @@ from prefixd.serving.images.pixel_store import PixelPlace, PixelStore
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Images that are decoded at a time, each of another tenant: one that takes all its time stops no other."""
+"""Images that are decoded at a time, each of another tenant, so that one that takes its full time blocks no other."""
 _WAIT_TIMES = 6
-"""How many times the processor time of an image may pass until it is given up, on a machine that does much else."""
+"""An image is given up after this many times its processor time: a busy machine is slower."""
 _LINE_BYTES = 1 << 20
 _STOP_S = 5.0
 _MODULE = "prefixd.images.decode_process"
@@ -50,9 +51,9 @@ class DecodedImage:
     """An image that the worker can take.
 
     Attributes:
-        tokens: its placeholders in the prompt.
-        pixels: it, in `place`, whose user is the one who asked for it.
-        nbytes: of its pixels.
+        tokens: number of its placeholders in the prompt.
+        pixels: the image.
+        place: where its pixels lie; the caller of `decode` is its user.
     """
 
     tokens: int
@@ -62,10 +63,7 @@ class DecodedImage:
     @property
     def nbytes(self) -> int:
         """Bytes of its pixels."""
-        total = 1
-        for length in self.pixels.shape:
-            total *= length
-        return total
+        return math.prod(self.pixels.shape)
 
 
 class ImageDecoder:
@@ -75,7 +73,7 @@ class ImageDecoder:
         directory: the model's.
         limits: what an image may have.
         store: where files and pixels lie.
-        threads: for what must not be done on the event loop.
+        threads: write files into the memory.
     """
 
     def __init__(self, directory: Path, limits: ImageLimits, store: PixelStore, threads: ThreadPoolExecutor) -> None:
@@ -121,7 +119,7 @@ class ImageDecoder:
                 written = asyncio.get_running_loop().run_in_executor(self._threads, place.write, data)
                 await asyncio.shield(written)
             except asyncio.CancelledError:
-                if written is not None and written.cancelled():  # by the end of the threads, and not by the caller
+                if written is not None and written.cancelled():  # the threads were shut down; not by the caller
                     raise UnavailableError("the daemon is ending; send the request again when it is back") from None
                 raise
             except ConfigError as error:
@@ -136,7 +134,7 @@ class ImageDecoder:
             submitted = True
         finally:
             if written is not None and not written.done():
-                written.add_done_callback(free)  # the thread still writes there: what is freed now, it would fill again
+                written.add_done_callback(free)  # the thread still writes there, and would fill freed memory again
             elif not submitted:
                 free()
         return await self._answer(process, job, place, answered)
@@ -144,7 +142,7 @@ class ImageDecoder:
     async def _answer(
         self, process: _DecodeProcess, job: Job, place: PixelPlace, answered: asyncio.Future[Answer]
     ) -> DecodedImage:
-        """Waits for a job's answer. Its memory and its turn are free when its process has ended, however that is."""
+        """Waits for a job's answer. Its memory and its turn are freed when its process has ended, for any reason."""
         wanted = True
 
         def ended(_: asyncio.Future[Answer]) -> None:
@@ -185,7 +183,7 @@ class ImageDecoder:
         )
 
     async def _started(self) -> _DecodeProcess:
-        """The process that runs, or a new one."""
+        """The running process, or a new one."""
         async with self._starting:
             if self._closed:
                 raise UnavailableError("the daemon is ending; send the request again when it is back")
@@ -194,19 +192,19 @@ class ImageDecoder:
             return self._process
 
     def _keep(self, process: _DecodeProcess) -> None:
-        """A process that has been started: it can be ended from now on."""
+        """Remembers a process that has been started, so that `close` can end it."""
         self._process = process
         if self._closed:
             process.kill()
 
     def close(self) -> None:
-        """Kills what runs, at once."""
+        """Kills the process at once."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
 
     async def stop(self) -> None:
-        """After `close`, waits for the end."""
+        """After `close`, waits for the process's end."""
         if self._process is not None:
             await self._process.wait()
 
@@ -230,8 +228,8 @@ class _DecodeProcess:
         """Whether it takes no more jobs."""
         return self._killed
 
-    async def described(self) -> Described:
-        """What it says of the image processor; afterwards it takes jobs. Raises ConnectionError: it has ended."""
+    async def read_description(self) -> Described:
+        """Reads its first message; afterwards it takes jobs. Raises ConnectionError if it has ended."""
         if not (line := await self._reader.readline()):
             raise ConnectionError(f"transformers ended with status {await self._process.wait()}, see the lines above")
         described = from_decoder(line)
@@ -242,9 +240,9 @@ class _DecodeProcess:
         return described
 
     def submit(self, job: Job) -> asyncio.Future[Answer]:
-        """Hands over a job; its answer comes in any case."""
+        """Hands over a job; the future gets an answer in any case."""
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        if self.ended:  # what works on other jobs may still run, until `_listen` has seen its end
+        if self.ended:  # other jobs may still run until `_listen` has seen its end
             answered.set_result(Killed(job.id, False, self._process.returncode or 0))
         else:
             self._jobs[job.id] = answered
@@ -252,12 +250,12 @@ class _DecodeProcess:
         return answered
 
     def drop(self, job: int) -> None:
-        """Kills what works on a job."""
+        """Kills the child process of a job."""
         if not self._killed:
             self._writer.write(encode(Drop(job)) + b"\n")
 
     def kill(self) -> None:
-        """Ends it, and with it what it has started."""
+        """Ends it, and with it its child processes."""
         self._killed = True
         with suppress(ProcessLookupError):
             self._process.kill()
@@ -285,18 +283,15 @@ class _DecodeProcess:
             except TimeoutError:
                 self.kill()
                 await self._process.wait()
-            self._give_up()
-
-    def _give_up(self) -> None:
-        for number, answered in self._jobs.items():
-            answered.set_result(Killed(number, False, self._process.returncode or 0))
-        self._jobs.clear()
+            for number, answered in self._jobs.items():
+                answered.set_result(Killed(number, False, self._process.returncode or 0))
+            self._jobs.clear()
 
 
 async def _start(
     directory: Path, limits: ImageLimits, memory: int, started: Callable[[_DecodeProcess], None]
 ) -> _DecodeProcess:
-    """A process that takes jobs. `started` is called with it before it does. Raises ConfigError."""
+    """A process that takes jobs. `started` is called with it as soon as it runs. Raises ConfigError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -329,7 +324,7 @@ async def _start(
     made = _DecodeProcess(process, reader, writer)
     started(made)
     try:
-        described = await made.described()
+        described = await made.read_description()
         why = described.error[:300]
     except ConnectionError as error:
         described, why = None, str(error)

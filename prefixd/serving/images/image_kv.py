@@ -1,15 +1,15 @@
 """The keys and values that layers with cross-attention have of images: a namespace of images in the tiers.
 
-They depend on the image alone, so an image is a prompt of its own there, of as many blocks as it takes frames (of one
-block with block tables, whose frames lie side by side). Its ids
-are drawn from its digest, and all prompts of a tenant share it, whatever stands before it in them:
+They depend on the image alone, so an image is a prompt of its own in that namespace, with as many blocks as it takes
+frames (one block with block tables, whose frames lie side by side). Its ids are drawn from its digest. All prompts of a
+tenant share it, whatever their text before it:
 
 ```
 namespace of the model     [ 5 6 7 8 ][ 9 I 3 4 ][ I 1 2 3 ]     I: an image's placeholder, one token
 namespace of its images    [ image's frame 0 ][ 1 ] ... [ F-1 ]   needed whole: CrossAttention with F blocks
 ```
 
-A prefix of the prompt is usable whether its images are there or not: the worker embeds what is missing.
+A prefix of the prompt is usable even without its images: the worker embeds the missing ones.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class ImageKv:
 
     Attributes:
         namespace: of images.
-        trie: it is in.
-        blocks: of an image.
+        trie: the namespace's trie.
+        blocks: number of blocks of an image.
         width: frames of a block.
-        digests: of the images, in the prompt's order; one may stand there several times.
-        chains: of each of them, by digest.
+        digests: of the images, in the prompt's order; one may occur several times.
+        chains: of the images, by digest.
     """
 
     namespace: Namespace
@@ -68,7 +68,7 @@ class ImageKv:
 
     @classmethod
     def of(cls, cache: TieredCache, namespace: Namespace, images: Sequence[PromptImage], frame_bytes: int) -> ImageKv:
-        """Of a prompt's images."""
+        """From a prompt's images."""
         blocks, digests = blocks_of(namespace.spec), [image.digest for image in images]
         width = namespace.spec.parts[0].nbytes // frame_bytes
         ids = np.arange(blocks * LEAST_BLOCK_TOKENS)
@@ -82,11 +82,11 @@ class ImageKv:
 
     @property
     def frames(self) -> int:
-        """Frames of all of them: an image that stands in the prompt several times takes its frames once."""
+        """Frames of all images; one that occurs several times in the prompt counts once."""
         return len(self.chains) * self.size
 
     def find(self, digest: bytes) -> Rows:
-        """The blocks of an image of which all bytes are in some tier; else none."""
+        """The blocks of an image if all its bytes are in some tier; else none."""
         return self.trie.usable(path_now(self.trie, self.namespace, self.chains[digest], self.blocks))
 
 
@@ -99,18 +99,18 @@ def blocks_of(spec: NamespaceSpec) -> int:
 
 @dataclass(slots=True)
 class ImageHolds:
-    """What a request has of the GPU tier for its images, a part of its footprint.
+    """A request's images in the GPU tier, a part of its footprint.
 
-    Held are the images that were found when the request was staged, and those that its run has filled. The others lie
-    in frames of its own while it runs.
+    It holds the images that were found when the request was staged, and those that its run has filled. The others lie
+    in frames of the request's own while it runs.
 
     Args:
         cache: where the images are.
         budget: counts the frames of held images, of all requests.
-        owner: whose they are, for people.
-        kv: which images.
-        finding: False finds nothing.
-        keeping: False keeps nothing.
+        owner: the request, for logs.
+        kv: the images.
+        finding: False finds nothing in the cache.
+        keeping: False keeps nothing there.
     """
 
     cache: TieredCache
@@ -135,7 +135,7 @@ class ImageHolds:
 
     @property
     def first_rows(self) -> list[int]:
-        """The first block of each of these."""
+        """The first block of each held image."""
         return [int(hold.rows[0]) for hold in self._held.values()]
 
     @property
@@ -145,18 +145,18 @@ class ImageHolds:
 
     @property
     def grew(self) -> bool:
-        """Whether an image that it does not hold is there by now."""
+        """Whether an image that it does not hold has been cached meanwhile."""
         missing = self.kv.chains.keys() - self._held.keys()
         return self.finding and any(len(self.kv.find(digest)) for digest in missing)
 
     @property
     def complete(self) -> bool:
-        """Whether all that it holds is in the GPU tier."""
+        """Whether all held images are in the GPU tier."""
         return not self.kv.trie.lacking(self.held, self.cache.tiers.compute.level).any()
 
     @property
     def found(self) -> int:
-        """How many images of the prompt it holds, each as often as it stands there."""
+        """How many images of the prompt it holds, each as often as it occurs there."""
         return sum(digest in self._held for digest in self.kv.digests)
 
     @property
@@ -171,7 +171,7 @@ class ImageHolds:
         return int(self.kv.trie.group_bytes[lacking].sum())
 
     def touch(self) -> None:
-        """The images that it holds are used."""
+        """Counts a use of the held images."""
         self.cache.placement.touch(self.kv.trie, self.held)
 
     @property
@@ -181,7 +181,7 @@ class ImageHolds:
         return tiers
 
     def release_missing(self) -> None:
-        """Lets go of the images that did not come to the GPU tier whole: the worker computes them."""
+        """Ends the holds of images that are not wholly in the GPU tier: the worker computes them."""
         level = self.cache.tiers.compute.level
         for digest, hold in list(self._held.items()):
             if self.kv.trie.lacking(hold.rows, level).any():
@@ -189,14 +189,16 @@ class ImageHolds:
                 self._end(hold)
 
     def yield_frames(self) -> None:
-        """The request can give its frames up from now on."""
+        """From now on the request can be made to give its frames up, so they do not count in the budget."""
         for hold in self._held.values():
             self.budget.remove(hold.rows)
         self._counted = False
 
     def claim_frames(self, own: list[int]) -> list[ImageFrames]:
-        """The request keeps its frames from now on, and gets these, in flight, for itself. `own` are for the images
-        that it does not hold. Returns where all of them are, in the prompt's order."""
+        """From now on the request keeps its frames, and gets `own` frames for the images that it does not hold.
+
+        Returns the frames of all images, in the prompt's order.
+        """
         kv, level = self.kv, self.cache.tiers.compute.level
         for hold in self._held.values():
             self.budget.add(kv.trie, hold.rows)
@@ -214,20 +216,20 @@ class ImageHolds:
         return frames
 
     def filled(self) -> list[int]:
-        """The worker has filled the frames of all images: enters into the trie what it lacks. Returns the frames that
-        are the trie's now."""
+        """The worker has filled the frames of all images: enters those that the trie lacks. Returns the frames that
+        belong to the trie now."""
         given: list[int] = []
         own, self._own = self._own, {}
         for digest, frames in own.items() if self.keeping else ():
             kv = self.kv
             rows, taken = self.cache.record(kv.namespace, kv.namespace.root, kv.chains[digest], 0, frames)
             given += compress(frames, taken.tolist())
-            if taken.any():  # what another request has entered first, this one has in frames of its own
+            if taken.any():  # else another request has entered it first, and this one uses its own frames
                 self._hold(digest, rows[taken])
         return given
 
     def end(self) -> None:
-        """Lets go of all."""
+        """Ends all holds."""
         for hold in self._held.values():
             self._end(hold)
         self._held.clear()

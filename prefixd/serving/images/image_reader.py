@@ -1,4 +1,4 @@
-"""Images of prompts are checked and decoded, in turns of their tenants."""
+"""Checks and decodes the images of prompts, one image of each tenant at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prefixd.worker_protocol.protocol import Hello, PromptImage
 
 
 class Decoder(Protocol):
-    """What decodes a file (`ImageDecoder`)."""
+    """Decodes a file (`ImageDecoder`)."""
 
     async def decode(self, data: bytes, number: int) -> DecodedImage: ...
 
@@ -35,10 +35,10 @@ class ImageReader:
     Attributes:
         hello: the model, which reads images.
         processor: its image processor.
-        limits: what a prompt may bring.
+        limits: of a prompt's images.
         step_tokens: most tokens that the worker computes in one step.
         decoder: decodes images, in processes of their own.
-        threads: where files are hashed.
+        threads: hash the files.
         turns: one image of each tenant at a time.
     """
 
@@ -108,9 +108,9 @@ class ImageReader:
             async with self.turns.turn(tenant):
                 digest = await loop.run_in_executor(self.threads, image_digest, data, self.processor)
                 return digest, await self.decoder.decode(data, number)
-        except (RuntimeError, asyncio.CancelledError) as error:  # of the executor, which was shut down
+        except (RuntimeError, asyncio.CancelledError) as error:  # usually because the executor was shut down
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # no: of the caller
+            if task is not None and task.cancelling():  # but here the caller was cancelled
                 raise
             raise UnavailableError("the daemon is ending; send the request again when it is back") from error
 

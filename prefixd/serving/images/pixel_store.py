@@ -6,8 +6,8 @@ offset   0            1 GiB        2 GiB        3 GiB
           decoding     a request's  (ended)      a request's
 ```
 
-Each image gets a place that no image had before: a reader of a place after its end finds zeros, and never what is
-another's. A place has 1 GiB of addresses in the file, which cost nothing.
+Each image gets a place that no image had before: a reader of a place after its end finds zeros, never another image's
+pixels. A place has 1 GiB of addresses in the file, which cost nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PixelStore:
         return os.fstat(self.fd).st_blocks * 512
 
     def place(self) -> PixelPlace:
-        """A place for an image, of the one who asks."""
+        """A place for an image; the caller is its first user."""
         offset = self._next * _PLACE_BYTES
         self._next = (self._next + 1) % _PLACES
         return PixelPlace(self, offset)
@@ -68,17 +68,14 @@ class PixelStore:
             log.error("pixels of an image keep their memory: %s", error)
 
     def close(self) -> None:
-        """Closes the descriptor; the memory goes with the last process that has it."""
+        """Closes the descriptor; the memory is freed when the last process has closed it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class PixelPlace:
-    """Where an image's file lies until it is decoded, and then its pixels, until the last user leaves it.
-
-    Its first user is the one who asked for it.
-    """
+    """Holds an image's file until it is decoded, and then its pixels, until the last user leaves it."""
 
     def __init__(self, store: PixelStore, offset: int) -> None:
         self.offset = offset
@@ -87,24 +84,24 @@ class PixelPlace:
         self._counted = ExitStack()
 
     def write(self, data: bytes) -> None:
-        """Puts the file there; not for the event loop. Raises OSError: no memory."""
+        """Writes the file there; call it in a thread. Raises OSError: no memory."""
         left, offset = memoryview(data), self.offset
         while left:
             written = os.pwrite(self._store.fd, left, offset)
             left, offset = left[written:], offset + written
 
     def keep(self, nbytes: int, hold: HoldBytes) -> None:
-        """Only `nbytes` bytes are left there, which count from now on. Raises what `hold` raises."""
+        """Keeps the first `nbytes` bytes, which count from now on, and frees the rest. Raises what `hold` raises."""
         kept = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         self._store.free(self.offset + kept, _PLACE_BYTES - kept)
         self._counted.enter_context(hold(nbytes))
 
     def enter(self) -> None:
-        """There is one more user."""
+        """Adds a user."""
         self._users += 1
 
     def leave(self) -> None:
-        """A user has no more use for it; with the last one its memory goes."""
+        """Removes a user; with the last one the memory is freed."""
         self._users -= 1
         if not self._users:
             self._counted.close()

@@ -1,4 +1,4 @@
-"""The images of a request, and its tokens as the model reads them: in the cache other ids stand for them."""
+"""The images of a request, and its tokens as the model reads them. In the cache, other ids stand for images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PromptLayout:
         images: in their order.
         block_tokens: tokens of a block.
         cross: all rows of the prompt depend on all images.
-        memory: where their pixels lie. Who made the layout is its first user.
+        memory: where their pixels lie. The maker of the layout is its first user.
     """
 
     token_ids: bytes
@@ -34,18 +34,18 @@ class PromptLayout:
     memory: Sequence[PixelPlace] = ()
 
     def enter(self) -> None:
-        """There is one more user of the pixels."""
+        """Adds a user of the pixels."""
         for place in self.memory:
             place.enter()
 
     def leave(self) -> None:
-        """A user has no more use for the pixels."""
+        """Removes a user of the pixels."""
         for place in self.memory:
             place.leave()
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         return len(self.token_ids) // 4
 
     @property
@@ -88,9 +88,10 @@ class PromptImages:
         return bytes(self._tokens)
 
     def for_worker(self, namespace: Namespace) -> list[PromptImage]:
-        """The images under names that they have in a namespace alone.
+        """The images under names that depend on the namespace.
 
-        The worker keeps embeddings by these, and an answer says how many it had: of nobody else's images.
+        The worker keeps embeddings by these names, and an answer tells how many were kept: it must not tell this of
+        another tenant's or salt's images.
         """
         names = (hashlib.blake2b(image.digest, digest_size=32, key=namespace.digest) for image in self.images)
         tenant = namespace.spec.tenant
@@ -99,9 +100,9 @@ class PromptImages:
         ]
 
     def append(self, token_ids: bytes, chain: BlockChain) -> None:
-        """Adds tokens that were generated, here and to the chain.
+        """Adds generated tokens, here and to the chain.
 
-        The block that they fill up may have an image, so that its ids change; those of later blocks are their tokens.
+        If the block that they fill has a part of an image, its ids change; the ids of later blocks are their tokens.
         """
         blocks, each = len(chain), self._block_tokens
         self._tokens += token_ids

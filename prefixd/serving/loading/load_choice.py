@@ -1,4 +1,4 @@
-"""What was decided about loading a request's cached prefix, and what became of it."""
+"""Records decisions about loading cached prefixes and their outcomes, and meters the loads."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class LoadChoice:
     """A decision whose outcome is not known yet.
 
     Attributes:
-        stretches: the cached prefix as it lay when it was decided.
-        chosen_s: when that was.
-        wanted_s: when the request could have run; None while its turn has not come.
-        backlog_s: so long, from then on, the worker was to compute what it had got before.
+        stretches: where the cached prefix lay at the decision.
+        chosen_s: when it was decided.
+        turn_s: when the request's turn came; None before.
+        backlog_s: at that moment, estimated seconds until the worker had computed the prompts that it had.
     """
 
     stretches: tuple[Stretch, ...]
     chosen_s: float
-    wanted_s: float | None = None
+    turn_s: float | None = None
     backlog_s: float = 0.0
 
     @property
-    def is_one(self) -> bool:
+    def needs_load(self) -> bool:
         """Whether there was anything to load."""
         return any(stretch.distance is not Distance.GPU for stretch in self.stretches)
 
-    def want(self, now_s: float, backlog_s: float) -> None:
-        """The request could run now; the first call counts."""
-        if self.wanted_s is None:
-            self.wanted_s, self.backlog_s = now_s, backlog_s
+    def note_turn(self, now_s: float, backlog_s: float) -> None:
+        """The request's turn has come; the first call counts."""
+        if self.turn_s is None:
+            self.turn_s, self.backlog_s = now_s, backlog_s
 
 
 @dataclass(slots=True)
@@ -45,11 +45,11 @@ class LoadCounters:
     """Decisions of requests that have had their first token, and loads that were given up.
 
     Attributes:
-        decided: requests of whose cached prefix a part was not in GPU memory.
-        cut: of these, those that computed a part of it again.
-        beside: those that loaded a part while they computed another.
+        decided: requests with a cached prefix that was not wholly in GPU memory.
+        cut: of these, requests that computed a part of it again.
+        beside: of these, requests that loaded one part while they computed another.
         abandoned: loads that were given up because they had fallen behind.
-        regret: seconds from a request's turn to its first token, against what else could have been chosen.
+        regret: compares the seconds from a request's turn to its first token with the other choices.
     """
 
     decided: int = 0
@@ -69,15 +69,15 @@ class LoadCounters:
         cut: bool,
         beside: bool,
     ) -> None:
-        """A request whose prompt has `tokens` tokens has its first token now.
+        """Judges the choice for a prompt of `tokens` tokens, which has its first token now.
 
-        Loading ahead of its turn costs nothing, so a load that was not made is taken to have begun when it was decided.
+        Loading ahead of the turn costs nothing, so a load that was not made counts as begun at the decision.
         """
         self.decided += 1
         self.cut += cut
         self.beside += beside
-        wanted_s = now_s if choice.wanted_s is None else choice.wanted_s
-        ahead_s = wanted_s - choice.chosen_s
+        turn_s = now_s if choice.turn_s is None else choice.turn_s
+        ahead_s = turn_s - choice.chosen_s
         plan = plan_load(
             cost,
             choice.stretches,
@@ -88,14 +88,14 @@ class LoadCounters:
             to_carry_out=False,
         )
         others = [plan.load_s if cut or beside else None, plan.compute_s]
-        self.regret.judge(now_s - wanted_s, *(None if other is None else other - ahead_s for other in others))
+        self.regret.judge(now_s - turn_s, *(None if other is None else other - ahead_s for other in others))
 
 
 class LoadClaims:
-    """Blocks on their way to one tier, each the load's that began with it first.
+    """Blocks on their way to one tier, each claimed by the first load that began to move it.
 
-    A movement that others join moves its bytes once: if each of eight who wait for one prefix counted its bytes, each
-    would learn that loading takes an eighth of what it does.
+    Loads that join a movement cause no further bytes. If eight requests waited for one prefix and each counted its
+    bytes, the cost model would learn an eighth of the time that a load takes.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class LoadClaims:
         self._counts: dict[int, int] = {}
 
     def claim(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: which of them no other load has claimed. They are to be released."""
+        """Claims the rows that no load has claimed; returns which of `rows` these are, [len(rows)], for `release`."""
         claimed = self._claimed.get(trie.ordinal, np.empty(0, np.bool_))
         if (most := int(rows.max(initial=-1)) + 1) > len(claimed):
             grown = np.zeros(max(most, 2 * len(claimed)), np.bool_)
@@ -117,7 +117,7 @@ class LoadClaims:
         return fresh
 
     def claimed(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)]: which of them somebody has claimed."""
+        """[len(rows)]: which of them a load has claimed."""
         known = self._claimed.get(trie.ordinal, np.empty(0, np.bool_))
         found = np.zeros(len(rows), np.bool_)
         inside = rows < len(known)
@@ -125,7 +125,7 @@ class LoadClaims:
         return found
 
     def release(self, trie: Trie, rows: Rows) -> None:
-        """What was claimed has come, or was given up."""
+        """Releases claimed rows, which have come or were given up."""
         if not len(rows):
             return
         self._claimed[trie.ordinal][rows] = False
@@ -137,8 +137,8 @@ class LoadClaims:
 class LoadMeter:
     """Splits time evenly among the loads under way (processor sharing).
 
-    Loads overlap: eight of them, each taking 80 ms because of the seven others, cost 10 ms each, and that is what has
-    to be compared with computing.
+    Loads overlap. Eight loads that each take 80 ms because of the seven others cost 10 ms each: this figure is compared
+    with the time of computing.
 
     Args:
         clock: seconds.
@@ -147,7 +147,7 @@ class LoadMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._active = 0
-        self._share_s = 0.0  # what a load that was always under way would have been charged so far
+        self._share_s = 0.0  # the seconds charged so far to a load that has always been under way
         self._since_s = 0.0
 
     def begin(self) -> float:

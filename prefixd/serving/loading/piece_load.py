@@ -1,4 +1,4 @@
-"""Blocks on their way to the GPU tier, in pieces, so that a load can be seen to fall behind."""
+"""Loads blocks into the GPU tier in pieces, so that it shows when a load falls behind."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 
 _PIECES = 16
 _PIECE_S = 0.05
-"""A piece costs the event loop some 3 ms, whatever its size, where room has to be made for it: it takes at least so
-long to load. With pieces of 10 ms a busy machine, whose loads take longer, had more of them and was busier yet."""
+"""Seconds that a piece takes to load, at least. If room has to be made for it, a piece of any size costs the event loop
+some 3 ms. With pieces of 10 ms a busy machine, whose loads take longer, had more pieces and became busier."""
 _RECENT = 4  # pieces that move at once
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.01
-"""A load may be late by so much of what computing the rest takes, and by so many seconds in any case."""
+"""A load may be late by this share of the time of computing the rest, and by this many seconds in any case."""
 _INEXACT = 0.5
-"""It may also be late by so much of what its next piece was expected to take: estimates are a latency and a rate, and a
+"""It may also be late by this share of the expected time of its next piece. Estimates are a latency and a rate, but a
 disk that reads six blocks at a time takes as long for one block as for six, and twice as long for seven."""
 
 _GIVEN_UP = 2.0
-"""A load that was given up counts as this many times as long as it had taken: how long it would have taken is unknown.
-Counted as long as it had taken, it made the next load seem faster than it is, which was given up even earlier."""
+"""The time of a load that was given up is unknown: it counts as twice the time until then. Counted once, it made the
+next load seem faster than it is, so that this was given up even earlier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class _Piece:
     rows: Rows
     distance: Distance
     nbytes: int
-    claimed: Rows  # those that no other load had begun
+    claimed: Rows  # rows that no other load had claimed
     claimed_bytes: int
     began_s: float
     task: asyncio.Task[bool]
@@ -50,17 +50,18 @@ class _Piece:
 
 
 class PieceLoad:
-    """A load of blocks that their owner holds in the GPU tier.
+    """A load of blocks, whose frames in the GPU tier the owner holds.
 
-    Pieces move side by side, in the order in which they are begun; one has arrived when all before it have.
+    Pieces move side by side, in the order in which they are begun. A piece counts as arrived when all before it have
+    arrived, too.
 
     Args:
         cache: where the blocks are.
-        cost: learns what loading costs, and says when a piece is due.
+        cost: learns what loading costs, and estimates when a piece is due.
         meter: shares time among the loads of all requests.
-        claims: say which load counts a block that several wait for.
+        claims: decides which load counts a block that several wait for.
         clock: seconds.
-        name: whose load it is, for people.
+        name: of the owner, for logs.
         trie: the blocks' trie.
         urgency: how urgent the load is.
         changed: called when a piece has ended.
@@ -97,15 +98,15 @@ class PieceLoad:
         self._trie = trie
         self._urgency = urgency
         self._changed = changed
-        self._queued_bytes = queued_bytes
+        self.queued_bytes = queued_bytes
         self._pieces: list[_Piece] = []
         self._mark: float | None = None  # of the meter, while something moves
-        self._moved_bytes = 0  # since that mark, of those that it has claimed
-        self._since_s = clock()  # what is late is so from here on
+        self._moved_bytes = 0  # claimed bytes that arrived since that mark
+        self._since_s = clock()  # delays count from here on
 
     @property
     def under_way(self) -> bool:
-        """Whether pieces have been begun that have not arrived."""
+        """Whether a piece has not arrived yet."""
         return self.arrived < len(self._pieces) and not self.failed
 
     @property
@@ -115,16 +116,11 @@ class PieceLoad:
 
     @property
     def claimed_bytes(self) -> int:
-        """Of these bytes those that no other load counts."""
+        """Bytes of these pieces that no other load counts."""
         return 0 if self.failed else sum(piece.claimed_bytes for piece in self._pieces[self.arrived :])
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that all loads have on their way."""
-        return self._queued_bytes()
-
     def begin(self, rows: Rows, wanted: GroupMask | None = None) -> None:
-        """Begins one more piece; `wanted`, [m], are the KV groups of each block that have to come, all by default."""
+        """Begins one more piece. `wanted`, [m]: the KV groups of each block to bring, all by default."""
         trie, compute = self._trie, self._cache.tiers.compute
         lacking = trie.lacking(rows, compute.level, wanted)
         distance = Distance(int(trie.nearest[rows[lacking != 0]].max(initial=0)))
@@ -136,29 +132,29 @@ class PieceLoad:
         task = asyncio.create_task(self._bring(rows, wanted))
         piece = _Piece(rows, distance, int(nbytes.sum()), rows[fresh], claimed_bytes, self._clock(), task)
         self._pieces.append(piece)
-        task.add_done_callback(partial(self._ended, piece))
+        task.add_done_callback(partial(self._end_piece, piece))
 
     def arrived_rows(self) -> Rows:
         """The blocks of the pieces that have arrived, in the order in which they were begun."""
         return np.concatenate([np.empty(0, np.int64), *(piece.rows for piece in self._pieces[: self.arrived])])
 
     def hurry(self) -> None:
-        """Somebody waits for it by now."""
+        """Makes the load urgent: a request waits for it now."""
         if self._urgency is not Urgency.DEMAND:
             self._urgency, self._since_s = Urgency.DEMAND, self._clock()
             for piece in self._pieces[self.arrived :]:
                 self._cache.mover.hurry(self._trie, piece.rows, self._cache.tiers.compute)
 
     def behind_in_s(self, compute_s: float | None) -> float | None:
-        """Seconds until the load is to be given up: 0 or less if it is now; None while nothing moves or is known, or
-        no request waits.
+        """Seconds until the load should be given up, 0 or less for now. None while nothing moves, no request waits, or
+        no estimate is known.
 
-        compute_s: until all that has not arrived would be computed.
+        compute_s: seconds until the blocks that have not arrived would be computed.
         """
         if not self.under_way or compute_s is None or self._urgency is not Urgency.DEMAND:
             return None
         piece, before = self._pieces[self.arrived], self._pieces[: self.arrived]
-        expected_s = self._cost.load_s(piece.nbytes, piece.distance, max(0, self.queued_bytes - self.claimed_bytes))
+        expected_s = self._cost.load_s(piece.nbytes, piece.distance, max(0, self.queued_bytes() - self.claimed_bytes))
         if expected_s is None:
             return None
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
@@ -171,9 +167,9 @@ class PieceLoad:
         return since_s + expected_s + max(patience_s, _INEXACT * expected_s) - self._clock()
 
     def drop(self, *, late: bool = False) -> None:
-        """Gives up what has not arrived, because it is `late` or no request wants it any more.
+        """Gives up the pieces that have not arrived: they are `late`, or no request wants them any more.
 
-        Its frames are free again when what reads into them has ended.
+        Their frames are free again when the reads into them have ended.
         """
         left = self._pieces[self.arrived :]
         if left and late and not self.failed:
@@ -194,7 +190,7 @@ class PieceLoad:
             log.error("blocks for %s could not be brought up: %s", self._name, error)
             return False
 
-    def _ended(self, piece: _Piece, task: asyncio.Task[bool]) -> None:
+    def _end_piece(self, piece: _Piece, task: asyncio.Task[bool]) -> None:
         self._claims.release(self._trie, piece.claimed)
         if task.cancelled():
             return
@@ -207,7 +203,7 @@ class PieceLoad:
             next_.arrived_s = self._clock()
             self.arrived += 1
             self._moved_bytes += next_.claimed_bytes
-            if self.arrived == 1 or not self.under_way:  # a short load and a long one tell latency and rate apart
+            if self.arrived == 1 or not self.under_way:  # a short and a long observation separate latency and rate
                 self._observe(next_.distance, self._moved_bytes)
         if not self.under_way:
             self._end_mark()
@@ -224,6 +220,6 @@ class PieceLoad:
 
 
 def piece_blocks(load_s: float | None, blocks: int) -> int:
-    """How many blocks a piece has of a load of `blocks` that is expected to take so long (None: unknown)."""
+    """Blocks of a piece, for a load of `blocks` blocks that is expected to take `load_s` (None: unknown)."""
     pieces = _PIECES if load_s is None else max(1, min(_PIECES, int(load_s / _PIECE_S)))
     return max(1, -(-blocks // pieces))

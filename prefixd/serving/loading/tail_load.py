@@ -3,14 +3,15 @@ Not Both?", Cake, section 4).
 
 ```
 blocks      0 .. 3  |  4 .. 9  | 10 .. 13 | 14 .. 21 | 22 .. 31 |  32 ..
-            cached     filled     given      nobody's   limit      prompt's rest
-            on the     computed   the run    yet        .. end     computed last
+            cached     filled     given      not        limit      prompt's rest
+            on the     computed   the run    begun      .. end     computed last
             GPU                   computes              loaded ->
                                   them                  towards the front
 ```
 
-The run gets frames for a few blocks at a time, so that the meeting point is found while both go on. It is where the
-frames given end and all behind is there: then the run goes on behind the loaded blocks (`worker/protocol.Arrived`).
+The run gets frames for a few blocks at a time, so that the meeting point is found while both go on. They meet where the
+given frames end at `limit` and all blocks behind it are in the GPU tier: then the run goes on behind the loaded blocks
+(`worker_protocol.protocol.Arrived`).
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.loading.piece_load import PieceLoad, piece_blocks
 from prefixd_scheduler import CostModel, Distance
 
-_LEAST_TOKENS = 64  # that a run gets frames for at a time
-_STEPS = 4  # the run gets one part in this many of what it is expected to compute
+_LEAST_TOKENS = 64  # the run gets frames for at least this many tokens at a time
+_STEPS = 4  # it gets a quarter of the blocks that it is expected to compute at a time
 _LEAST_WAIT_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class TailPlan:
-    """What is to be loaded while the blocks before it are computed, decided when the request was staged.
+    """The blocks to load while the blocks before them are computed, decided when the request was staged.
 
     Attributes:
         rows: the cached blocks behind those that the request holds.
         tiers: [len(rows)] the tier that each is in.
-        share: of these blocks, the part that is expected to be computed.
+        share: the share of these blocks that the run is expected to compute.
     """
 
     rows: Rows
@@ -55,24 +56,24 @@ class TailPlan:
 class TailLoad:
     """The load behind one run.
 
-    It holds the nodes of all its blocks, and in the GPU tier those that have been begun. `advance` is called from one
-    task.
+    It holds the nodes of all its blocks, and in the GPU tier the blocks whose load has begun. `advance` is called from
+    one task.
 
     Args:
         cache: where the blocks are.
-        budget: counts the frames of the blocks that have been begun.
-        cost: says whether a piece comes before the run has computed as far.
-        owner: whose it is, for people.
+        budget: counts the frames of the blocks whose load has begun.
+        cost: estimates whether a piece arrives before the run has computed as far.
+        owner: the request, for logs.
         trie: of the blocks.
-        plan: what to load.
-        first: how many blocks of the prompt come before these.
-        load: moves them.
-        wake: called when `advance` should be.
+        plan: the blocks to load.
+        first: number of the prompt's blocks before these.
+        load: moves the blocks.
+        wake: called when `advance` should be called.
 
     Attributes:
-        limit: blocks from this one on have been begun; the run gets no frames for them.
-        joined: the run was told of what has arrived; it passes over it when it gets there.
-        abandoned: it fell behind and was given up; what had arrived is used.
+        limit: the load of the blocks from this one on has begun; the run gets no frames for them.
+        joined: the worker was told which blocks have arrived; its run skips them when it gets there.
+        abandoned: the load fell behind and was given up; the blocks that had arrived are used.
     """
 
     def __init__(
@@ -107,30 +108,30 @@ class TailLoad:
 
     @property
     def held(self) -> Rows:
-        """The blocks that have been begun, which it holds in the GPU tier."""
+        """The blocks whose load has begun; it holds them in the GPU tier."""
         return self._hold.rows
 
     @property
     def arrived(self) -> Rows:
-        """The blocks that the run may pass over, from `limit` on; those before are all the run's."""
+        """The blocks from `limit` on, which the run may skip."""
         return self.plan.rows[self.limit - self.first :]
 
     def reach(self, given: int, filled: int) -> int:
-        """How many blocks of the prompt the run should have frames for, when it has them for `given` and has computed
-        `filled`."""
+        """How many blocks of the prompt the run should have frames for. It has frames for `given` blocks and has
+        computed `filled`."""
         gap = self.limit - given
         step = gap if self._closed else _step_blocks(gap, self.plan.share, self._trie.block_tokens)
         return min(self.limit, max(given, filled + 2 * step))
 
     def advance(self, given: int, filled: int) -> bool:
-        """Begins what comes before it would be computed, gives up what is late while the run waits for it.
+        """Begins the pieces that arrive before the run could compute them; gives up a late load that the run waits for.
 
-        Returns whether both have met: the run has frames up to `limit`, and all behind is in the GPU tier.
+        Returns whether both have met: the run has frames up to `limit`, and all blocks behind it are in the GPU tier.
         """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._pays(given, filled):
+        while self._is_faster(given, filled):
             self._begin(max(given, self.limit - self._piece))
         waits = filled == given == self.limit and self._load.under_way
         if self._load.failed:
@@ -141,7 +142,7 @@ class TailLoad:
         return given == self.limit and not self._load.under_way
 
     def end(self) -> None:
-        """Lets go of all; what moves is given up."""
+        """Ends the holds, and gives up the pieces under way."""
         if self._timer is not None:
             self._timer.cancel()
         self._closed = True
@@ -150,18 +151,18 @@ class TailLoad:
         self._hold.end()
         self._nodes.end()
 
-    def _pays(self, given: int, filled: int) -> bool:
-        """Whether the next piece would be there before the run has computed up to `limit`."""
+    def _is_faster(self, given: int, filled: int) -> bool:
+        """Whether the next piece would arrive before the run has computed up to `limit`."""
         if self._closed or self.limit <= given:
             return False
         block_tokens, start = self._trie.block_tokens, max(given, self.limit - self._piece)
         rows = self.plan.rows[start - self.first : self.limit - self.first]
         distance = Distance(int(self._trie.nearest[rows].max()))
-        if distance is Distance.NONE:  # its bytes have gone meanwhile
+        if distance is Distance.NONE:  # its bytes were evicted meanwhile
             self._closed = True
             return False
         nbytes = len(rows) * self._block_bytes
-        load_s = self._cost.load_s(nbytes, distance, self._load.queued_bytes)
+        load_s = self._cost.load_s(nbytes, distance, self._load.queued_bytes())
         compute_s = self._cost.compute_s((self.limit - filled) * block_tokens, filled * block_tokens)
         return load_s is None or compute_s is None or load_s <= compute_s
 
@@ -173,7 +174,7 @@ class TailLoad:
         self._load.begin(rows)
 
     def _is_late(self) -> bool:
-        """Whether the run waits in vain; looks again when it would."""
+        """Whether computing is faster than waiting on. If not, sets a timer for when it may be."""
         block_tokens, blocks = self._trie.block_tokens, len(self.held) - len(self._load.arrived_rows())
         left_s = self._load.behind_in_s(self._cost.compute_s(blocks * block_tokens, self.limit * block_tokens))
         if left_s is not None and left_s > 0:
@@ -181,7 +182,7 @@ class TailLoad:
         return left_s is not None and left_s <= 0
 
     def _give_up(self) -> None:
-        """What has arrived stays, from the back on; the run computes the rest."""
+        """Gives up the load. The blocks that have arrived, from the back on, stay; the run computes the others."""
         self._closed = True
         self._load.drop(late=self.abandoned)
         arrived = len(self._load.arrived_rows())

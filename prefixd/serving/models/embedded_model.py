@@ -1,6 +1,6 @@
 """The model that comes with prefixd: random weights and a byte-level tokenizer, built on first use.
 
-It says nothing sensible, but it is a real Llama: it makes every path of the daemon run without a download.
+Its output makes no sense, but it is a real Llama: with it every path of the daemon runs without a download.
 Its output is printable ASCII, depends on the whole prompt, and is the same on every machine.
 """
 
@@ -40,7 +40,7 @@ def ensure_embedded_model(cache_directory: Path) -> Path:
     try:
         _save_model(building)
         _tokenizer().save_pretrained(building)
-        _settle(building)
+        _make_durable(building)
         try:
             building.rename(target)
         except OSError:
@@ -84,8 +84,8 @@ def _save_model(directory: Path) -> None:
         else:
             scale = 1.0 if "embed_tokens" in name else _gain(name) * shape[1] ** -0.5
             weights[name] = torch.from_numpy(_uniform(source, shape[0] * shape[1])).view(shape) * scale
-    # Only printable characters are ever likely: of the others each logit is zero, and the largest of
-    # 95 never is.
+    # Only printable characters are ever chosen: the logits of all others are zero, and the largest of the 95 logits of
+    # printable ones is above zero.
     silent = torch.ones(VOCAB_SIZE, dtype=torch.bool)
     silent[_PRINTABLE.start : _PRINTABLE.stop] = False
     weights["lm_head.weight"][silent] = 0.0
@@ -102,7 +102,7 @@ def _uniform(source: PCG64, count: int) -> NDArray[float32]:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, the token's id being the byte's value; the vocabulary's rest are special tokens."""
+    """A token for each byte, whose id is the byte's value; the rest of the vocabulary are special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +130,7 @@ def _byte_characters() -> list[str]:
 
 
 def _gain(name: str) -> float:
-    """Sharp queries and keys, so that attention chooses; a strong way back, so that its choice shows."""
+    """Larger weights for queries and keys, so that attention is sharp; and for its output, so that it has an effect."""
     if "q_proj" in name or "k_proj" in name:
         return 2.6
     if "down_proj" in name:
@@ -138,8 +138,8 @@ def _gain(name: str) -> float:
     return 2.0 if "o_proj" in name or "lm_head" in name else 1.0
 
 
-def _settle(directory: Path) -> None:
-    """Readable for everyone, and durable before it gets its name."""
+def _make_durable(directory: Path) -> None:
+    """Makes the files readable for everyone, and syncs them before the directory gets its name."""
     for path in [*directory.iterdir(), directory]:
         path.chmod(0o755 if path.is_dir() else 0o644)
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,15 +1,16 @@
-"""The GPU tier's memory, which all models of a daemon share: one size of frames, and any frame serves any model.
+"""The GPU tier's memory, which all models of a daemon share: frames have one size, and any frame serves any model.
 
-Each model's worker says what a frame of its own would be. The frames that are made are the greatest common divisor of
-these, so that a block of each model is so many whole ones: Jenga's compatible page (section 6.1). Eviction in the one
-tier is what moves memory between the models: a busy model takes frames, and what has not been used for longest goes.
+Each model's worker reports the frame size that suits its model. The tier's frame is the greatest common divisor of
+these sizes, so that a block of each model takes a whole number of frames: Jenga's compatible page (section 6.1).
+Eviction in the one tier moves memory between the models: a busy model takes frames, and blocks that have not been used
+for longest are evicted.
 
 ```
 Hello of a    Hello of b                          Hello of a's next worker
      |             |                                        |
      +-- waits ----+--> made, or a model refused            +--> the same tier
      |
-     +-- its worker dies: the Hello is withdrawn, and its next worker's is waited for, or nobody's when it is given up
+     +-- its worker dies: the Hello is withdrawn; the next worker's is waited for, unless the worker was given up
 ```
 """
 
@@ -32,16 +33,17 @@ from prefixd_swap.tiers import CpuTier, GpuTier, PagedGpuTier
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Of what is free after the weights; the rest is a reserve for what the estimates miss and for others on the device."""
+"""Share of the memory that is free after the weights. The rest is a reserve: estimates are inexact, and other processes
+may use the device."""
 
 
 def automatic_bytes(memory: VirtualMemory, hellos: Collection[Hello], untouched_bytes: int) -> int:
-    """What `gpu.bytes = "auto"` means on this device now: below 0 where not even the model fits. It asks the device.
+    """The tier's size for `gpu.bytes = "auto"` on this device now; below 0 if not even the models fit.
 
     Args:
-        memory: on the device.
-        hellos: say what the models will take; their weights are not there yet.
-        untouched_bytes: memory of the same device that others have been promised and have not touched yet.
+        memory: on the device, which is asked for its free memory.
+        hellos: estimates of the models' memory; their weights are not loaded yet.
+        untouched_bytes: reserved memory of the same device that has not been touched yet.
     """
     free = memory.available_bytes()
     weights, working = (sum(getattr(hello, name) for hello in hellos) for name in ("weights_bytes", "working_bytes"))
@@ -55,9 +57,9 @@ def automatic_bytes(memory: VirtualMemory, hellos: Collection[Hello], untouched_
 
 
 def most_frames(memory: VirtualMemory, frame_bytes: int, frames: int) -> int:
-    """How many frames the tier can ever have: what the device has in all; addresses are reserved for so many.
+    """The most frames that the tier can ever have, for which addresses are reserved: as many as the device holds.
 
-    Where the process's addresses are limited (`ulimit -v`) they are not to be spent so: no more than at the start.
+    If the process's addresses are limited (`ulimit -v`), no more than at the start, to save addresses.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return frames
@@ -65,7 +67,7 @@ def most_frames(memory: VirtualMemory, frame_bytes: int, frames: int) -> int:
 
 
 class _TooSmallError(Exception):
-    """The tier would not hold the smallest request of a model."""
+    """The tier cannot hold the smallest request of a model."""
 
     def __init__(self, model: str, why: str) -> None:
         super().__init__(why)
@@ -73,7 +75,7 @@ class _TooSmallError(Exception):
 
 
 class GpuMemory:
-    """Makes the GPU tier when every model's worker has said what it needs, and ends it.
+    """Makes the GPU tier when every model's worker has sent its Hello, and ends it.
 
     Args:
         settings: the daemon's.
@@ -92,7 +94,7 @@ class GpuMemory:
         self._hellos: dict[str, Hello] = {}
         self._refused: dict[str, ConfigError] = {}  # their smallest request does not fit the tier
         try:
-            self._threads = started_threads(1, "prefixd-gpu-memory")  # no worker's: it would end with the worker
+            self._threads = started_threads(1, "prefixd-gpu-memory")  # not a worker's thread, which ends with it
         except SwapError as error:
             raise ConfigError(f"the GPU tier cannot be made: {error}") from error
         self._memory: VirtualMemory | None = None
@@ -101,12 +103,12 @@ class GpuMemory:
         self._stopping = False
 
     async def frames_for(self, model: str, hello: Hello) -> FramePool:
-        """Waits until all models are known, and for the tier. Cancelled when the model's worker ends first.
+        """Waits until all models are known and the tier is made. Cancelled when the model's worker ends first.
 
-        In a thread: 51,200 chunks take up to ten seconds, and the daemon serves its clients meanwhile.
+        The tier is made in a thread: 51,200 chunks take up to ten seconds, and the daemon serves its clients meanwhile.
 
-        Raises ConfigError when there is no such tier, when it is too small for this model, and when a worker says
-        something else than the one before it; UnavailableError when the daemon ends first.
+        Raises ConfigError if the tier cannot be made or is too small for this model, or if the Hello differs from that
+        of the worker before; UnavailableError if the daemon ends first.
         """
         made = self._awaited
         if model in self._missing:
@@ -131,31 +133,29 @@ class GpuMemory:
         return made.result()
 
     def leave_out(self, model: str) -> None:
-        """A model's worker was given up: the others wait for it no more."""
+        """A model's worker was given up: the others stop waiting for it."""
         if model in self._missing:
             self._missing.remove(model)
             self._make_if_known()
 
     def stop_making(self) -> None:
-        """The daemon ends: nothing is made any more, and no call waits for it."""
+        """The daemon ends: stops making the tier, and fails the calls that wait for it."""
         self._stopping = True
         if self._memory is not None:
             self._memory.stop_creating()
         if self._making is None and not self._awaited.done():
             self._awaited.set_exception(UnavailableError("the daemon is ending"))
-            self._awaited.exception()  # there may be no call to hear of it
+            self._awaited.exception()  # read here, since no call may wait for it
 
     async def close(self) -> None:
-        """Gives the memory back; the workers have ended, and nothing else uses the tier."""
+        """Gives the memory back. The workers have ended, and nothing uses the tier."""
         if self._making is not None:
             await asyncio.wait({self._making})
         if isinstance(self._cache.tiers.compute, GpuTier):
             pool = self._cache.tiers.frames
             self._cache.tiers.end_compute()
             pool.close()
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        self._forget_memory()
         self._threads.shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class GpuMemory:
             if isinstance(error, SwapError):
                 error = ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}")
             made.set_exception(error)
-            made.exception()  # each model that was refused hears of its own
+            made.exception()  # read here, since each refused model gets its own error
         else:
             self._cache.tiers.set_compute(self._tier(pool))
             made.set_result(pool)
@@ -191,7 +191,7 @@ class GpuMemory:
             self._memory = None
 
     def _tier(self, pool: FramePool) -> GpuTier:
-        """Any frame for any part, or pages where parts take several frames side by side."""
+        """The tier over the frames: with pages if a part takes several frames side by side."""
         shapes = [KvShape.of(hello.in_frames(pool.frame_bytes), 0) for hello in self._hellos.values()]
         widths = {width for shape in shapes for width in shape.all_widths}
         if max(widths) == 1:
@@ -217,7 +217,7 @@ class GpuMemory:
                 self._forget_memory()
 
     async def _pool_of(self, models: Mapping[str, Hello]) -> FramePool:
-        """Raises _TooSmallError for the model that asks most of those that do not fit."""
+        """Raises _TooSmallError for the largest model of those that do not fit."""
         asked, hellos, loop = self._settings.gpu.bytes, models.values(), asyncio.get_running_loop()
         frame_bytes = common_frame_bytes(hellos)
         chunk_bytes = math.gcd(*(hello.chunk_bytes for hello in hellos))
@@ -232,7 +232,7 @@ class GpuMemory:
         shapes = {model: KvShape.of(hello.in_frames(frame_bytes), 0) for model, hello in models.items()}
         too_large = [model for model, shape in shapes.items() if shape.least_frames > frames]
         if too_large:
-            # Without it there is more for the rest: of what is free on the device its weights take a part too.
+            # Without the largest the others have more memory, since its weights are not loaded either.
             model = max(
                 too_large,
                 key=lambda each: (

@@ -47,11 +47,11 @@ class ModelHost:
         directory: of the model.
         settings: the daemon's.
         device: "cpu" or "cuda:N".
-        cache: has the GPU tier when all models' workers have said what a block looks like.
+        cache: gets the GPU tier when the workers of all models have sent their Hello.
         clock: seconds.
         gpu: makes that tier.
         share: connects the dispatchers of all models.
-        part: what troubles call the worker.
+        part: the worker's name in troubles.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ModelHost:
         self._model: asyncio.Task[ServedModel] | None = None
         self.namespace_name = ""  # until the model is there
         self._namespaces: list[Namespace] = []
-        """Namespaces without an owner: while they are known, the tries for blocks of this model stay what they are."""
+        """Namespaces without an owner, kept so that the tries of this model's blocks are not dropped."""
         try:
             self._text = TokenizerThreads(tenants=lambda: cache.tenants.calling)
             self._images = started_threads(1, "prefixd-images", step_back)
@@ -95,8 +95,8 @@ class ModelHost:
                 layout=worker.layout,
                 chunk_bytes=settings.gpu.chunk_bytes or 0,
                 max_step_tokens=worker.max_step_tokens,
-                # Twice as many as run: some have ended, and keep their mappings for those who come back. A search that
-                # takes more places than there are runs alone.
+                # Twice as many as run at once: ended ones keep their mappings for requests that come back. And a beam
+                # search that is wider than the limit, of which only one runs at a time.
                 max_sequences=2 * worker.max_running + MOST_BEAMS,
                 kv=worker.kv,
                 groups=worker.groups,
@@ -126,19 +126,19 @@ class ModelHost:
         return [self.worker.start(), self.dispatcher.start()]
 
     def stop_tokenizing(self) -> None:
-        """Texts are tokenized no more, and images not decoded."""
+        """Stops tokenizing texts and decoding images."""
         self._text.close()
         self._decoder.close()
         self._images.shutdown(wait=False, cancel_futures=True)
 
     async def stop_loading(self) -> None:
-        """Ends whatever waits for the model, and what decodes its images."""
+        """Ends the calls that wait for the model, and the process that decodes its images."""
         self._decoder.close()
         if self._model is not None:
             self._model.cancel()
             await asyncio.gather(self._model, return_exceptions=True)
         await self._decoder.stop()
-        # Its thread may be writing a file into the pixels' memory: their descriptor's number would be another file's.
+        # Its thread may still write into the pixels' memory. After a close, another file could get the descriptor.
         end = partial(self._images.shutdown, cancel_futures=True)
         try:
             await in_thread(end)
@@ -147,7 +147,7 @@ class ModelHost:
         self._pixels.close()
 
     async def end_if_loading(self) -> None:
-        """The daemon ends: what waits for a worker that still loads is told, and the worker is killed."""
+        """The daemon ends: if the worker still loads, kills it and fails the requests that wait for it."""
         if self.worker.state is WorkerState.STARTING:
             await self.stop_loading()
             await self.dispatcher.stop()
@@ -162,10 +162,10 @@ class ModelHost:
             model = await asyncio.shield(self._model)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or not task.cancelling():  # it was not the caller: loading was ended
+            if task is None or not task.cancelling():  # not the caller was cancelled, but the loading
                 raise UnavailableError("the daemon is ending; send the request again when it is back") from None
             raise
-        except ConfigError as error:  # the operator's mistake, not the caller's
+        except ConfigError as error:  # the operator has to mend it, not the caller
             raise UnavailableError(f"the model cannot be served: {error}") from error
         if self.worker.failure:
             raise UnavailableError(f"the worker was given up: {self.worker.failure}")
@@ -193,7 +193,7 @@ class ModelHost:
         hello = self._hello.in_frames(self._cache.tiers.frames.frame_bytes)
         images = None if hello.images is None else await self._read_image_processor(hello)
         kv = self._shape(hello)
-        namespace = NamespaceSpec(  # what other settings have left on disk is another one's, and is evicted in its turn
+        namespace = NamespaceSpec(  # blocks on disk of other settings are in other namespaces, and are evicted in time
             name=name,
             block_tokens=hello.block_tokens,
             parts=kv.parts(hello.frame_bytes),
@@ -212,7 +212,7 @@ class ModelHost:
         return ServedModel(hello, kv, namespace, codec, self._text, frames, images, of_images)
 
     async def _read_image_processor(self, hello: Hello) -> ImageReader:
-        """What reads images for a model that takes them. Raises ConfigError."""
+        """Starts the image decoder of a model that reads images. Raises ConfigError."""
         worker = self._settings.worker
         processor = await self._decoder.start()
         fixed = processor.counts.count if isinstance(processor.counts, FixedCount) else 0
@@ -224,7 +224,7 @@ class ModelHost:
         return ImageReader(hello, processor, self._decoder.limits, worker.max_step_tokens, self._decoder, self._images)
 
     async def _on_hello(self, hello: Hello) -> FramePool:
-        """Waits for the GPU tier, which all workers of all models are given."""
+        """Waits for the GPU tier, which the workers of all models share."""
         if hello.images is not None and hello.block_tokens < LEAST_BLOCK_TOKENS:
             raise ConfigError(
                 f"worker.block_tokens = {hello.block_tokens}: the model reads images, and blocks of fewer than "

@@ -25,11 +25,11 @@ class Models:
     Args:
         settings: the daemon's.
         device: "cpu" or "cuda:N".
-        cache: gets the GPU tier when all workers have said what a block looks like.
+        cache: gets the GPU tier when all workers have sent their Hello.
         clock: seconds.
 
     Attributes:
-        hosts: by name, the first one first: requests that name no model go there.
+        hosts: by name, in the order of the settings; the first is the default model.
 
     Raises ConfigError for a directory that is not there, and for two of one name.
     """
@@ -65,7 +65,7 @@ class Models:
         for host in hosts:
             await host.dispatcher.stop()
         ending = [asyncio.create_task(host.worker.stop()) for host in hosts]
-        await asyncio.sleep(0)  # each knows that it ends, before what it waits for fails
+        await asyncio.sleep(0)  # each worker is marked as stopping before the tier that it waits for fails
         self.gpu.stop_making()
         await asyncio.gather(*ending)
         await self.tier_resize.stop()
@@ -79,11 +79,11 @@ class Models:
         await self.gpu.close()
 
     async def end_loading(self) -> None:
-        """The daemon ends: no model is waited for that still loads, which may take minutes."""
+        """The daemon ends: stops the models that still load, which may take minutes."""
         await asyncio.gather(*(host.end_if_loading() for host in self.hosts.values()))
 
     async def idle(self) -> None:
-        """Waits until nothing waits or runs, in any model."""
+        """Waits until no request waits or runs, in any model."""
         for host in self.hosts.values():
             await host.dispatcher.idle()
 
@@ -133,5 +133,5 @@ def _embedded() -> Path:
 
 
 def _part(name: str, names: dict[str, Path]) -> str:
-    """What troubles call a model's worker."""
+    """A worker's name in troubles."""
     return "worker" if len(names) == 1 else f"worker of {name}"

@@ -1,4 +1,4 @@
-"""The model that this daemon's worker runs."""
+"""A model that is ready to serve requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from prefixd.worker_protocol.protocol import Hello
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a request needs to know of the model."""
+    """The properties of a model that its requests depend on."""
 
     hello: Hello
-    """Its numbers."""
+    """The worker's description."""
     kv: KvShape
     """How its blocks lie in frames."""
     namespace: NamespaceSpec
@@ -39,26 +39,23 @@ class ServedModel:
     images: ImageReader | None = None
     """Reads the images of prompts; None for a model of text alone."""
     image_namespace: NamespaceSpec | None = None
-    """Of images, as `namespace`, if layers of the model attend to images and to nothing else."""
+    """The namespace of images, as `namespace`, if layers of the model attend to images and to nothing else."""
 
     async def read_images(
         self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable, hold: HoldBytes
     ) -> PromptLayout | None:
-        """The images of a prompt, whose `tokens` hold one placeholder for each; None for a prompt without. Raises
-        UnsupportedError, too: images for a model of text alone."""
+        """The images of a prompt, whose `tokens` hold one placeholder for each; None for a prompt without images.
+
+        Raises as `ImageReader.read`, and UnsupportedError for images if the model reads text alone.
+        """
         if self.images is not None:
             return await self.images.read(tokens, images, tenant, hold)
         if images:
             raise UnsupportedError(f"the request has {len(images)} images, and the model reads text alone; send none")
         return None
 
-    @property
-    def image_frames(self) -> int:
-        """Frames of the GPU tier that an image takes besides the prompt's blocks."""
-        return 0 if self.hello.image_group is None else self.hello.image_group.frames
-
     def specs(self, tenant: Tenant, salt: bytes) -> list[NamespaceSpec]:
-        """The namespace of a prompt, and of its images where they have one."""
+        """The namespace of a prompt, and that of its images if they have one."""
         of_model = [self.namespace] if self.image_namespace is None else [self.namespace, self.image_namespace]
         return [replace(spec, salt=salt, tenant=tenant.name) for spec in of_model]
 
@@ -72,7 +69,7 @@ class ServedModel:
     ) -> tuple[Namespace, ImageKv | None]:
         """The namespace of a prompt, and its images as the cache knows them, if they are not in the prompt's blocks.
 
-        `enter` registers a namespace; raises what it raises.
+        `enter` registers a namespace; its errors are passed on.
         """
         spec, *image_specs = self.specs(tenant, salt)
         namespace = enter(spec)

@@ -1,4 +1,4 @@
-"""Whether a worker hangs in a step: it is asked when it says nothing, and answers between its steps."""
+"""Detects a worker that hangs in a step: a silent worker is pinged, and has to answer between two steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Literal
 
 
 class StepWatchdog:
-    """Says when to ask, and when an answer is overdue.
+    """Decides when to ping the worker, and when an answer is overdue.
 
-    A worker that waits for frames or for loaded blocks says nothing, and computes nothing: silence alone is no fault.
+    A worker that waits for frames or for loaded blocks is silent without a fault.
 
     ```
     heard ...  limit / 2  ... ask ... ... limit ... ... hangs
@@ -30,12 +30,12 @@ class StepWatchdog:
         return min(1.0, self.limit_s / 4)
 
     def heard(self, now_s: float) -> None:
-        """The worker has said something; at its start, it is ready."""
+        """The worker has sent a message, or has become ready."""
         self._heard_s = self._looked_s = now_s
         self._asked_s = None
 
     def check(self, now_s: float) -> Literal["wait", "ask", "hangs"]:
-        """What to do now. Time in which this process stood still, so that it did not look, counts for nothing."""
+        """What to do now. Time in which this process itself stood still does not count."""
         stood_still_s = max(0.0, now_s - self._looked_s - self.limit_s / 2)
         self._looked_s = now_s
         self._heard_s += stood_still_s

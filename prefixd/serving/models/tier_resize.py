@@ -5,16 +5,16 @@ grow    create (thread)   tell the worker    admit                        a slic
 shrink  make room, allocate   withdraw   the worker lets go   destroy (thread)   forget
 ```
 
-A slice is done as a whole or not at all, whatever happens to the caller or the worker meanwhile: a worker that dies in
-the middle has let go, and its successor is handed what there is then. Between two slices others work, and a resize can
-be ended; the tier then has the size that it has come to.
+A slice is done as a whole or not at all, even if the caller is cancelled or the worker dies meanwhile: a dead worker
+maps nothing, and its successor is handed the frames that exist then. Between two slices other tasks run, and the resize
+can be ended; the tier keeps the size that it has reached.
 
-**Who has to go.** Room is made as for a prefetch: cached blocks go down the tiers, or are evicted; who waits for blocks
-goes before. Running requests keep their frames, and get more while there are any, by preemption if need be
-(`preemption.py`). From the beginning on, the dispatcher counts on the smaller tier only, so no new request takes what
-became free. Where a request that runs, or did before it was preempted, can come to need more than the smaller tier
-has, the tier stays that large until the request has ended. When no slice is done for as long as the caller would wait
-(because of that, of others who hold frames, or of a slow tier below), the resize ends where it is and says who does.
+**Which frames are freed.** Room is made as for a prefetch: cached blocks go down the tiers, or are evicted; requests
+that wait for blocks have precedence. Running requests keep their frames, and get more while there are any, by
+preemption if need be (`preemption.py`). From the beginning on, the dispatcher counts on the smaller tier, so no new
+request takes frames that became free. If a request that runs, or has run, may need more frames than the smaller tier
+has, the tier stays that large until the request has ended. If no slice is done for `wait_s` seconds (because of such a
+request, of others that hold frames, or of a slow tier below), the resize ends, and names the holders.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _PROGRESS_S = 0.1
 
 @dataclass(slots=True)
 class ResizeProgress:
-    """How far a resize is.
+    """The progress of a resize.
 
     Attributes:
-        before_bytes: the tier's size at its begin.
-        target_bytes: the size that was asked for, in whole frames.
+        before_bytes: the tier's size at its start.
+        target_bytes: the requested size, in whole frames.
         nbytes: the tier's size now.
-        evicted_blocks: copies that left the tier since its begin, for whatever reason.
-        demoted_blocks: those of them that were copied a tier down for that.
-        unfinished: why it ended before the target was reached; empty if it was.
+        evicted_blocks: copies that left the tier since its start, for any reason.
+        demoted_blocks: of these, copies that were written a tier down before.
+        unfinished: why it ended before the target was reached; empty if it reached it.
         done: whether it has ended.
     """
 
@@ -90,8 +90,8 @@ class TierResize:
     """Resizes the compute tier; one resize at a time.
 
     Args:
-        cache: whose compute tier.
-        workers: of all models; they have the tier's memory attached.
+        cache: the cache.
+        workers: of all models; they map the tier's memory.
         dispatchers: of all models; they give the tier's frames to requests.
         clock: seconds.
     """
@@ -111,22 +111,22 @@ class TierResize:
         self._begun = False
         self._job: _Job | None = None
         self._task: asyncio.Task[None] | None = None
-        self._withdrawn: list[FrameId] = []  # whose memory could not be given back yet
+        self._withdrawn: list[FrameId] = []  # withdrawn frames whose memory is not given back yet
 
     async def resize(self, nbytes: int, wait_s: float) -> AsyncGenerator[ResizeProgress, None]:
-        """Resizes the tier to at most `nbytes`; yields how far it is, the last time when it is done.
+        """Resizes the tier to at most `nbytes`; yields the progress, for the last time when the resize is done.
 
-        Closing it ends the resize after the slice under way.
+        Closing the generator ends the resize after the slice under way.
 
         Args:
             nbytes: the new size; as many whole frames as fit.
-            wait_s: how long to wait while no frame becomes free.
+            wait_s: how long to wait while no slice is done.
 
         Raises:
-            InvalidArgumentError: not even the smallest request would fit into the tier, or what tenants are guaranteed.
-            ExhaustedError: the device does not have so much.
-            PreconditionError: a resize is under way; or there is no tier, as the model is being loaded or its worker
-                was given up.
+            InvalidArgumentError: the smallest request, or the tenants' guarantees, would not fit into the tier.
+            ExhaustedError: the device does not have enough memory.
+            PreconditionError: a resize is under way; or there is no tier, because the model is being loaded or its
+                worker was given up.
             UnavailableError: the daemon ends.
         """
         tier = self._tier()
@@ -170,13 +170,13 @@ class TierResize:
             job.cancelled = True
 
     async def stop(self) -> None:
-        """Ends what is under way; there is no worker any more, and the tier's memory goes next."""
+        """Ends a resize under way. The workers have ended; the tier's memory is given back next."""
         self._stopping = True
         if self._task is not None:
             await asyncio.wait({self._task})
 
     def interrupt(self) -> None:
-        """The daemon ends: no slice begins any more."""
+        """The daemon ends: no further slice begins."""
         self._stopping = True
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -216,14 +216,14 @@ class TierResize:
             *(pool.capacity, before, f"; not all was done: {job.unfinished}" if job.unfinished else ""),
         )
 
-    def _goes_on(self, job: _Job) -> bool:
+    def _may_continue(self, job: _Job) -> bool:
         return not (job.cancelled or self._stopping)
 
     async def _grow(self, tier: GpuTier, job: _Job) -> None:
         pool = tier.pool
         while pool.capacity < job.frames:
-            await self._settled()
-            if not self._goes_on(job):
+            await self._wait_for_workers()
+            if not self._may_continue(job):
                 return
             async with self._changing_frames():
                 count = min(job.frames - pool.capacity, _slice_frames(pool))
@@ -236,8 +236,8 @@ class TierResize:
     async def _shrink(self, tier: GpuTier, job: _Job) -> None:
         pool = tier.pool
         while pool.capacity > job.frames:
-            await self._settled()
-            if not self._goes_on(job):
+            await self._wait_for_workers()
+            if not self._may_continue(job):
                 return
             keep = max(job.frames, self._begun_frames())
             pool.plan(keep)
@@ -250,16 +250,15 @@ class TierResize:
                     await self._give_back(pool)
                 job.deadline_s = self._clock() + job.wait_s
             elif self._clock() >= job.deadline_s:
-                job.unfinished = self._what_holds()
+                job.unfinished = self._describe_holders()
                 return
             else:
                 await asyncio.sleep(_RETRY_S)
 
     async def _take(self, tier: GpuTier, count: int, job: _Job) -> list[FrameId]:
-        """Up to `count` frames that no request has any more.
+        """Takes up to `count` frames, which no request has any more.
 
-        None when making room for them takes until the deadline, or when the resize is ended: copies that have begun
-        then end in their own time.
+        Takes none if making room lasts until the deadline, or if the resize is ended; copies under way then go on.
         """
         room = Movement(Urgency.PREFETCH)
         room.join(Urgency.PREFETCH)
@@ -280,7 +279,7 @@ class TierResize:
         taking = self._cache.mover.spawn(take())
         while not taking.done():
             await asyncio.wait({taking}, timeout=_RETRY_S)
-            if not taking.done() and (self._clock() > job.deadline_s or not self._goes_on(job)):
+            if not taking.done() and (self._clock() > job.deadline_s or not self._may_continue(job)):
                 room.leave()
                 return []
         return taking.result()
@@ -294,14 +293,14 @@ class TierResize:
         pool.forget(frames)
         self._withdrawn.clear()
 
-    async def _settled(self) -> None:
+    async def _wait_for_workers(self) -> None:
         """Waits until each worker is ready, or given up."""
         for worker in self._workers:
             await worker.settled()
 
     @asynccontextmanager
     async def _changing_frames(self) -> AsyncGenerator[None]:
-        """Around a change of the tier's frames: no worker is handed the frames meanwhile."""
+        """Held during a change of the tier's frames: no worker is handed the frames meanwhile."""
         async with AsyncExitStack() as stack:
             for worker in self._workers:
                 await stack.enter_async_context(worker.changing_frames())
@@ -314,7 +313,7 @@ class TierResize:
     def _begun_frames(self) -> int:
         return max(dispatcher.requests.begun_frames() for dispatcher in self._dispatchers)
 
-    def _what_holds(self) -> str:
+    def _describe_holders(self) -> str:
         text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"
         if running := sum(len(each.running) for each in self._dispatchers):
             needed = self._begun_frames()

@@ -1,4 +1,4 @@
-"""The daemon's end of a worker's socket: messages, and descriptors of the GPU tier's memory beside them."""
+"""The daemon's end of a worker's socket. It sends messages, and descriptors of the GPU tier's memory beside them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerChannel:
-    """Sends to one worker after the other. What is sent while there is none is lost.
+    """Sends messages to the present worker. A message that is sent while there is none is lost.
 
     Attributes:
         last_error: why the present worker did not take the tier's memory; empty if it did.
@@ -32,19 +32,19 @@ class WorkerChannel:
         self._shrunk: asyncio.Future[None] | None = None
 
     async def open(self, end: socket.socket, threads: ThreadPoolExecutor) -> None:
-        """Begins to write to a worker that has the other end of a socket; descriptors are sent in one of `threads`."""
+        """Begins to write to the worker that has the other end of the socket `end`; `threads` send the descriptors."""
         self.last_error = ""
         self._writer = await _writer(end.dup())
         self._socket, self._threads = end, threads
 
     def close(self) -> None:
-        """Ends the connection; its socket's other descriptor is its owner's to close."""
+        """Ends the connection. The owner of the socket closes its other descriptor."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def worker_gone(self) -> None:
-        """The worker's process has ended, and with it all that it had mapped."""
+        """The worker's process has ended, and its mappings with it."""
         self._socket, self._has_frames = None, False
         self.shrunk()
 
@@ -58,13 +58,13 @@ class WorkerChannel:
     # -- the GPU tier's memory ------------------------------------------------------------------------------------
 
     async def hand_over(self, pool: FramePool) -> None:
-        """Gives the worker the GPU tier. A worker that ended meanwhile has said why, which is still to be read."""
+        """Gives the worker the GPU tier. If the worker ends meanwhile, its last message is read later."""
         export = pool.memory.export()
         self._has_frames = True
         await self._send_with_descriptors(describe_memory(pool, export), export)
 
     async def grow(self, pool: FramePool, new: NewFrames) -> bool:
-        """Gives the worker more frames; False if it did not take them. One that has none will be handed all of them."""
+        """Gives the worker more frames; False if it did not take them. Without frames, it gets all of them later."""
         if not self._has_frames:
             return True
         export = pool.memory.export_run(range(int(new.chunks[0]), int(new.chunks[-1]) + 1))
@@ -73,7 +73,7 @@ class WorkerChannel:
         return await self._send_with_descriptors(message, export)
 
     async def shrink(self, frames: list[FrameId]) -> None:
-        """Has the worker let go of withdrawn frames; returns when it has (`shrunk`), or is gone."""
+        """Has the worker unmap withdrawn frames; returns when it has (`shrunk`), or is gone."""
         if not self._has_frames:
             return
         self._shrunk = asyncio.get_running_loop().create_future()
@@ -84,12 +84,13 @@ class WorkerChannel:
             self._shrunk = None
 
     def shrunk(self) -> None:
-        """The worker has let go of the withdrawn frames."""
+        """The worker has unmapped the withdrawn frames."""
         if self._shrunk is not None and not self._shrunk.done():
             self._shrunk.set_result(None)
 
     async def _send_with_descriptors(self, message: ToWorker, export: Export) -> bool:
-        """Sends a message and the descriptors that follow it; other messages wait. Whether the worker took them."""
+        """Sends a message and the descriptors that follow it; other messages wait. Returns whether the worker took
+        them."""
         self.send(message)
         self._held_back = []
         try:
@@ -117,10 +118,10 @@ def describe_memory(pool: FramePool, export: Export) -> Memory:
 
 
 async def _writer(end: socket.socket) -> asyncio.StreamWriter:
-    """Writes to the worker on a descriptor of its own: when a write fails, its last words are still to be read."""
+    """A writer on a descriptor of its own, so that after a failed write the worker's last message can still be read."""
     _, writer = await asyncio.open_unix_connection(sock=end)
     if isinstance(writer.transport, asyncio.Transport):
-        writer.transport.pause_reading()  # the other descriptor is for that
+        writer.transport.pause_reading()  # the other descriptor is read
     # drain() then waits until everything is sent: descriptors go beside the stream and must not overtake it.
     writer.transport.set_write_buffer_limits(high=0)
     return writer

@@ -46,7 +46,7 @@ PART = "worker"
 
 
 class WorkerState(enum.Enum):
-    """What the worker is doing."""
+    """The state of a model's worker."""
 
     STARTING = "starting"
     READY = "ready"
@@ -54,21 +54,21 @@ class WorkerState(enum.Enum):
 
 
 class WorkerProcess:
-    """One worker process after the other.
+    """Keeps a worker process running.
 
     The GPU tier's memory is the daemon's, so a worker that dies takes no cached block with it; its successor is given
     the same memory.
 
     Args:
         settings: the worker's.
-        restart_limit: how many deaths in a row, without a request finished between them, are forgiven.
-        on_hello: called with the model's numbers, each time a worker says them; returns the GPU tier's frames. It is
-            cancelled when the worker ends first.
-        on_ready: the worker takes requests.
-        on_step: results.
-        on_done: a request ended and its frames are unmapped.
-        on_death: the worker is gone (the reason in words), and whether it is given up.
-        part: what `troubles` call it.
+        restart_limit: number of deaths in a row, without a finished request between them, before it is given up.
+        on_hello: called with each worker's Hello; returns the GPU tier's frames. It is cancelled when the worker ends
+            first.
+        on_ready: called when the worker takes requests.
+        on_step: called with the results of a step.
+        on_done: called when a request has ended and its frames are unmapped.
+        on_death: called when the worker is gone, with the reason and whether it is given up.
+        part: its name in `troubles`.
         step_seconds: it is killed when a step takes longer.
         troubles: told while this machine has no process, memory or descriptor for a worker, and when it is given up.
     """
@@ -88,12 +88,12 @@ class WorkerProcess:
         step_seconds: float = 600.0,
     ) -> None:
         self.settings = settings
-        self.hello: Hello | None = None  # what the present worker, or the last one, said of its model
-        self.ready = Ready()  # what it said when it became ready
+        self.hello: Hello | None = None  # of the present worker, or of the last one
+        self.ready = Ready()  # its last Ready
         self.state = WorkerState.STARTING
         self.restarts = 0
         self.pid = 0
-        self.failure = ""  # why it was given up; it stays so until the daemon is started again
+        self.failure = ""  # why it was given up; kept until the daemon is started again
         self._restart_limit = restart_limit
         self._deaths = 0
         self._on_hello = on_hello
@@ -107,13 +107,13 @@ class WorkerProcess:
         self._channel = WorkerChannel()
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._was_ready = False  # a worker that fails before it was ever ready would fail again
-        self._described = False  # whether the present worker has said Hello
-        self._failed = False  # whether it has said Failed
-        self._killed = False  # whether the last worker was killed once it had described its model, without a complaint
+        self._was_ready = False  # a worker that fails before one was ever ready would fail again
+        self._described = False  # whether the present worker has sent Hello
+        self._failed = False  # whether it has sent Failed
+        self._killed = False  # whether the last worker was killed by a signal after its Hello, without Failed
         self._last_words = ""
-        self._settled = asyncio.Event()  # while a worker is ready, or there will be none any more
-        self._frames = asyncio.Lock()  # held while frames are handed over, come or go
+        self._settled = asyncio.Event()  # set while a worker is ready, and once there will be none any more
+        self._frames = asyncio.Lock()  # held while frames are handed over, added or removed
         self._process: asyncio.subprocess.Process | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -122,46 +122,43 @@ class WorkerProcess:
         return self._task
 
     async def settled(self) -> bool:
-        """Waits until a worker is ready, or given up, or all is stopped; whether one is ready."""
+        """Waits until a worker is ready, given up or stopped; returns whether it is ready."""
         await self._settled.wait()
         return self.state is WorkerState.READY
 
     def send(self, message: ToWorker) -> None:
-        """Sends a message; one that a dying worker misses is made good by `on_death`."""
+        """Sends a message. If a dying worker misses it, `on_death` puts the requests back."""
         self._channel.send(message)
 
     @asynccontextmanager
     async def changing_frames(self) -> AsyncGenerator[None]:
-        """Around a change of the GPU tier's frames: no worker is handed the frames meanwhile, and no other task changes
-        them. A worker that dies within it stays dead until its end."""
+        """Held during a change of the GPU tier's frames: no worker is handed the frames meanwhile, and no other task
+        changes them. If the worker dies, its successor gets the frames only at the end."""
         async with self._frames:
             yield
 
     async def grow(self, pool: FramePool, new: NewFrames) -> None:
-        """Gives the worker frames that `pool` is about to admit: it has them before any message that names them.
+        """Gives the worker frames that `pool` is about to admit, before any message names them.
 
-        Within `changing_frames`. Without a worker nothing happens: the next one is handed all that there are.
+        Within `changing_frames`. Without a worker nothing happens: the next one is handed all frames.
         """
         if not await self._channel.grow(pool, new):
-            self._kill()  # it waits for descriptors that will not come; its successor is handed all of them
+            self._kill()  # it waits for descriptors that will not come; its successor is handed all frames
 
     async def shrink(self, frames: Sequence[FrameId]) -> None:
-        """Has the worker let go of withdrawn frames; returns when it has, or is gone.
-
-        Within `changing_frames`.
-        """
+        """Has the worker unmap withdrawn frames; returns when it has, or is gone. Within `changing_frames`."""
         await self._channel.shrink([*frames])
 
     def proven(self) -> None:
-        """A request went through: earlier deaths are forgiven."""
+        """A request has ended on the worker: earlier deaths do not count any more."""
         self._deaths = 0
         self._troubles.end(f"{self._part}'s step")
 
     async def stop(self) -> None:
         """Ends the worker and waits for it.
 
-        One that still loads is killed: it reads its socket when it has loaded, which may take minutes. So is one that
-        does not end within 5 s.
+        A worker that still loads is killed: it would read its socket only after loading, which may take minutes. A
+        worker that does not end within 5 s is killed, too.
         """
         self._stopping.set()
         if self.state is WorkerState.READY:
@@ -169,7 +166,7 @@ class WorkerProcess:
         else:
             self._kill()
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=_STOP_S)  # how it ended is its watcher's to report
+            await asyncio.wait({self._task}, timeout=_STOP_S)  # the task's owner reports its error
             self._kill()
             await asyncio.wait({self._task})
         self._settled.set()
@@ -182,9 +179,9 @@ class WorkerProcess:
     async def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                why = await self._live()
+                why = await self._run_one()
             except NotStartedError as error:
-                await self._wait_for_means(error)
+                await self._wait_for_resources(error)
                 continue
             except (PrefixdError, SwapError) as error:
                 why = str(error)
@@ -208,19 +205,19 @@ class WorkerProcess:
 
     def _give_up(self, why: str) -> None:
         self.failure = why
-        self._troubles.end(self._part)  # of want of means: this is another one
+        self._troubles.end(self._part)  # the trouble of lacking resources: this one is another
         self._troubles.begin(self._part, f"it was given up: {why}; start the daemon again when that is mended")
         self._on_death(why, True)
         self._settled.set()
 
-    async def _wait_for_means(self, error: NotStartedError) -> None:
-        """There is no worker for want of means, which may come back: it is never given up for that."""
+    async def _wait_for_resources(self, error: NotStartedError) -> None:
+        """Waits after a start failed for lack of resources. They may come back, so the worker is not given up."""
         self._troubles.begin(self._part, str(error))
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), _SCARCE_PAUSE_S)
 
-    async def _live(self) -> str:
-        """One worker's life; returns how it ended."""
+    async def _run_one(self) -> str:
+        """Runs one worker; returns how it ended."""
         self._last_words = ""
         self._described = self._failed = self._killed = False
         loop = asyncio.get_running_loop()
@@ -229,7 +226,7 @@ class WorkerProcess:
             self._troubles.end(self._part)
             self._process = process
             self.pid = process.pid
-            if self._stopping.is_set():  # while it was being started
+            if self._stopping.is_set():  # stopped while it was being started
                 self._kill()
             decoder = from_worker()
             watching = asyncio.create_task(self._watch(process), name="worker's watchdog")
@@ -244,7 +241,7 @@ class WorkerProcess:
                 watching.cancel()
                 self._channel.close()
                 with suppress(OSError):
-                    ours.shutdown(socket.SHUT_RDWR)  # a worker that is refused learns of it at once
+                    ours.shutdown(socket.SHUT_RDWR)  # a refused worker notices it at once
                 try:
                     await asyncio.wait_for(process.wait(), _STOP_S)
                 except TimeoutError:
@@ -278,7 +275,7 @@ class WorkerProcess:
             if message.cuda_graphs_reason and message != self.ready:
                 log.warning("decode steps are computed without CUDA graphs: %s", message.cuda_graphs_reason)
             self.ready = message
-            if self.state is WorkerState.READY:  # with graphs, so far
+            if self.state is WorkerState.READY:  # a second Ready: it has given up its graphs
                 return
             self.state = WorkerState.READY
             self._was_ready = True
@@ -289,7 +286,7 @@ class WorkerProcess:
             self._failed = True
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kills a worker that hangs. It is watched from when it is ready: loading takes as long as it takes."""
+        """Kills a worker that hangs in a step. It is watched only when it is ready: loading may take any time."""
         watchdog, loop = self._watchdog, asyncio.get_running_loop()
         while True:
             await asyncio.sleep(watchdog.period_s)
@@ -311,7 +308,7 @@ class WorkerProcess:
                 return
 
     async def _while_it_lives(self, asking: Coroutine[Any, Any, FramePool]) -> FramePool | None:
-        """Waits for the frames; None when the worker ends first. Its socket is not read meanwhile."""
+        """Waits for the frames, without reading the worker's socket; None if the worker ends first."""
         assert self._process is not None
         ended = asyncio.create_task(self._process.wait())
         asked = asyncio.create_task(asking)

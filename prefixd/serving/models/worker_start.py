@@ -20,8 +20,8 @@ _REMEDIES = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u, TasksMax=)",
 }
 ENVIRONMENT = {
-    # OpenMP threads that spin at barriers stand in the daemon's way on a small machine: with one busy core of two, a
-    # step takes 188 ms spinning and 26 ms sleeping.
+    # OpenMP threads that spin at barriers take CPU time from the daemon on a small machine: with one busy core of two,
+    # a step takes 188 ms spinning and 26 ms sleeping.
     "OMP_WAIT_POLICY": "PASSIVE",
     # With several threads, MKL splits the sum of a matrix product by how many rows there are, so a row's last bits
     # would depend on the batch (seen: 1,408 to 512 with two threads, 64 rows or more). Its strict mode does not.
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 class NotStartedError(Exception):
-    """This machine has not what it takes to start a process; what that is and what to do."""
+    """This machine lacks a resource for starting a process. The text names it and the remedy."""
 
 
 async def start_worker(
@@ -42,8 +42,8 @@ async def start_worker(
         That end, and the process that has the other.
 
     Raises:
-        NotStartedError: this machine has not the means, which may come back.
-        OSError: for another reason.
+        NotStartedError: this machine lacks a resource, which may come back.
+        OSError: any other error.
     """
     try:
         threads = stack.enter_context(started_threads(1, "prefixd-worker"))
@@ -72,7 +72,7 @@ async def _spawn(settings: WorkerSettings, fd: int) -> asyncio.subprocess.Proces
             pass_fds=[fd, *([settings.pixels_fd] if settings.pixels_fd >= 0 else [])],
             env={**ENVIRONMENT, **os.environ},
             stdin=asyncio.subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is the daemon's: before the worker can ignore it, it would end it
+            process_group=0,  # only the daemon handles Ctrl-C, which would end a worker that does not ignore it yet
         )
-    except RuntimeError as error:  # before Python 3.12 a thread waits for the process; it ends with its socket
+    except RuntimeError as error:  # before Python 3.12: no thread to wait for the process, which ends with its socket
         raise NotStartedError(f"it cannot be started ({error}); {_REMEDIES[errno.EAGAIN]}") from error

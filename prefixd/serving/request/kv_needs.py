@@ -1,4 +1,4 @@
-"""How much of the GPU tier's memory is allocated and not needed (Jenga, section 7.3, figure 16)."""
+"""Measures how much allocated memory of the GPU tier is not needed (Jenga, section 7.3, figure 16)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Unused:
     """Bytes of the GPU tier.
 
     Attributes:
-        spare: of cached blocks, needed by shorter prefixes only and not held: they go before anything else does.
-        unneeded: of the rest, what no layer of the model needs.
+        spare: of cached blocks that only shorter prefixes need and that are not held: evicted before anything else.
+        unneeded: of the rest, bytes that no layer of the model needs.
     """
 
     spare: int = 0
@@ -32,16 +32,15 @@ class Unused:
 class KvNeeds:
     """Counts the bytes that the layers of a model need of its cached blocks and of its running requests.
 
-    Needed are, of each layer by its own rule: of a running request, what the next token reads; of a cached prompt, what
-    its ends and branches need (`Trie.expire`). Blocks that wait to be filled with tokens that are known count as
-    needed, as does a block that is filled in part; blocks beyond the last known token do not, nor does the padding of
-    frames.
+    By the rule of each layer, these bytes are needed: of a running request, those that its next token reads; of a
+    cached prompt, those that its ends and branches need (`Trie.expire`). Blocks for known tokens that are not computed
+    yet count as needed, as does a block that is filled in part. Blocks beyond the last known token do not, nor does the
+    padding of frames.
 
-    Where the groups have the rules of their layers, the trie knows which bytes have expired. Where one rule is for all
-    layers (`worker.groups = "one"`), nothing expires there, and a column here says what would have: of blocks that the
-    worker has filled.
+    If each group has the rule of its layers, the trie knows which bytes have expired. If one rule is for all layers
+    (`worker.groups = "one"`), nothing expires in the trie, and a column here marks the filled blocks that would have.
 
-    Counting is a pass over the trie's columns, a slice at a time, and over the blocks ahead of the running requests.
+    Counting goes over the trie's columns, a slice at a time, and over the blocks ahead of the running requests.
 
     Args:
         kv: the model's groups.
@@ -56,10 +55,11 @@ class KvNeeds:
         self._memory = ColumnMemory()
         self._expired: GroupMask = np.zeros(0, np.uint8)  # by row, a bit for each need
         self.trie: Trie | None = None
-        """Where blocks of the model are, once there are some."""
+        """The trie of the model's blocks; None before the first one."""
 
     def recorded(self, trie: Trie, path: Rows, ends: Sequence[int]) -> None:
-        """The worker has filled blocks of a prompt whose cached blocks are `path`; `ends` as for `Trie.expire`."""
+        """Notes that the worker has filled blocks; `path`: all cached blocks of the prompt; `ends` as for
+        `Trie.expire`."""
         self.trie = trie
         if self._by_rule or not len(path):
             return
@@ -68,7 +68,7 @@ class KvNeeds:
         self._expired[path] = expired_groups(self._layers, len(path), trie.branches(path, ends))
 
     def of_cached(self, trie: Trie, rows: slice) -> Unused:
-        """Of some cached blocks, held or not, in `trie`."""
+        """The unused bytes of some rows of `trie`, held or not."""
         unused = Unused()
         first = 0
         for number, group in enumerate(self._kv.groups):
@@ -90,7 +90,7 @@ class KvNeeds:
         return unused
 
     def of_running(self, requests: Iterable[Request]) -> int:
-        """Bytes of running requests' own frames that no layer needs. Blocks fill their frames; states may not."""
+        """Bytes of running requests' own frames that no layer needs: blocks ahead, and the padding of states."""
         kv, unneeded = self._kv, 0
         for request in requests:
             run, own = request.run, request.footprint.own
@@ -103,7 +103,7 @@ class KvNeeds:
         return unneeded
 
     def _padding(self, group: int) -> int:
-        """Bytes of a block, or of a state, that its frames have and its layers do not need."""
+        """Bytes of the frames of a block, or of a state, that its layers do not use."""
         needed = sum(need.nbytes for need in self._kv.needs if need.group == group % len(self._kv.groups))
         return self._kv.groups[group].frames * self._frame_bytes - needed if needed else 0
 

@@ -1,4 +1,4 @@
-"""What a request asks for: its prompt, its parameters and where its blocks are in the cache's trie."""
+"""A request's prompt, its parameters, and its blocks in the cache's trie."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Prompt:
         chain: prompt and generated tokens, and the keys of their blocks. Other ids stand for images.
         prompt_tokens: how many of them are the prompt.
         kv: how its blocks lie in frames.
-        images: those of its prompt, with the tokens as the model reads them; None for a prompt of text alone.
+        images: the prompt's images, with the tokens as the model reads them; None for a prompt of text alone.
         image_kv: its images as the cache knows them, if layers of the model attend to images and to nothing else.
-        read_only: it leaves nothing in the cache, and what it uses does not count as used.
-        uncached: it uses nothing of the cache and leaves nothing there: the blocks that it used before may be
-            damaged, or there is no room for another namespace.
+        read_only: it leaves nothing in the cache, and the blocks that it uses do not count as used.
+        uncached: it does not use the cache and leaves nothing there: the blocks that it used before may be damaged, or
+            there is no room for another namespace.
     """
 
     id: int
@@ -62,7 +62,7 @@ class Prompt:
 
     @property
     def keeps(self) -> bool:
-        """Whether what it computes goes into the cache."""
+        """Whether the blocks that it computes are cached."""
         return not (self.read_only or self.uncached)
 
     @property
@@ -79,11 +79,11 @@ class Prompt:
             self.images.append(token_ids, self.chain)
 
     def uncut(self, blocks: int) -> int:
-        """The largest number of blocks up to this one after which a prefix may end: none ends inside an image."""
+        """The largest number of blocks, at most `blocks`, after which a prefix may end: it must not end in an image."""
         return blocks if self.images is None else self.images.uncut(blocks)
 
     def next_uncut(self, blocks: int) -> int:
-        """The smallest number of blocks above this one after which a prefix may end."""
+        """The smallest number of blocks above `blocks` after which a prefix may end."""
         return blocks + 1 if self.images is None else self.images.next_uncut(blocks)
 
     def usable(self, path: Rows, available: GroupMask | None = None) -> Rows:
@@ -96,7 +96,7 @@ class Prompt:
 
     @property
     def prompt_ends(self) -> tuple[int, int]:
-        """Blocks after which who asks the prompt again, or goes on from it, can resume: not inside an image."""
+        """Numbers of blocks after which a request with the same prompt, and one that continues it, can resume."""
         block_tokens = self.trie.block_tokens
         return self.uncut((self.prompt_tokens - 1) // block_tokens), self.uncut(self.prompt_tokens // block_tokens)
 
@@ -120,14 +120,14 @@ class Prompt:
 
     @property
     def blocks(self) -> int:
-        """Blocks for all that is known, and the first token that will be generated; for all of a beam search."""
+        """Blocks for all known tokens and the next one that will be generated; of a beam search all its blocks."""
         if self.sampling.beam_search is not None:
             return self.most_blocks
         return -(-(self.chain.tokens + 1) // self.trie.block_tokens)
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of all that it may come to."""
+        """The most blocks that it may have at its end."""
         sampling, block_tokens = self.sampling, self.trie.block_tokens
         if (search := sampling.beam_search) is not None:
             return blocks_needed(self.prompt_tokens, sampling.max_tokens, search.width, block_tokens)

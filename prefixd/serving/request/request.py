@@ -30,7 +30,7 @@ _NO_TIERS = np.empty(0, np.int8)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request(Prompt):
-    """What the daemon knows of a request: its prompt, and how far it has come.
+    """A request: its prompt and its state.
 
     Attributes:
         queued: the request as the queue sees it.
@@ -39,22 +39,22 @@ class Request(Prompt):
         generations: the rows' generations at that look.
         farthest: the farthest tier of the found blocks at that look; `NONE` when nothing was found.
         seen_epoch: the cache's epoch (`Mover.epoch`) at that look; -1 when a new look is due in any case.
-        cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
-        beside: what is to be loaded behind `rows` while it runs, if anything.
-        choice: what was decided about loading its prefix, until it can be judged.
+        cut: `rows` is shorter than the cached prefix, on purpose or because the rest could not be brought up.
+        beside: the blocks to load behind `rows` while it runs, if any.
+        choice: the decision about loading its prefix, until it is judged.
         outcome: while CANCELLING, the last event.
         arrival_tiers: where each block of its prefix lay when the request arrived, before anything was moved for it.
-        hit_tiers: where each block of `rows` counts as found, until it runs first: where it lay when the request
-            arrived, or, if it was not cached then, when the request was looked up for its turn.
+        hit_tiers: until it runs first, the tier in which each block of `rows` counts as found: the tier at the
+            request's arrival or, if the block was not cached then, at the look-up for its turn.
         hit_tokens: prompt tokens found, by tier; None before it runs.
         retention: the retention that its caller requested for the blocks of its prompt, once granted.
-        fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
-            behind the full blocks.
-        others_blocks: blocks from the first on that were cached when it ran first: others computed them.
+        fork_of: a request that may have the same prompt: the worker copies the tokens behind the full blocks that that
+            request has computed.
+        others_blocks: blocks from the first on that were cached when it ran first: other requests computed them.
         used_blocks: cached blocks, from the first on, that were counted as used by it, however often it is staged.
-        turn: its number among all requests in the order in which they were handed over last; 0 before.
-        suspects: what it used of the cache before it ran `uncached`, until it is known whether that was damaged.
-        lost_tokens: tokens that had been computed when it was preempted; 0 when it was not, or runs again.
+        turn: its number in the order of the last hand-overs of all requests; 0 before its first.
+        suspects: cached blocks that it used before it ran `uncached`, until it is known whether they were damaged.
+        lost_tokens: tokens that had been computed when it was preempted; 0 if it was not, or runs again.
     """
 
     queued: QueuedRequest
@@ -90,12 +90,12 @@ class Request(Prompt):
     # -- what it is and has -------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """It has been looked up for the first time: where its blocks are now is what its hits count by."""
+        """Remembers, after the first look-up, the tiers in which its blocks count as found."""
         self.arrival_tiers = hit_tiers(self.trie, self.found, self.trie.distances(self.found))
 
     def tiers_at_arrival(self, tiers: npt.NDArray[np.int8], first_block: int = 0) -> npt.NDArray[np.int8]:
-        """[blocks]: where the blocks of its prefix from `first_block` on lay when it arrived, and those that were
-        nowhere then where they are now, in `tiers`."""
+        """[blocks]: the tiers, at its arrival, of the blocks of its prefix from `first_block` on. Blocks that were not
+        cached then have the tier in `tiers`, which is that of now."""
         before = self.arrival_tiers[first_block : first_block + len(tiers)]
         found = tiers.copy()
         np.copyto(found[: len(before)], before, where=before != NONE)
@@ -103,9 +103,9 @@ class Request(Prompt):
 
     @property
     def first_blocks(self) -> int:
-        """Blocks to start a run with, its cached ones among them.
+        """Blocks that a run starts with, the cached ones included.
 
-        Where windows pass blocks, a long prompt gets its blocks in portions, so that it never has all of them at once.
+        With sliding windows, a long prompt gets its blocks in portions, so that it never has all of them at once.
         """
         if self.beside is not None:
             return len(self.rows) + self.beside.first_blocks(self.trie.block_tokens)
@@ -115,12 +115,12 @@ class Request(Prompt):
 
     @property
     def first_frames(self) -> int:
-        """Frames, besides those of its cached blocks and of its images, without which a run cannot start."""
+        """Frames that a run needs at its start, besides those of its cached blocks and of its images."""
         return (self.first_blocks - len(self.rows)) * self.kv.block_frames + self.kv.state_frames
 
     @property
     def most_frames(self) -> int:
-        """The most frames that it may have at a time, and cannot do without."""
+        """The most frames that it may need at a time."""
         of_images = 0 if self.image_kv is None else self.image_kv.frames
         if self.sampling.beam_search is not None:
             return self.kv.beam_frames(self.most_blocks) + of_images
@@ -130,7 +130,7 @@ class Request(Prompt):
 
     @property
     def growth_frames(self) -> int:
-        """The most frames that its run may still ask for. States have all of theirs from its start."""
+        """The most frames that its run may still ask for. It has those of states from its start."""
         if self.sampling.beam_search is not None:
             return 0
         states = 2 * self.kv.state_frames
@@ -150,17 +150,17 @@ class Request(Prompt):
 
     @property
     def filled_blocks(self) -> int:
-        """While it runs, its full blocks of which the worker has told that they are in memory."""
+        """While it runs, its full blocks in memory, as the worker reported last."""
         return max(len(self.rows), self.run.computed_tokens // self.trie.block_tokens)
 
     @property
     def tail(self) -> TailLoad | None:
-        """What is loaded beside its run, behind what it computes."""
+        """The load beside its run, if any."""
         return None if self._footprint is None else self._footprint.tail
 
     @property
     def rows(self) -> Rows:
-        """The cached blocks from the first on: those it holds in the GPU tier, or else those found at the last look."""
+        """The cached blocks from the first on: those held in the GPU tier or, without a footprint, `found`."""
         return self.found if self._footprint is None else self._footprint.hold.rows
 
     @property
@@ -183,25 +183,25 @@ class Request(Prompt):
 
     @property
     def image_holds(self) -> ImageHolds | None:
-        """What it has of the GPU tier for its images; None while it has no footprint, and without `image_kv`."""
+        """Its images in the GPU tier; None while it has no footprint, and without `image_kv`."""
         return None if self._footprint is None else self._footprint.images
 
     @property
     def footprint(self) -> Footprint:
-        """What it has of the GPU tier, in a state in which it has something."""
+        """Its footprint. Raises IllegalTransitionError in a state in which it has none."""
         if self._footprint is None:
             raise IllegalTransitionError(f"request {self.name} has no footprint while it is {self.state.name}")
         return self._footprint
 
     @property
     def run(self) -> Run:
-        """Its run, in a state in which the worker has it."""
+        """Its run. Raises IllegalTransitionError in a state in which the worker does not have it."""
         if self._run is None:
             raise IllegalTransitionError(f"request {self.name} has no run while it is {self.state.name}")
         return self._run
 
     def count_use(self, blocks: int) -> int:
-        """`blocks` of its cached blocks are about to be used; returns how many of them were counted before."""
+        """Counts the use of its first `blocks` cached blocks; returns how many of them were counted before."""
         counted, self.used_blocks = self.used_blocks, max(self.used_blocks, blocks)
         return counted
 
@@ -209,74 +209,74 @@ class Request(Prompt):
     # Each raises IllegalTransitionError, and changes nothing, in a state that does not allow it.
 
     def enqueue(self) -> None:
-        """It was put into the queue."""
-        self._go("enqueue")
+        """It is put into the queue."""
+        self._change_state("enqueue")
         if self.images is not None:
             self.images.enter()
 
     def stage(self, footprint: Footprint) -> None:
-        """Its prefix is held in the GPU tier; what is missing there is on its way."""
-        self._go("stage")
+        """Its prefix is held in the GPU tier; the missing blocks are on their way."""
+        self._change_state("stage")
         self._footprint = footprint
 
     def staged(self) -> None:
         """Its prefix is in the GPU tier. From now on it can be made to give its frames up."""
-        self._go("staged")
+        self._change_state("staged")
         self.footprint.yield_frames()
 
     def unstage(self) -> None:
         """It loses its hold; its blocks stay where they are, and are `found`."""
-        self._go("unstage")
+        self._change_state("unstage")
         self._end_footprint()
 
     def hand_over(self, run: Run, own: Iterable[int]) -> None:
-        """The worker gets it, with these frames of its own behind those of its prefix."""
-        self._go("hand_over")
+        """The worker gets it, with `own` frames behind those of its prefix."""
+        self._change_state("hand_over")
         self._run = run
         self.footprint.claim_frames(own)
 
     def starve(self) -> None:
         """It needs another frame soon."""
-        self._go("starve")
+        self._change_state("starve")
 
     def extend(self, frames: list[int]) -> None:
         """It gets frames."""
-        self._go("extend")
+        self._change_state("extend")
         self.run.frames += frames
         self.footprint.extend(frames)
 
     def preempt(self) -> None:
         """The worker is told to end it, and it will be put back."""
-        self._go("preempt")
+        self._change_state("preempt")
 
     def cancel(self, outcome: Event) -> None:
         """The worker is told to end it, and its caller will get `outcome`."""
-        self._go("cancel")
+        self._change_state("cancel")
         self.outcome = outcome
 
     def put_back(self) -> None:
         """The worker has let go; it waits for another run."""
-        self._go("put_back")
+        self._change_state("put_back")
         self.resumed += 1
         self._end_footprint()
 
     def end(self, event: Event) -> None:
         """The last event: no copy and no run uses its frames any more."""
-        self._go("end")
+        self._change_state("end")
         self.events.put_nowait(event)
         self._end_footprint()
 
     def withdraw(self, event: Event) -> None:
         """The last event, while a copy or the worker still uses its frames."""
-        self._go("withdraw")
+        self._change_state("withdraw")
         self.events.put_nowait(event)
 
     def let_go(self) -> None:
         """The copy or the worker has let go of a withdrawn request."""
-        self._go("let_go")
+        self._change_state("let_go")
         self._end_footprint()
 
-    def _go(self, transition: str) -> None:
+    def _change_state(self, transition: str) -> None:
         sources, target = TRANSITIONS[transition]
         if self.state not in sources:
             allowed = ", ".join(state.name for state in RequestState if state in sources)
@@ -299,8 +299,8 @@ class Request(Prompt):
 
 
 def hit_tiers(trie: Trie, rows: Rows, tiers: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Where each block of a usable prefix counts as found: one of which nothing is needed, where the next one is of
-    which something is, since a state or a window stands for what is before it."""
+    """The tier in which each block of a usable prefix counts as found. A block of which no bytes are needed counts
+    where the next needed block is: a state or a window there stands for the blocks before it."""
     if not trie.has_rules or not len(rows):
         return tiers
     needed = trie.needed(len(rows)) != 0

@@ -1,4 +1,4 @@
-"""What the caller of a request is told while it runs."""
+"""The events of a request, for its caller."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ Event = NewTokens | Ended | Exception
 
 
 class EventSink(Protocol):
-    """Where a request's events go: a queue of its own, or one that several share."""
+    """Takes a request's events: a queue of its own, or one that several requests share."""
 
     def put_nowait(self, event: Event, /) -> None: ...

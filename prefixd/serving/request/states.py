@@ -43,7 +43,7 @@ class RequestState(Enum):
     NEW = auto()
     """Not submitted yet."""
     WAITING = auto()
-    """In the queue, without a footprint; what is cached of it may move and go."""
+    """In the queue, without a footprint; its cached blocks may be moved and evicted."""
     STAGING = auto()
     """In the queue; its prefix is held in the GPU tier, and a copy brings up what is missing there."""
     READY = auto()
@@ -82,4 +82,4 @@ TRANSITIONS: dict[str, tuple[frozenset[RequestState], RequestState]] = {
 
 
 class IllegalTransitionError(RuntimeError):
-    """A request was to change in a way that its state does not allow: a defect."""
+    """A transition that the request's state does not allow: a defect."""

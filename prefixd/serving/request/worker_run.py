@@ -17,12 +17,12 @@ class RunStates:
     """The frames of a run whose model has a state.
 
     Attributes:
-        own: what the state lies in.
-        keep: by blocks of the prompt, where the state after that many of them will be kept.
-        tail: where the state after the last full block is kept; empty: nowhere.
-        resume: where the state lies from which it resumes; empty: from none.
-        resuming: the worker may still read the state that it resumes from.
-        frames: of a state, of which the lists above have the slots.
+        own: slots of the run's state.
+        keep: slots of the states to be kept, by the number of the prompt's blocks before each.
+        tail: slots of the state after the last full block; empty: it is not kept.
+        resume: slots of the state from which the run resumes; empty: none.
+        resuming: the worker may still read the state in `resume`.
+        frames: number of frames of a state.
     """
 
     own: list[int]
@@ -34,16 +34,16 @@ class RunStates:
 
     @property
     def extra_states(self) -> int:
-        """States without which the run could do, and which it has to its end or until they are kept."""
+        """States that the run has besides its own: to its end, or until they are kept."""
         return len(self.keep) + bool(self.tail)
 
     @property
     def extra_frames(self) -> int:
-        """Frames of these."""
+        """Frames of the extra states."""
         return self.extra_states * self.frames
 
     def frames_for_worker(self) -> StateFrames:
-        """What the worker is told at the start."""
+        """These frames as a part of `Start`."""
         keep = [KeptState(blocks, frames) for blocks, frames in self.keep.items()]
         return StateFrames(own=self.own, resume=self.resume, keep=keep, tail=self.tail)
 
@@ -59,17 +59,17 @@ class Suspect:
 
 @dataclass(slots=True)
 class Run:
-    """What the daemon knows of a run, from the hand-over to the worker until the worker has let go.
+    """A run as the daemon sees it, from the hand-over to the worker until the worker has let go.
 
     Attributes:
-        frames: the frame ids of block i, one for each slot, are frames[i * slots : (i + 1) * slots]; -1 where there is
-            none, or none any more.
-        computes: blocks of the prompt up to this one are computed by the run, and then cached for everybody.
-        computed_tokens: tokens whose KV was in the run's memory when the worker told of it last, cached ones included.
-        recording: filled blocks are entered into the trie; False after one could not be.
-        widths: of each slot of a block, how many frames it has.
-        states: of a model that has a state.
-        suspects: what it uses of the cache.
+        frames: the frame ids of block i, one for each slot, are frames[i * slots : (i + 1) * slots]; -1 for a slot
+            without a frame.
+        computes: the run computes the prompt's blocks up to this one, which are then cached for all requests.
+        computed_tokens: tokens whose KV is in the run's memory, as the worker reported last, cached ones included.
+        recording: filled blocks are entered into the trie; False after one could not be entered.
+        widths: number of frames of each slot of a block.
+        states: for a model with a state.
+        suspects: the cached prefixes that it uses, which may be damaged.
         forked: it may have copied from another run.
     """
 
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def blocks(self) -> int:
-        """Blocks that have frames, or had them; any number where a block needs none."""
+        """Blocks that have or had frames; a very large number if a block needs none."""
         return len(self.frames) // self.slots if self.slots else _ANY
 
     @property
@@ -107,9 +107,9 @@ class Run:
         return self.frames[first * self.slots : last * self.slots]
 
     def pass_blocks(self, first_part: int, last_part: int, blocks: int) -> tuple[slice, list[int]]:
-        """The run does not need a group's parts of its first `blocks` blocks any more.
+        """Gives up a group's parts of the first `blocks` blocks, which the run does not need any more.
 
-        Returns of which blocks that was not known yet, and the frames that these parts had.
+        Returns the blocks whose parts were given up now, and the frames that these parts had.
         """
         before = self._passed.get(first_part, 0)
         blocks = min(blocks, self.blocks)

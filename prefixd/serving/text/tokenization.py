@@ -24,19 +24,19 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 _PIECE_CHARACTERS = 64 << 10
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _NO_TOKENIZER = re.compile(r".*config\.json|.*\.safetensors|.*\.safetensors\.index\.json")
-"""Names of files in which no tokenizer is; `tokenizer_config.json`, one of `_FILES`, is looked for first."""
+"""Names of files without a tokenizer. `tokenizer_config.json` matches, too, but `_FILES` are looked for first."""
 _SAVE = "save it there with save_pretrained"
-_SLACK = 2  # times the limit: a text cut into pieces has a few tokens more than the whole
+_SLACK = 2  # times the limit, because a text that is cut into pieces has a few more tokens than the whole
 _LONGEST_CHARACTER = 4  # bytes in UTF-8, and a token has at least one
 _PENDING = 2 * _LONGEST_CHARACTER
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than were allowed; the rest of it was not looked at.
+    """A text has too many tokens; the rest of it was not counted.
 
     Args:
-        tokens: how many were counted.
+        tokens: number counted so far.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -56,7 +56,7 @@ class TextCodec:
     """
 
     def __init__(self, model: Path) -> None:
-        # A batch of one text has no use for the library's own threads, and starting them may fail.
+        # A batch of one text does not need the library's own threads, and starting them may fail.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         backend, splits_special = _load(model)
         # Set once: calling the Python tokenizer sets them at each call, which fails while another thread encodes.
@@ -66,7 +66,7 @@ class TextCodec:
         self._backend = backend
         self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        """Characters of the longest token: a text of more characters than that times n has more than n tokens."""
+        """Characters of the longest token: a text of more than n times as many characters has more than n tokens."""
 
     def encode(self, text: str, most: int, stop: threading.Event) -> TokenIds:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds.
@@ -169,7 +169,7 @@ def _load(model: Path) -> tuple[Tokenizer, bool]:
     named = any((model / name).is_file() for name in _FILES)
     missing = f"the tokenizer in {str(model)!r} is not there: there is none of {', '.join(_FILES)}; {_SAVE}"
     if not named and _is_model_alone(model):
-        raise ConfigError(missing)  # at once: to ask transformers takes more than a second of CPU time
+        raise ConfigError(missing)  # without transformers, which takes more than a second of CPU time
     try:
         loaded = run_module("prefixd.serving.text.load_tokenizer", os.fspath(model))
     except OSError as error:

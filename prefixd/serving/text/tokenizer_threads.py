@@ -20,8 +20,7 @@ _NICENESS = 10
 
 
 def step_back() -> None:
-    """Gives the thread that calls this a lower priority than the process's others, where threads have one of their
-    own."""
+    """Lowers the priority of the calling thread, on systems where each thread has its own."""
     if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -40,7 +39,7 @@ class TokenizerThreads:
     Args:
         most_texts: texts that may wait or be tokenized at a time.
         most_characters: characters that they may have together; a tenant's only text may have more.
-        tenants: how many tenants there are, which share both (`SharedLimit`).
+        tenants: returns the number of tenants, which share both limits (`SharedLimit`).
 
     Raises:
         OutOfMemoryError: the system gives no threads.
@@ -61,7 +60,7 @@ class TokenizerThreads:
         self._closed = False
 
     async def load(self, work: Callable[..., T], *args: object) -> T:
-        """Runs what prepares the tokenizer, in the thread for long texts."""
+        """Runs `work`, which prepares the tokenizer, in the thread for long texts."""
         return await asyncio.get_running_loop().run_in_executor(self._long, work, *args)
 
     async def encode(self, codec: TextCodec, text: str, most: int, tenant: Hashable = None) -> TokenIds:
@@ -95,7 +94,7 @@ class TokenizerThreads:
             raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or not task.cancelling():  # it was not the caller: the text still waited when we closed
+            if task is None or not task.cancelling():  # not the caller was cancelled, but the waiting text, by `close`
                 self._refuse_closed()
             raise
         finally:
@@ -105,7 +104,7 @@ class TokenizerThreads:
             characters.add(tenant, -len(text))
 
     def close(self) -> None:
-        """Refuses and stops what waits or runs; a text that is being tokenized is not waited for."""
+        """Refuses further texts and stops the present ones, without waiting for those being tokenized."""
         self._closed = True
         for stop in self._stops:
             stop.set()

@@ -23,15 +23,15 @@ ATTENTION_NAME = "prefixd"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionKind:
-    """What a layer asks of its attention, besides being causal.
+    """The kind of a layer's causal attention.
 
-    window: tokens that a query sees, itself included (128 in GPT-OSS); None for all that lie before it.
+    window: tokens that a query sees, itself included (128 in GPT-OSS); None for all before it.
     softcap: a score s becomes softcap * tanh(s / softcap) (50.0 in Gemma 2); None leaves it.
-    sinks: [query heads]; a score for each head that takes its share of the softmax and gives nothing (GPT-OSS).
-    expanded: the cache keeps something smaller than keys and values, from which the model makes them anew in every pass
-        (DeepSeek's latents). They are then given to the function of attention, and not read from memory.
-    both_ways: the tokens of an image attend to each other in both directions (`Segment.both_ways`). Known when a model
-        is loaded; in a pass its segments say so.
+    sinks: [query heads]; a score for each head that takes part in the softmax, without a value (GPT-OSS).
+    expanded: the cache keeps latents, from which the model makes keys and values anew in every pass (DeepSeek). The
+        attention function then gets keys and values as arguments, and does not read them from memory.
+    both_ways: the tokens of an image attend to each other in both directions. Set only to check a backend when a model
+        is loaded; in a pass the segments have it (`Segment.both_ways`).
     """
 
     window: int | None = None
@@ -68,7 +68,7 @@ class StepAttention(Protocol):
         ...
 
     def expands(self, layer: int) -> bool:
-        """Whether the layer's keys and values are to be given (`AttentionKind.expanded`)."""
+        """Whether `attend_given` is called for the layer (`AttentionKind.expanded`)."""
         ...
 
     def attend_given(
@@ -76,9 +76,9 @@ class StepAttention(Protocol):
     ) -> torch.Tensor:
         """[1, heads, rows, key_dim] to [1, rows, heads, value_dim], by these keys and values.
 
-        key: [1, kv_heads, tokens, key_dim], value: [1, kv_heads, tokens, value_dim]: of every segment the tokens from
-            the sequence's first to the segment's last, one segment after the other. What follows them is not read:
-            rows of padding, for a model that expands whole sixteens of rows, so that their bits depend on no batch.
+        key: [1, kv_heads, tokens, key_dim], value: [1, kv_heads, tokens, value_dim]: for every segment the tokens from
+            the sequence's first to the segment's last, one segment after the other. Further rows are padding and are
+            not read: a model expands multiples of 16 rows, so that their bits do not depend on the batch.
         """
         ...
 
@@ -91,7 +91,7 @@ class AttentionBackend(Protocol):
         ...
 
     def refuses(self, kind: AttentionKind) -> str | None:
-        """Why it cannot compute this kind, such as "no softcap"; None if it can. `sinks` may be without contents."""
+        """Why it cannot compute this kind, such as "no softcap"; None if it can. `sinks` may be a meta tensor."""
         ...
 
 
@@ -123,8 +123,8 @@ def prefixd_attention(
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls in each layer (`AttentionInterface`).
 
-    Keys and values are read from the pass's memory; `key` and `value`, the new ones alone, are used in layers that
-    expand them only. Raises ModelError for biases by position, which no backend adds.
+    Keys and values are read from the pass's memory. The arguments `key` and `value` are used only in layers that expand
+    latents. Raises ModelError for biases by position, which no backend adds.
     """
     if prefixd_step is None:
         raise ModelError(

@@ -1,6 +1,6 @@
 """Attention to the images of prompts in one pass, see `images.cross_images`.
 
-As in `tile_attention`, queries are taken in tiles at multiples of a position, so that a row's bits depend on no pass.
+As in `tile_attention`, queries are taken in aligned tiles, so that a row's bits do not depend on the pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CrossStep:
 
     mask: ``[1, rows, 1, 1]``; 1 in rows that have an image of their own.
 
-    parts: the pass's segments in their order, each with what it sees; None if it has no images.
+    parts: the pass's segments in their order, each with its images; None if it has none.
     rows: of the pass, padding included.
     """
 

@@ -1,9 +1,9 @@
-"""Decode passes as CUDA graphs: a launch for a whole pass where there were some hundred.
+"""Decode passes as CUDA graphs: one launch for a whole pass in place of some hundred.
 
 A graph has fixed addresses and shapes. With virtual tensors the addresses of KV do not change while requests come, grow
-and go, so one graph a batch size serves all batches: what differs between passes is in a few small tensors, which are
-written before each replay. A batch that is smaller than its graph is filled up with copies of its last request: they
-compute and write the same values at the same place.
+and end, so one graph a batch size serves all batches. The differences between passes are in a few small tensors, which
+are written before each replay. A batch that is smaller than its graph is filled up with copies of its last request:
+they compute and write the same values at the same place.
 
 `benchmarks.gpu` replays them on a GPU; the tests replay without one.
 """
@@ -22,7 +22,8 @@ Compute = Callable[[], torch.Tensor]
 _WARM_UPS = 2
 _FEWEST_KEYS = 1024
 _TOLERANCE = 0.02
-"""Of the norm of the logits' difference: other sums in 16 bits differ by a few thousandths, other inputs by ones."""
+"""Largest relative norm of the logits' difference. Other orders of summation in 16 bits give a few thousandths, other
+inputs about 1."""
 
 
 class Replay(Protocol):
@@ -56,7 +57,7 @@ class DecodeStep:
         self.segments = [Segment(_NoSequence(), 0, 1)] * size
 
     def fill(self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Say what the next replay computes: for each sequence its token, its row of `kv` and the token's position."""
+        """Set the inputs of the next replay: for each sequence its token, its row of `kv` and the token's position."""
         missing = self.size - len(tokens)
         filled = [[*values, *[values[-1]] * missing] for values in (tokens, rows, positions)]
         device = self.tokens.device
@@ -94,7 +95,7 @@ class DecodeGraphs:
     kv: all virtual tensors.
     compute: runs the model on a step and returns the logits of all its rows, ``[size, vocab_size]``.
     largest: most sequences in a pass.
-    on_failure: is told, once and in a line, why there are no graphs from now on.
+    on_failure: called once, with the reason in one line, when graphs are given up.
     capture: captures a computation; by default on the current CUDA device.
     """
 
@@ -145,8 +146,8 @@ class DecodeGraphs:
         return replay()[: len(tokens)]
 
     def _captured_like(self, expected: torch.Tensor, step: DecodeStep) -> Replay | None:
-        """A graph of a step that comes to these logits; None if there is none, and then there are no more graphs."""
-        finite = expected.isfinite()  # damaged KV of one request says nothing of the graph
+        """A graph of a step that gives the expected logits; None if it fails, and then all graphs are given up."""
+        finite = expected.isfinite()  # damaged KV of one request is no fault of the graph
         wanted = expected[finite].float()
         try:
             replay = self._capture(lambda: self._compute(step))

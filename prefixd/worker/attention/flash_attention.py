@@ -1,11 +1,11 @@
 """Attention on a GPU: one variable-length flash attention kernel a layer, whatever is in the batch.
 
 All sequences lie in one tensor: virtual tensors at a fixed stride (vAttention, section 5.2.3), blocks through a block
-table (PagedAttention). `seqused_k` says how far each one reaches, so prompts and decoding requests are one call, and
-nothing behind the last token is read.
+table (PagedAttention). `seqused_k` has the length of each sequence, so one call computes prompts and decoding requests,
+and nothing behind the last token is read.
 
-Windows are the kernel's own. It reads keys in blocks that begin at multiples of at most `READ_BLOCK` tokens, and none
-before the block of the first key that the segment's first query sees: memory before that may be gone.
+The kernel computes windows itself. It reads keys in blocks that begin at multiples of at most `READ_BLOCK` tokens, and
+none before the block of the first key that the segment's first query sees: memory before that may be unmapped.
 
 `make gpu-check` runs it on a GPU; without block tables so far, which torch has from 2.12 on. Elsewhere the tests
 run it with a stand-in for the kernel.
@@ -29,7 +29,7 @@ from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.errors import ModelError
 
 VarlenKernel = Callable[..., torch.Tensor]
-"""`torch.nn.attention.varlen.varlen_attn`, or what takes the same arguments."""
+"""`torch.nn.attention.varlen.varlen_attn`, or a function with the same arguments."""
 
 
 def find_kernel(
@@ -113,12 +113,12 @@ class FlashAttention:
         return FlashStep(self, step)
 
     def refuses(self, kind: AttentionKind) -> str | None:
-        """All but windows."""
+        """Refuses every kind but windows."""
         if kind.expanded:
             return "it reads keys and values from memory alone; set worker.device to cpu"
         if kind.both_ways:
             return "torch's flash attention is causal within an image, too"
-        # The kernel's log-sum-exp would do for sinks, but torch does not say the same of its shape in all places.
+        # Sinks could be computed from the kernel's log-sum-exp, but torch documents different shapes of it.
         if kind.softcap is not None or kind.sinks is not None:
             return "torch's flash attention has neither softcap nor sinks"
         return None

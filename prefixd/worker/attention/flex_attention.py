@@ -1,12 +1,12 @@
 """Attention on a GPU by FlexAttention: one call a layer over virtual tensors, for shapes that flash attention lacks.
 
-The batch's virtual tensors are one tensor of ``requests * stride`` keys, of which a block mask names the blocks that
-the segments need: all others, mapped or not, are never touched. A mask block must therefore not reach beyond the last
-block of KV that has memory, so its size divides `block_tokens`. For the same reason nothing is read before the mask
-block of a window's first key.
+The batch's virtual tensors are one tensor of ``requests * stride`` keys. A block mask names the blocks that the
+segments need: no other block, mapped or not, is touched. Therefore a mask block must not reach beyond the last block of
+KV that has memory, so its size divides `block_tokens`. For the same reason nothing is read before the mask block of a
+window's first key.
 
-The kernel counts elements in 32 bits, so a call gets the rows that lie within as many: one call for all where their
-reservation is that small, as it is in the layout "layer", else one for a few rows or for one.
+The kernel counts elements in 32 bits, so the rows of one call must lie within 2^31 elements: a single call for all rows
+if their reservation is that small, as in the layout "layer", else a call for a few rows or for one.
 
 `make gpu-check` runs it on a GPU; the tests run its masks on a CPU.
 """
@@ -45,8 +45,8 @@ _TILE_SHORT_QUERIES = 16
 _TILE_KEYS = 32
 _MOST_ELEMENTS = 1 << 31  # from the first to the last of a call's keys
 # It is compiled for one and for several queries, blocks of queries and blocks of keys, for less and for more than 128
-# queries, and all that for each kind of layer. Beyond the limit torch computes over all keys, mapped or not, without a
-# word, or raises an error if it is to compile whole graphs.
+# queries, and each of these for each kind of layer. Beyond the limit torch silently computes over all keys, mapped or
+# not, or with `fullgraph` raises an error.
 _MOST_KERNELS = 128
 
 
@@ -72,7 +72,7 @@ class FlexAttention:
         return FlexStep(step, self.block, _compiled_flex() if self._compiled else flex_attention)
 
     def refuses(self, kind: AttentionKind) -> str | None:
-        """What is not in memory."""
+        """Refuses keys and values that are not in memory."""
         return "it reads keys and values from memory alone; set worker.device to cpu" if kind.expanded else None
 
 
@@ -102,9 +102,9 @@ class FlexStep:
         itemsize = step.flat(0)[0].dtype.itemsize
         short = all(len(segment) <= _TILE_SHORT_QUERIES for segment in step.segments)
         query_block = _TILE_SHORT_QUERIES if short else _TILE_QUERIES[itemsize]
-        # By itself torch takes tiles of up to 128, which have to divide the blocks of the mask. And for few queries it
-        # takes another kernel, in which all of them and their heads are one tile: that of 17 to 127 queries divides no
-        # block of 16, and one of 128 in 32-bit numbers took more than a minute to compile.
+        # By default torch chooses tiles of up to 128, which have to divide the blocks of the mask. And for few queries
+        # it chooses another kernel, with one tile for all queries and their heads: a tile of 17 to 127 queries divides
+        # no block of 16, and one of 128 in 32-bit numbers took more than a minute to compile.
         self._options = {
             "FORCE_USE_FLEX_ATTENTION": True,
             "BLOCK_M": query_block,
@@ -156,7 +156,7 @@ class FlexPart:
     """Segments of a pass that the kernel takes in one call.
 
     segments, starts: those of the pass, and where the first key of each lies in what `VirtualStep.flat` returns.
-    queries: of the pass.  first_key, keys: what the call reaches of `flat`.
+    queries: of the pass.  first_key, keys: the first key of `flat` that the call reaches, and their number.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class FlexPart:
         self._masks: dict[int | None, BlockMask] = {}  # by window
 
     def mask(self, window: int | None) -> BlockMask:
-        """Which keys each query sees."""
+        """The mask of the keys that each query sees."""
         if window not in self._masks:
             seen = []
             for start, segment in zip(self._starts, self._segments, strict=True):
@@ -220,7 +220,7 @@ def _parts(step: VirtualStep, make_mask: Callable[..., BlockMask]) -> list[FlexP
 
 
 class _Seen(NamedTuple):
-    """What a query sees of all keys: [first, last], of the sequence that begins at `sequence`."""
+    """The keys [first, last] that a query sees, of the sequence that begins at `sequence`."""
 
     sequence: int
     first: int
@@ -246,7 +246,7 @@ def _block_mask(seen: Sequence[_Seen], keys: int, query_block: int, block: int, 
     def mask_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key >= firsts[query]) & (key <= lasts[query])
 
-    # Not from_kv_blocks: its blocks of queries by key are for gradients, and as many as the whole reservation has.
+    # Not from_kv_blocks: it also makes blocks of queries by key, for gradients, as many as the whole reservation has.
     return BlockMask(
         seq_lengths=(queries, keys),
         kv_num_blocks=to_device([[[len(needed) for needed in per_query_block]]], torch.int32, device),
@@ -266,8 +266,8 @@ def _block_mask(seen: Sequence[_Seen], keys: int, query_block: int, block: int, 
 def _softcap(cap: float, device: torch.device) -> Callable[..., torch.Tensor]:
     """The same function each time, so that it is compiled once.
 
-    Its number is a tensor: one of Python is a symbol for `torch.compile` with dynamic shapes, of which no kernel can be
-    made (torch 2.11).
+    The cap is a tensor: a Python number becomes a symbol for `torch.compile` with dynamic shapes, for which torch 2.11
+    cannot make a kernel.
     """
     most = torch.tensor(cap, device=device)
 

@@ -1,16 +1,16 @@
-"""Attention on a CPU: every result is a function of the token's position and of what lies before it, to the last bit.
+"""Attention on a CPU: every result depends only on the token's position and on the tokens before it, to the last bit.
 
-It does not depend on what else is in the batch nor on how the prompt was cut: so a cached prefix gives the logits that
-computing it would have given. Two properties of matrix products on a CPU, both measured, decide the form of the loop:
+It does not depend on other requests in the batch nor on how the prompt was cut, so a cached prefix gives the same
+logits as computing it. Two measured properties of matrix products on a CPU decide the form of the loop:
 
 - a row's result does not depend on the other rows, as soon as there are eight of them (with ``MKL_CBWR=AUTO,STRICT``,
   which the daemon sets for its worker; without it heads of 192 and more need sixteen);
 - it does depend on the number of keys, even where the surplus is masked (the sum over keys is split differently).
 
-So queries are taken in tiles aligned to absolute positions, a tile reads the keys up to its own end, whether it is
-computed at once or a token at a time, and a small tile is filled up by repeating its last query. Where the tokens of an
-image attend both ways, they have tiles of their own, which read up to the end of the tile that the image ends in. Where
-a layer has a window, what a tile reads begins at a multiple of the tile, too:
+So queries are taken in tiles aligned to absolute positions. A tile reads the keys up to its own end, whether it is
+computed at once or a token at a time, and a small tile is filled up by repeating its last query. Tokens of an image
+that attend both ways have tiles of their own, which read up to the end of the tile that the image ends in. With a
+window, a tile's first key is a multiple of the tile, too:
 
     tile 8, window 11, queries 29 and 30 of the tile [24, 32):
 
@@ -50,15 +50,15 @@ class TileAttention:
         self._masks: dict[int | None, TileMasks] = {}
 
     def begin(self, step: StepKv) -> TileStep:
-        """Zero what is read behind the last tokens. Tiles are cut by the first layer of each kind."""
+        """Zero the memory behind the last tokens that tiles read. Tiles are cut by the first layer of each kind."""
         for index, segment in enumerate(step.segments):
             end = _round_up(segment.stop, self._tile)
-            if segment.start <= end - self._tile:  # the tile begins in this pass: later ones write over the zeros
+            if segment.start <= end - self._tile:  # the tile begins in this pass; later passes overwrite the zeros
                 step.scrub(index, end)
         return TileStep(self, step)
 
     def refuses(self, kind: AttentionKind) -> str | None:
-        """Nothing."""
+        """Refuses nothing."""
         del kind
         return None
 
@@ -67,7 +67,7 @@ class TileAttention:
         return layer in self._expanded
 
     def spans(self, segments: Sequence[Segment], window: int | None) -> Spans:
-        """What the tiles of each segment read."""
+        """The tokens that the tiles of each segment read."""
         tile = self._tile
         return tuple((first_key(part.start, window, tile), _round_up(part.stop, tile)) for part in segments)
 
@@ -157,7 +157,7 @@ class TileStep:
         kv_heads, _, value_dim = read[0][1].shape
         output = query.new_zeros((rows, heads, value_dim))
         plain = kind.softcap is None and kind.sinks is None and key_dim == value_dim
-        if not plain:  # once for all tiles; nothing is copied that is in float32
+        if not plain:  # converted once for all tiles; tensors in float32 are not copied
             read = [(keys.float(), values.float()) for keys, values in read]
         for tile in self._tiles_of(kind.window, heads // kv_heads):
             part = query[0, :, tile.first : tile.last]
@@ -240,7 +240,7 @@ def _by_definition(
     scaling: float,
     kind: AttentionKind,
 ) -> torch.Tensor:
-    """As `fused_attention`, in float32, for what torch's function does not know.
+    """As `fused_attention`, in float32, for softcaps, sinks and values of another size, which torch's function lacks.
 
     [heads, n, dim] to [kv_heads, group * n, dim].
 

@@ -13,9 +13,9 @@ One round of a request, the draft proposing three tokens a, b and c, of which th
     known after         p p p p p p   t   a   b   d      d is the next round's t, and written where c lies
 ```
 
-Which token is chosen depends on the request's seed, the token's number and the model's logits alone, so the tokens are
-those that the model chooses without a draft. The draft chooses by the same rule and the same random number: what
-resembles the model proposes what the model will choose, sampling included.
+The choice of a token depends only on the request's seed, the token's number and the model's logits, so the tokens are
+the same as without a draft. The draft chooses by the same rule with the same random number: if its logits resemble the
+model's, it proposes the tokens that the model will choose, with sampling, too.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Draft:
         self._kv = kv
 
     def ahead(self, run: Run) -> int:
-        """How many tokens can be proposed for a run that decodes: as many as it may have, and its memory holds, besides
-        the one that the model chooses in any case. It does not wait for memory."""
+        """How many tokens can be proposed for a run that decodes, besides the one that the model chooses in any case.
+        The run's limit and its mapped memory bound the number."""
         known = len(run.tokens)
         count = max(0, min(self.most, run.room - 1, run.memory_tokens - known))
         if self._kv.ready(run.memory, known + count):
@@ -62,9 +62,9 @@ class Draft:
         return min(count, run.block_end - known)
 
     def propose(self, fed: Sequence[Fed]) -> list[list[int]]:
-        """What it proposes for each request; fewer tokens where one of them would end the request.
+        """The tokens proposed for each request; fewer if one of them would end the request.
 
-        It proposes nothing more where its logits are not finite: the model's alone decide on an error.
+        It stops at logits that are not finite: only the model's logits decide on an error.
         """
         tokens: list[int] = []
         rows: list[int] = []
@@ -98,7 +98,7 @@ class Draft:
         return proposed
 
     def catch_up(self, ended: Sequence[Run]) -> None:
-        """Compute the last tokens of runs that have ended, where a block is filled by that; waits for the device."""
+        """Compute the last tokens of runs that have ended, if that fills a block; waits for the device."""
         fed = [Fed(run, run.computed, 0) for run in ended if run.draft_behind and run.computed == run.block_start]
         if fed:
             self.propose(fed)

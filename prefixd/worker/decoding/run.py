@@ -22,7 +22,7 @@ from prefixd.worker_protocol.protocol import Arrived, ImageShape, Start, blocks_
 
 
 class Limits(Protocol):
-    """What a run needs to know of the model (`ModelSpec`)."""
+    """The properties of the model that a run depends on (`ModelSpec`)."""
 
     @property
     def device(self) -> torch.device: ...
@@ -48,10 +48,9 @@ class Run:
     """A request's state.
 
     tokens: prompt and generated tokens.  computed: how many of them, from the first, have their KV in memory.
-    The last token sampled is never computed before the next one is wanted, so `computed < len(tokens)`
-    always.
-    images: None for a prompt without.
-    draft_behind: so many of the computed tokens, the last ones, have no KV of the draft yet; 0 without a draft.
+    The last token sampled is computed only when the next one is wanted, so always `computed < len(tokens)`.
+    images: None for a prompt without images.
+    draft_behind: number of the last computed tokens that have no KV of the draft yet; 0 without a draft.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Run:
         self.images = images
         self.reported_blocks = start.cached_blocks
         self._arrived: tuple[int, int] | None = None  # the first and the end of tokens that need not be computed
-        self.kept: list[int] = []  # after how many blocks states were kept that nobody was told of yet
+        self.kept: list[int] = []  # numbers of blocks before the kept states that are not reported yet
         self._block_tokens = block_tokens
         self._max_tokens = limits.max_model_tokens
         stop = set(start.sampling.stop_token_ids)
@@ -86,7 +85,7 @@ class Run:
 
     @property
     def members(self) -> Sequence[Run]:
-        """What is computed: this one sequence."""
+        """The sequences to compute: this one."""
         return (self,)
 
     @property
@@ -96,18 +95,18 @@ class Run:
 
     @property
     def pending(self) -> int:
-        """Tokens that can be computed now: those known, as far as frames reach."""
+        """Number of known tokens that can be computed now, as far as its frames reach."""
         reach = min(len(self.tokens), self.memory_tokens if self._arrived is None else self._arrived[0])
         return (reach if self.images is None else self.images.last_cut(reach)) - self.computed
 
     @property
     def memory_tokens(self) -> int:
-        """Tokens that frames reach to."""
+        """Tokens that its frames hold."""
         return self.memory.blocks * self._block_tokens
 
     @property
     def block_start(self) -> int:
-        """Tokens before the block that the last known one lies in."""
+        """Tokens before the block of the last known token."""
         return (len(self.tokens) - 1) // self._block_tokens * self._block_tokens
 
     @property
@@ -122,7 +121,7 @@ class Run:
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens whose KV is in memory, the draft's too."""
+        """Tokens whose KV is in memory, including the draft's KV."""
         return self.computed - self.draft_behind
 
     @property
@@ -137,7 +136,7 @@ class Run:
 
     @property
     def ended(self) -> Literal["stop", "length"] | None:
-        """Why no token may follow the last one, if so."""
+        """Why no token may follow the last one; None if one may."""
         if self.generated and self.tokens[-1] in self.stop:
             return "stop"
         if self.room <= 0:
@@ -151,8 +150,8 @@ class Run:
         return Choice(self.sampling, k, counts, self._forced[k] if k < len(self._forced) else None)
 
     def guess(self, assumed: Sequence[int]) -> Choice:
-        """As `choice`, for the draft, which tells no logprobs and does not know the forced tokens: what it proposes is
-        accepted as often as if the model had chosen them."""
+        """As `choice`, for the draft: without logprobs and forced tokens, so that its proposals are accepted as often
+        as if the model had chosen the forced tokens."""
         return self.choice(assumed)._replace(sampling=self._guessing, forced=None)
 
     def segment(self, count: int) -> Segment:
@@ -162,19 +161,19 @@ class Run:
         return Segment(self.memory, self.computed, stop, images=images)
 
     def arrive(self, first: int, end: int) -> None:
-        """The KV of tokens [first, end), behind those computed so far or now, is in memory: they are passed over."""
+        """Skip tokens [first, end), behind those computed so far or now: their KV is in memory."""
         self._arrived = first, end
         self.advance(0)
 
     def advance(self, count: int) -> None:
-        """So many more tokens are computed; what has arrived behind them is not."""
+        """Count `count` more computed tokens, and skip arrived ones behind them."""
         self.computed += count
         if self._arrived is not None and self.computed >= self._arrived[0]:
             self.computed, self._arrived = self._arrived[1], None
 
     @property
     def arriving(self) -> bool:
-        """Whether tokens have arrived that it has not passed over yet."""
+        """Whether arrived tokens have not been skipped yet."""
         return self._arrived is not None
 
     @property

@@ -1,8 +1,8 @@
-"""Choosing the next tokens of a step's rows from their logits.
+"""Chooses the next tokens of a step's rows from their logits.
 
-All rows are worked on together, and what comes of them is copied to the host once: on a GPU that copy is the only point
-of a step at which the host waits for the device. Each row's result is the same in every batch: no operation here sums
-over rows, and none has an order of summation that depends on how many there are.
+All rows are computed together, and the results are copied to the host once: on a GPU, only at this copy does the host
+wait for the device in a step. Each row's result is the same in every batch: no operation here sums over rows, and none
+has an order of summation that depends on their number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from prefixd.worker_protocol.protocol import TokenLogprobs
 
 
 class TokenCounts:
-    """Counts on the device, kept as tokens come, so that a step does no work that grows with the output.
+    """Counts of a request's tokens on the device, updated with each token, so that a step's work does not grow with the
+    output.
 
     prompt: [vocab_size] bool, the tokens that are in the prompt.
     output: [vocab_size] int32, how often each token was generated, in earlier runs of the request too.
@@ -59,7 +60,7 @@ _NO_TOKEN = -1
 
 
 class Choice(NamedTuple):
-    """What one row's token depends on, besides its logits.
+    """The inputs of one row's choice, besides its logits.
 
     k: tokens generated before this one.  counts: needed if the sampling has a penalty.
     forced: the token, whatever the logits are; None: one is chosen.
@@ -110,14 +111,14 @@ def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chose
     width = table.shape[1]
     by_row = {row: flat[len(choices) + i * width :][:width] for i, row in enumerate(told)}
     return [
-        None if token == _NO_TOKEN else Chosen(token, _told(by_row.get(row), choice.sampling.logprobs or 0))
+        None if token == _NO_TOKEN else Chosen(token, _token_logprobs(by_row.get(row), choice.sampling.logprobs or 0))
         for row, (token, choice) in enumerate(zip(numbers, choices, strict=True))
     ]
 
 
 def uniform(seed: int, k: int) -> float:
     """A number in [0, 1) for the k-th token of a seed (Philox, a counter-based generator keyed by both)."""
-    # Given its state, a generator makes the numbers of a new one of this key, and in a quarter of the time.
+    # Setting a generator's state gives the numbers of a new one with this key, in a quarter of the time.
     _philox.state = {
         "bit_generator": "Philox",
         "state": {"counter": _ZEROS, "key": np.array([seed & _MASK_64, k], np.uint64)},
@@ -200,7 +201,7 @@ def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _invert(kept: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """[rows]: the tokens at which the rows' cumulative sums pass the fraction `at` of their totals."""
     cumulative = kept.double().cumsum(dim=-1)
-    # `at` is at most 1 - 2^-53: the product is below the total even when rounded, so no token without weight is met.
+    # `at` is at most 1 - 2^-53: even rounded, the product is below the total, so no token without weight is chosen.
     target = at[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return tokens.clamp(max=kept.shape[-1] - 1)  # a row of NaN; its token is not used
@@ -209,7 +210,7 @@ def _invert(kept: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
     """[rows, 1 + 2 * most] doubles: the tokens' logprobs, the most likely tokens, and theirs.
 
-    As many for all rows, however few one asks for: which of several equals come first may depend on the number.
+    The number is the same for all rows: the order of equal logprobs may depend on it.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
@@ -217,7 +218,7 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Te
     return torch.cat((chosen.double(), ids.double(), best.double()), dim=1)
 
 
-def _told(numbers: list[float] | None, wanted: int) -> TokenLogprobs | None:
+def _token_logprobs(numbers: list[float] | None, wanted: int) -> TokenLogprobs | None:
     """A row of `_logprobs` as the caller gets it."""
     if numbers is None:
         return None

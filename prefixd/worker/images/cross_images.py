@@ -1,9 +1,9 @@
 """Layers that attend to the images of a prompt, and to nothing else (Llama 3.2 Vision).
 
-Their keys and values are those of the images' patches, without positions: every row of a request reads the same. A row
-sees the last image before it, or the last ones if no token is between them. A row before all images has no image of its
-own: transformers then lets it attend to all patches, and leaves the layer's MLP out. Rows of requests without images
-pass the layer by, as they do where a request has none.
+Their keys and values are those of the images' patches, without positions: every row of a request reads the same ones. A
+row sees the last image before it, or the last ones if no token is between them. A row before all images has no image of
+its own: transformers lets it attend to all patches, and leaves the layer's MLP out. Rows of requests without images
+skip the layer.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Protocol
 import torch
 
 CrossPairs = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-"""Of each layer, by its number, keys and values of an image's patches, both ``[kv_heads, patches, head_dim]``."""
+"""By a layer's number, keys and values of an image's patches, both ``[kv_heads, patches, head_dim]``."""
 
 
 class CrossMemory(Protocol):
-    """Where keys and values of a request's images lie (`cross_kv.CrossKv`)."""
+    """The memory of the keys and values of a request's images (`cross_kv.CrossKv`)."""
 
     @property
     def filled(self) -> Sequence[bool]:
-        """Of each image, whether they are there."""
+        """For each image, whether its keys and values are there."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class CrossMemory(Protocol):
 
     @property
     def patches(self) -> int:
-        """Of an image, padding included."""
+        """Patches of an image, padding included."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class CrossMemory(Protocol):
         ...
 
     def fill(self, image: int, pairs: CrossPairs) -> None:
-        """Write what an image has in each layer."""
+        """Write an image's keys and values of each layer."""
         ...
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,11 +56,11 @@ class CrossMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CrossImages:
-    """What the rows of one sequence see.
+    """The images of one sequence, and which rows see them.
 
     memory: keys and values of all its images.
     firsts: each image's token, ascending.
-    visible: how many of the patches are not padding, of each image.
+    visible: for each image, the number of patches that are not padding.
     """
 
     memory: CrossMemory

@@ -1,4 +1,4 @@
-"""From an image's pixels to its embedding: transformers' scale of its colours, then the model's vision encoder."""
+"""Computes an image's embedding from its pixels: scales the colours as transformers does, runs the vision encoder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ImageEncoder:
     Args:
         model: transformers' model, with its weights.
         processor: transformers' image processor of it.
-        kind: what the model's family needs.
+        kind: of the model's family.
         store: the embeddings that are kept.
         pixels_fd: of the memory in which pixels lie.
     """

@@ -1,4 +1,4 @@
-"""Embeddings of images that were seen, by the digests of their content."""
+"""Keeps embeddings of images, by the digests of their content."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Features:
 
 
 class FeatureStore:
-    """Keeps the embeddings used last of each tenant, as many as fit.
+    """Keeps the most recently used embeddings of each tenant, as many as fit.
 
-    An embedding depends on nothing but its image, so it serves every prompt of its tenant, whatever stands before the
-    image there. The tenant that has most loses what it has not used for the longest time: a tenant with no more than an
-    even part loses nothing to others, whatever they send.
+    An embedding depends only on its image, so it serves every prompt of its tenant, whatever stands before the image.
+    When room is short, the tenant with most bytes loses its least recently used embedding: a tenant with no more than
+    an even share loses nothing to others.
 
-    most_bytes: of all embeddings together. One that is larger alone is not kept.
-    hits, misses: of `get`. nbytes: of what is kept.
+    most_bytes: of all embeddings together. A larger one is not kept.
+    hits, misses: of `get`. nbytes: of the kept embeddings.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""Which models that read images the worker runs, and what they have of their own.
+"""The families of models that read images and that the worker runs, with their differences.
 
-In most a vision encoder makes an embedding of each image, whose rows stand in the prompt where the placeholder stands,
-as if they were embeddings of tokens. So the KV of a prompt with images is that of its tokens. In Llama 3.2 Vision
-layers of their own attend to them (`cross_images`).
+In most of them a vision encoder makes an embedding of each image, and its rows take the place of the placeholders'
+embeddings. So the KV of a prompt with images is that of its tokens. In Llama 3.2 Vision separate layers attend to the
+images (`cross_images`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ VISION_ATTENTION = "sdpa"
 
 @dataclass(frozen=True, slots=True)
 class ImageKind:
-    """What a family of models needs of an image.
+    """How a family of models takes images.
 
-    inputs: what its `get_image_features` takes of the processor's output besides the pixels.
+    inputs: names of the processor's outputs that `get_image_features` takes besides the pixels.
     both_ways: see `ImageShape`.
-    cross: layers of their own attend to the images (`ImageShape`).
+    cross: separate layers attend to the images (`ImageShape`).
     grid_positions: rotary positions have three dimensions, and the rows of an image lie on a grid in two of them.
     """
 
@@ -56,12 +56,12 @@ def reads_images(config: Any) -> bool:
 
 
 def image_kind(config: Any) -> ImageKind | None:
-    """What a model needs of images; None for a model of text alone, or one that the worker does not run."""
+    """The kind of a model; None for a model of text alone, or one that the worker does not run."""
     return KINDS.get(config.model_type) if reads_images(config) else None
 
 
 def image_shape(config: Any) -> ImageShape | None:
-    """What the daemon needs to know of it; None as `image_kind`."""
+    """The shape for the daemon; None as `image_kind`."""
     kind = image_kind(config)
     if kind is None:
         return None
@@ -74,9 +74,9 @@ def image_shape(config: Any) -> ImageShape | None:
 
 
 def cross_geometry(config: Any, dtype: str) -> KvGeometry:
-    """What the layers with cross-attention of a model keep of an image, whose patches are its tokens.
+    """The geometry of an image in the layers with cross-attention: its patches are the tokens of a block.
 
-    As many patches as in the largest image: the vision encoder pads the tiles, and rows before all images read the
+    It has as many patches as the largest image: the vision encoder pads the tiles, and rows before all images read the
     padding, too.
     """
     text, vision = config.get_text_config(decoder=True), config.vision_config

@@ -1,4 +1,4 @@
-"""The images of one request while the worker runs it: what each pass needs of them."""
+"""The images of one request while the worker runs it, and their parts in each pass."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from prefixd.worker_protocol.protocol import ImageShape, PromptImage
 
 @dataclass(frozen=True, slots=True)
 class PassImages:
-    """What a pass over tokens [start, stop) of a sequence needs of its images.
+    """The images in a pass over tokens [start, stop) of a sequence.
 
-    rows: (place in the pass, embeddings ``[n, hidden]``) of what stands there in place of tokens' embeddings.
+    rows: (place in the pass, embeddings ``[n, hidden]``) that replace embeddings of tokens.
     positions: ``[3, stop - start]`` on the CPU; None where a token's position is its place.
     both_ways: the tokens [first, stop) of the sequence that attend to each other in both directions, ascending; the
         pass has all of them.
-    cross: what layers with cross-attention see; None in models without.
+    cross: the images for layers with cross-attention; None in models without such layers.
     """
 
     rows: Sequence[tuple[int, torch.Tensor]] = ()
@@ -35,7 +35,7 @@ class PromptImages:
     """The images of a prompt, in its order.
 
     An embedding is taken from the store, or made, when a pass first needs rows of it, and held until its last row is
-    computed: whatever the store gives up meanwhile, a request makes no embedding twice.
+    computed. So a request makes no embedding twice, even if the store drops it meanwhile.
 
     Args:
         images: see `Start.images`; checked (`check_images`).
@@ -44,7 +44,7 @@ class PromptImages:
 
     encoded: how many embeddings were made for this request.
     memory: of a model with cross-attention, where the images' keys and values lie; to be set before the first `hold`.
-    Raises RequestError for an image without what positions or masks depend on.
+    Raises RequestError for an image without the arrays that positions or masks depend on.
     """
 
     def __init__(self, images: Sequence[PromptImage], tokens: int, encoder: ImageEncoder) -> None:
@@ -59,10 +59,10 @@ class PromptImages:
         self._both_ways = [_span(image) for image in images] if encoder.kind.both_ways else []
 
     def hold(self, start: int, stop: int) -> None:
-        """Have the embeddings that a pass over tokens [start, stop) needs. Raises RequestError.
+        """Hold the embeddings that a pass over tokens [start, stop) needs. Raises RequestError.
 
-        With cross-attention: the keys and values of all images, which all rows read. Those that are in no frame yet are
-        made, once for the request.
+        With cross-attention, all rows read the keys and values of all images: those that are in no frame yet are made,
+        once for the request.
         """
         if self.memory is not None:
             self._hold_cross(self.memory)
@@ -103,7 +103,7 @@ class PromptImages:
         return features
 
     def of_pass(self, start: int, stop: int) -> PassImages:
-        """What a pass over tokens [start, stop) needs; after `hold`."""
+        """The images in a pass over tokens [start, stop); after `hold`."""
         rows = []
         for index, features in self._held.items():
             first, end = _span(self._images[index])
@@ -121,9 +121,9 @@ class PromptImages:
         return next((end for first, end in self._both_ways if first == start), start + 1)
 
     def common(self, other: PromptImages | None, tokens: int) -> int:
-        """Of the first `tokens` tokens, which are equal in both prompts, those whose images are equal, too.
+        """How many of the first `tokens` tokens, which are equal in both prompts, have equal images, too.
 
-        The place is outside all images.
+        The number does not end inside an image.
         """
         theirs = [] if other is None else other._identities()
         if self._encoder.kind.cross and theirs != self._identities():
@@ -136,7 +136,7 @@ class PromptImages:
         return [(image.first, image.tokens, image.digest) for image in self._images]
 
     def pass_by(self, computed: int) -> None:
-        """These tokens are computed: let go of the embeddings that no later pass needs."""
+        """Release the embeddings that no pass needs after `computed` tokens."""
         for index in [index for index in self._held if _span(self._images[index])[1] <= computed]:
             del self._held[index]
 

@@ -1,4 +1,4 @@
-"""The keys and values of images for cross-attention in frames: of each image one block, whose tokens are its patches.
+"""The keys and values of images for cross-attention in frames: each image is a block, whose tokens are its patches.
 
 They depend on the image alone, so they serve every prompt that has the image. A request's images lie side by side:
 
@@ -24,9 +24,9 @@ from prefixd.worker_protocol.protocol import ImageFrames
 
 
 class CrossKv:
-    """Where the keys and values of one request's images lie.
+    """The memory of the keys and values of one request's images.
 
-    filled: of each image, whether they are there.
+    filled: for each image, whether its keys and values are there.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CrossKv:
         return self._group.geometry.block_tokens
 
     def fill(self, image: int, pairs: CrossPairs) -> None:
-        """Write what an image has in each layer; zeros behind it, for a mask does not stop a stale NaN.
+        """Write an image's keys and values of each layer, and zeros behind them: a mask does not stop a stale NaN.
 
         Raises as `KvMemory.wait`.
         """

@@ -1,4 +1,4 @@
-"""All frames of the daemon's memory side by side at one address, for memory that is found through tables."""
+"""Maps all frames of the daemon's memory side by side at one address, for block tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FrameWindow:
             raise
 
     def has(self, first: int, count: int) -> bool:
-        """Whether frames [first, first + count) exist; those that are new are mapped.
+        """Whether frames [first, first + count) exist; new ones are mapped.
 
         Raises OutOfMemoryError when no mapping is left.
         """
@@ -67,14 +67,14 @@ class FrameWindow:
         return self._groups[-1]
 
     def forget(self, frames: Sequence[int]) -> None:
-        """Unmap frames; waits for what the device may still do with them.
+        """Unmap frames, after the device has finished its work on them.
 
         Raises MemoryMisuseError, and unmaps none, if a sequence has one of them.
         """
         for pages in self._groups:
             pages.check_unused(frames)
         if frames and self._read_on_cuda:
-            torch.cuda.synchronize()  # what reads them for a sequence that was closed may still be queued
+            torch.cuda.synchronize()  # reads for a closed sequence may still be queued
         for frame in frames:
             if self._mapped[frame]:
                 self._range.unmap(frame * self.frame_bytes, self.frame_bytes)
@@ -87,7 +87,7 @@ class FrameWindow:
         return tensor
 
     def end(self) -> None:
-        """Give the addresses back. Can be called twice: the groups share them."""
+        """Give the addresses back; may be called twice, since groups share the window."""
         if not self._ended:
             self._ended = True
             self._range.discard()
@@ -102,8 +102,8 @@ class Pages:
         width: frames of a page.
 
     Attributes:
-        users: of every page, how many sequences have it.
-        shared: how often a page was had by one more sequence than one, and still is.
+        users: number of sequences that have a page.
+        shared: number of pages saved because sequences share them: the sum of users - 1 over all pages.
     """
 
     def __init__(self, window: FrameWindow, width: int) -> None:
@@ -114,7 +114,7 @@ class Pages:
 
     @property
     def count(self) -> int:
-        """How many places a page may begin at: views of pages overlap, so that none has to begin at a multiple."""
+        """Number of frames that a page may begin at: any frame, not only multiples of the width."""
         return self.window.frames - self.width + 1
 
     def add(self, pages: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class Pages:
                 self.users[page] += 1
 
     def remove(self, pages: Sequence[int]) -> None:
-        """A sequence has these pages no more; the next owner is ordered behind on the same stream."""
+        """A sequence gives up these pages; the next owner's work is queued behind on the same stream."""
         for page in pages:
             if page != NO_PAGE:
                 self.users[page] -= 1

@@ -1,4 +1,4 @@
-"""The memory of models whose layers keep different things: one memory for each group, in the same frames."""
+"""The memory of models with several KV groups: one memory for each group, over the same frames."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ class GroupedSequence:
 
     @property
     def blocks(self) -> int:
-        """How many blocks have memory, or had it; a model that keeps nothing of tokens needs none."""
+        """How many blocks have or had memory; without attention layers, the most that a sequence may have."""
         return min((part.blocks for part in self.parts), default=self._most_blocks)
 
 
 class GroupedKv:
     """Sequences that have a virtual tensor, or a block table, in each group.
 
-    A frame serves whichever group it is handed out for. Of each block, a sequence is given the frames of all groups,
-    one group after the other.
+    Any frame serves any group. For each block, a sequence is given the frames of all groups, one group after the other.
 
     Args:
         groups: the model's.
@@ -97,7 +96,7 @@ class GroupedKv:
             memory.copy(out, into, first, stop)
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """Give up what sliding windows have left behind once `tokens` tokens are computed (`passed_blocks`)."""
+        """Give up the blocks that sliding windows have passed after `tokens` tokens (`passed_blocks`)."""
         for group, memory, part in zip(self._groups.attention, self._memories, _parts(sequence), strict=True):
             blocks = passed_blocks(group.shape, tokens, self._groups.block_tokens, self._margin)
             memory.give_up(part, blocks * self._groups.slots(group))
@@ -156,7 +155,7 @@ class GroupedKv:
         return self._step(segments, self._draft, len(self._own.attention))
 
     def usage(self) -> KvUsage:
-        """What is shared now, and what was done since the start. Of all groups together."""
+        """The usage of all groups together."""
         memories = self._memories if self.cross is None else (*self._memories, self.cross.memory)
         each = [memory.usage() for memory in memories]
         return KvUsage(
@@ -176,7 +175,7 @@ class GroupedKv:
             self.cross.memory.end()
 
     def _step(self, segments: Sequence[Segment], groups: KvGroups, first: int) -> StepKv:
-        """A pass of the model that has these groups, of which the first is the memory's group `first`."""
+        """A pass over the memory's groups from `first` on, as many as `groups` has."""
         steps = [
             self._memories[number].step([replace(part, sequence=_parts(part.sequence)[number]) for part in segments])
             for number in range(first, first + len(groups.attention))
@@ -184,7 +183,7 @@ class GroupedKv:
         return steps[0] if groups.alone else GroupedStep(segments, steps, places(groups.attention))
 
     def _split(self, frames: Sequence[int]) -> list[list[int]]:
-        """What of each block's frames is each group's."""
+        """Each group's frames of each block."""
         width = self._groups.block_slots
         parts: list[list[int]] = []
         first = 0
@@ -196,8 +195,7 @@ class GroupedKv:
 
 
 class GroupedStep:
-    """A pass over the memory of several groups; `steps` are those of the groups, `places` says which group a layer
-    is in, and where."""
+    """A pass over the memory of several groups. `steps`: one for each group; `places`: each layer's group and place."""
 
     def __init__(
         self, segments: Sequence[Segment], steps: Sequence[StepKv], places: dict[int, tuple[int, int]]
@@ -227,7 +225,7 @@ class GroupedStep:
 
 
 def places(groups: Sequence[AttentionGroup]) -> dict[int, tuple[int, int]]:
-    """Of each layer, by its number, its group and its place in that."""
+    """By a layer's number, its group and its place in the group."""
     return {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
 
 

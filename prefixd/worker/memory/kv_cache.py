@@ -16,13 +16,13 @@ _ROW_MULTIPLE = 16
 
 
 class StepCache(Cache):
-    """Writes one pass's keys and values to where they belong.
+    """Writes one pass's keys and values into the pass's memory.
 
     Recurrent layers do not come here: see `recurrent.RecurrentLayers`.
 
     step: the pass's memory; its tokens are the first rows of the batch, in order.
     rows: rows of the batch, padding included; padding is never written.
-    layers: what each layer keeps, by its number.
+    layers: the attention layers, by number.
     """
 
     def __init__(self, step: StepKv, rows: int, layers: Mapping[int, AttentionLayer]) -> None:
@@ -37,8 +37,8 @@ class StepCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's keys and values, both [1, kv_heads, rows, head_dim]; returns them as they are.
 
-        Of a layer that expands latents, these are [1, 1, rows, sizes]; it gets those of all tokens, from each
-        sequence's first to its last, one segment after the other, since it makes keys and values from what it gets.
+        For a layer that expands latents, these are latents, [1, 1, rows, sizes]. It gets back those of all tokens, from
+        each sequence's first to its last, one segment after the other, and makes keys and values from them.
 
         Raises ModelError if the model's shapes are not those that it had when it was probed.
         """
@@ -75,6 +75,6 @@ class StepCache(Cache):
         spans = tuple((0, segment.stop) for segment in self._step.segments)
         read = self._step.read(layer.layer, spans)
         kept = torch.cat([torch.cat((keys[0], values[0]), dim=-1) for keys, values in read])
-        lacking = -len(kept) % _ROW_MULTIPLE  # a row's bits do not depend on the others if there are enough
+        lacking = -len(kept) % _ROW_MULTIPLE  # with enough rows, a row's bits do not depend on the others
         kept = torch.nn.functional.pad(kept, (0, 0, 0, lacking))
         return kept[None, None, :, :size], kept[None, None, :, size:]

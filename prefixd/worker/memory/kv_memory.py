@@ -1,6 +1,7 @@
-"""What the engine asks of the memory that holds keys and values, whichever way it is laid out.
+"""The interface between the engine and the memory of keys and values.
 
-Two designs, chosen by `worker.kv`: virtual tensors (`virtual_kv`), and block tables as in PagedAttention (`paged_kv`).
+There are two designs, chosen by `worker.kv`: virtual tensors (`virtual_kv`), and block tables as in PagedAttention
+(`paged_kv`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class KvSequence(Protocol):
 class Segment:
     """Tokens [start, stop) of one sequence, which a pass computes; its memory reaches to the end of their blocks.
 
-    keep: of a model with recurrent layers, (position, buffer): the state after `position` tokens is copied there.
-    images: what the pass needs of the sequence's images; None if it has none.
+    keep: for recurrent layers, (position, buffer): the state after `position` tokens is copied into the buffer.
+    images: the sequence's images in the pass; None if it has none.
     """
 
     sequence: KvSequence
@@ -72,14 +73,15 @@ class StepKv(Protocol):
     def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each segment's keys and values in its span, both ``[kv_heads, end - start, head_dim]``.
 
-        A layer's spans are the same in a whole pass, and few: one list for all layers without a window, and one for
-        each size of window. A start is 0 or `first_key` of a window, a multiple of the tile; nothing before it is
-        touched, since memory before a window may have been given up. An end lies in the block of the last token.
+        A pass has few lists of spans: one for all layers without a window, and one for each size of window. A start is
+        0 or `first_key` of a window, a multiple of the tile; nothing before it is touched, since memory before a window
+        may have been given up. An end lies in the block of the last token.
         """
         ...
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
-        """What torch's `varlen_attn` takes to read all segments at once: keys and values of a layer, and where in them.
+        """Arguments for torch's `varlen_attn` over all segments: a function of a layer to its keys and values, and
+        keywords.
 
         The keywords are ``cu_seq_k``, ``max_k`` and ``seqused_k``, and ``block_table`` for block tables.
         """
@@ -109,12 +111,12 @@ class KvMemory(Protocol):
     def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
         """Copy the KV of tokens [first, stop), queued on the device behind the passes so far. Raises as `wait`.
 
-        To the end of the last block: what a pass has zeroed behind the last token is zero in the copy, too.
+        Copies up to the end of the last block, with the zeros that a pass has written behind the last token.
         """
         ...
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """Give up what sliding windows have left behind once `tokens` tokens are computed (`passed_blocks`)."""
+        """Give up the blocks that sliding windows have passed after `tokens` tokens (`passed_blocks`)."""
         ...
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
@@ -134,7 +136,7 @@ class KvMemory(Protocol):
         ...
 
     def forget(self, frames: Sequence[int]) -> None:
-        """Unmap frames that no sequence has and that are about to be no more. It may wait for the device."""
+        """Unmap frames that no sequence has, before they are removed. It may wait for the device."""
         ...
 
     def step(self, segments: Sequence[Segment]) -> StepKv:
@@ -142,7 +144,7 @@ class KvMemory(Protocol):
         ...
 
     def usage(self) -> KvUsage:
-        """What is shared now, and what was done since the start."""
+        """What is shared now, and counts since the start."""
         ...
 
     def end(self) -> None:

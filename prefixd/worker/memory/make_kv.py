@@ -1,4 +1,4 @@
-"""The memory that suits a model: of one group or of several, in virtual tensors or block tables."""
+"""Makes the memory for a model: of one group or of several, in virtual tensors or block tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """KV in blocks anywhere in one pool, found through block tables: the design of PagedAttention, as a baseline.
 
-A sequence is a list of pages, each of one frame or of several side by side (`frame_window.Pages`). A kernel that knows
-block tables reads through them (`varlen_attn`, on a GPU); any other needs the blocks of a sequence copied together
-first, in every layer of every step, which is what `read` does.
+A sequence is a list of pages, each of one frame or of several side by side (`frame_window.Pages`). A kernel for block
+tables reads through them (`varlen_attn`, on a GPU). For any other kernel `read` copies the blocks of a sequence
+together, in every layer of every step.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PagedKv:
             first = end
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """Nothing: without groups every layer needs all."""
+        """Does nothing: without groups every layer needs all blocks."""
         del sequence, tokens
 
     def give_up(self, sequence: KvSequence, frames: int) -> None:
@@ -98,7 +98,7 @@ class PagedKv:
         table.pages[:frames] = [NO_PAGE] * frames
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
-        """Always: nothing happens in the background."""
+        """True: nothing is mapped in the background."""
         del sequence, tokens
         return True
 
@@ -113,7 +113,7 @@ class PagedKv:
         on_closed()
 
     def poll(self, wait: bool = False) -> int:
-        """Nothing is ever left."""
+        """0: `close` leaves nothing to do."""
         del wait
         return 0
 
@@ -199,7 +199,7 @@ class PagedStep:
         return read
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
-        """The pool, and every sequence's block table, with zeros for what it lacks."""
+        """The pool, and every sequence's block table, with zeros in place of missing pages."""
         tables = [_table(segment.sequence).pages for segment in self.segments]
         width = max(map(len, tables))
         device, pool = self._pool.device, self._pool

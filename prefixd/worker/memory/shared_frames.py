@@ -1,4 +1,4 @@
-"""The daemon's frames in the worker: some come and some go while requests run."""
+"""The daemon's frames in the worker. Frames are added and removed while requests run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SharedFrames:
         self.table.add(_frames(message.frames), _numbers(message.chunks))
 
     def shrink(self, message: Shrink, kv: KvMemory) -> Shrunk:
-        """Give up frames that no request has: this process maps them no more and keeps no handle of them."""
+        """Unmap frames that no request has, and close their handles."""
         frames = [frame for frame in _frames(message.frames) if self.table.exists(frame)]  # it may ask twice
         kv.forget(frames)
         for chunks in _runs(sorted(self.table.remove(frames).tolist())):

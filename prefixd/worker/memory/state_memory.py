@@ -1,4 +1,4 @@
-"""The states of recurrent layers in frames: one that changes while its sequence is computed, and copies of it."""
+"""The states of recurrent layers in frames: a sequence's own state, which changes with each pass, and copies of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SequenceState:
 
     @property
     def tensors(self) -> Sequence[Buffer]:
-        """What it has mapped."""
+        """The buffers that it has mapped."""
         return self._tensors
 
     @property
@@ -57,14 +57,14 @@ class SequenceState:
         return self._memory.buffer(self._tensors[0])
 
     def keeps(self, start: int, stop: int, block_tokens: int) -> KeptInPass:
-        """What a pass over tokens [start, stop) is to keep; end it when the pass has been handed to the device."""
+        """The states that a pass over tokens [start, stop) keeps. Call `end` when the pass is queued on the device."""
         due = [(blocks, frames) for blocks, frames in self.keep if start < blocks * block_tokens <= stop]
         mapped: list[tuple[int, Buffer]] = []
         positions: list[tuple[int, torch.Tensor]] = []
         for blocks, frames in due:
             try:
                 buffer = self._memory.mapped(frames)
-            except SwapError as error:  # a state that is not kept does no harm
+            except SwapError as error:  # without the state the request runs all the same
                 log.warning("the state after %d blocks is not kept: %s", blocks, error)
                 continue
             mapped.append((blocks, buffer[0]))
@@ -85,7 +85,7 @@ class SequenceState:
 class KeptInPass:
     """The states that one pass keeps of one sequence.
 
-    positions: (tokens before it, buffer) of each. blocks: after how many blocks those are that were asked for.
+    positions: (tokens before it, buffer) of each state. blocks: numbers of blocks before the requested states.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class KeptInPass:
         self._mapped = mapped
 
     def end(self) -> None:
-        """Unmap what was mapped for this pass, behind what the device does."""
+        """Unmap the buffers of this pass, after the device's work on them."""
         for tensor in self._mapped:
             self._memory.release(tensor, lambda: None)
         self._mapped = []
@@ -126,7 +126,7 @@ class PagedStates:
         return page
 
     def mapped(self, frames: Sequence[int]) -> tuple[int, torch.Tensor]:
-        """Map frames and wait for it; the tensor to release, and its buffer."""
+        """Map frames and wait for it. Returns the page to release, and its buffer."""
         page = self.map(frames)
         return page, self.buffer(page)
 
@@ -146,7 +146,7 @@ class PagedStates:
         on_released()
 
     def ready(self, buffers: Sequence[Buffer]) -> bool:
-        """Always: nothing happens in the background."""
+        """True: nothing is mapped in the background."""
         del buffers
         return True
 
@@ -155,7 +155,7 @@ class PagedStates:
         del buffers
 
     def poll(self, wait: bool = False) -> int:
-        """Nothing is ever left."""
+        """0: `release` leaves nothing to do."""
         del wait
         return 0
 

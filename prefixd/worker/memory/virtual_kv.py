@@ -46,13 +46,13 @@ class VirtualKv:
 
     def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
         """Copy the KV of tokens [first, stop), queued on the device behind the passes so far."""
-        # Not for what else of them is being mapped, or could not be: that is for their next passes.
+        # Only up to `stop`: later tokens may still be mapped, or may have failed, which their next passes will notice.
         self.manager.wait([_tensor(source), _tensor(target)], stop)
         block = self.manager.geometry.block_tokens
         self.manager.copy_tokens(_tensor(source), _tensor(target), first, -(-stop // block) * block - first)
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """Nothing: without groups every layer needs all."""
+        """Does nothing: without groups every layer needs all blocks."""
         del sequence, tokens
 
     def give_up(self, sequence: KvSequence, frames: int) -> None:

@@ -1,15 +1,15 @@
 """Recurrent layers (Mamba, gated delta nets, short convolutions): their states, and running them in flattened batches.
 
 An attention layer needs the keys and values of all tokens before; a recurrent layer needs one state of a fixed size.
-The engine keeps that state wherever it likes, as bytes: `StateLayout` says how many and what lies where in them. A
-pass is run inside `RecurrentLayers.running`, which tells where each segment's state is:
+The engine may keep that state anywhere, as bytes; `StateLayout` gives their number and layout. A pass runs inside
+`RecurrentLayers.running`, which gets each segment's state:
 
     layers = RecurrentLayers(model, cell_tokens=32)
     state = torch.empty(layers.layout.nbytes, dtype=torch.uint8)  # any bytes: position 0 has no state yet
     with layers.running([StateSegment(0, 40, state, keep=[(32, snapshot)])]):
         model(...)
 
-`StateSegment` is all that the engine and this package have in common.
+`StateSegment` is the only type that the engine and this package share.
 """
 
 from prefixd.worker.recurrent.layers import RecurrentLayers

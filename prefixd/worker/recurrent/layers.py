@@ -31,10 +31,10 @@ class _Step:
 class RecurrentLayers:
     """Replaces the forward of the recurrent modules of `model`; without any, there is nothing to replace or to run.
 
-    A recurrent module knows no segments: given a row with the tokens of several requests, it would run on from one into
-    the next. So while a pass is `running`, each such module computes one segment after the other, and a segment in
-    pieces (see `pieces`); the rest of the model takes the whole batch. On a GPU the segments of
-    one token are computed in one call. While no pass is running, the model computes as it did.
+    A recurrent module does not know segments: given a row with the tokens of several requests, it would continue from
+    one request into the next. So while a pass is `running`, each such module computes one segment after the other, and
+    a segment in pieces (`pieces`); the rest of the model takes the whole batch. On a GPU all segments of one token are
+    computed in one call. While no pass is running, the model computes as before.
 
     cell_tokens: the distance between the positions at which pieces end, at least 1.
     Raises ModelError if the model has recurrent layers that cannot be run so.
@@ -45,7 +45,7 @@ class RecurrentLayers:
         self.layout = StateLayout([shape for _, shape in recorded])
         self.cell_tokens = cell_tokens
         self.modules = [module for module, _ in recorded]
-        # One call reads the weights once for all. On a CPU a sequence's bits would then depend on the others.
+        # One call reads the weights once for all sequences. On a CPU the bits would then depend on the other sequences.
         self._together = next(model.parameters()).device.type != "cpu"
         self._forwards: list[ResumableForward] = []
         self._segments: Sequence[StateSegment] | None = None
@@ -111,7 +111,7 @@ class RecurrentLayers:
                 self.layout.copy(segment.state, buffer, layer)
 
     def _forward(self, layer: int, own: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What stands in place of a module's forward."""
+        """Replaces a module's forward."""
         if self._segments is None:
             return own(hidden_states, *args, **kwargs)
         result = self.compute(layer, hidden_states, self._segments)

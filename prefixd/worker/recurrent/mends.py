@@ -1,8 +1,8 @@
-"""A recurrent module's forward that goes on from a state, whatever number of tokens it is given.
+"""Makes a recurrent module's forward that goes on from a state, for any number of tokens.
 
-Some of transformers' modules do not: each mend below replaces a function that such a module calls. It is replaced in a
-copy of the module's forward, with a dictionary of globals of its own, so that the model by itself stays what it was.
-`check_resume` finds out whether the result is right; nothing here depends on names of models.
+Some of transformers' modules cannot: each mend below replaces a function that such a module calls, in a copy of the
+module's forward with its own globals, so that the model itself is not changed. `check_resume` checks the result;
+nothing here depends on names of models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which modules of a model are recurrent, and what states they have, found by running it over two tokens.
+"""Finds the recurrent modules of a model and the shapes of their states, by running it over two tokens.
 
-The model is asked, not its configuration: whichever module calls the cache's methods for recurrent states is recurrent.
-It may be on the meta device, where tensors have shapes and no contents.
+A module is recurrent if it calls the cache's methods for recurrent states, whatever the configuration says. The model
+may be on the meta device, where tensors have shapes and no contents.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def record(model: Any) -> list[tuple[Any, StateShape]]:
 
 
 class _Recorder(Cache):
-    """A cache that notes the states it is given, and which module is running then. It never has any."""
+    """A cache that records the states that modules give it, and the module that is running. It returns none."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -138,7 +138,7 @@ def _watched(model: Any, recorder: _Recorder) -> Iterator[None]:
 
 @contextmanager
 def _attention(model: Any) -> Iterator[None]:
-    """No attention is computed: its arguments differ between models, and recurrent states do not need it."""
+    """Replaces attention by zeros: its arguments differ between models, and recurrent states do not need it."""
     before = model.config._attn_implementation
     model.set_attn_implementation(_ATTENTION)
     try:

@@ -1,4 +1,4 @@
-"""Whether a model's recurrent layers compute the same however their tokens are cut, going on from copied states."""
+"""Checks that a model's recurrent layers give the same results when they go on from copied states."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def check_resume(model: Any, layers: RecurrentLayers) -> None:
     Each layer gets the inputs that it had there, and computes them cut into cells, and a token at a time at the start
     and at the end. It goes on from a copy of its state's bytes each time, and the buffer copied from is spoilt.
 
-    Layers are compared one by one, and not the model's logits, for two reasons. Attention is left out, which computes
-    nothing of a state. And a logit need not show a lost state: with weights of 0.02, those of a model without training,
-    a state of zeros moves the logits of most by 2e-6. For the same reason the states themselves are compared, too.
+    Layers are compared one by one, and not the model's logits, for two reasons. Attention, which does not use a state,
+    is left out. And a lost state may not show in the logits: with weights of 0.02, as before training, a state of zeros
+    moves the logits of most models by 2e-6. For the same reason the states themselves are compared, too.
     """
     if not layers.modules:
         return
@@ -51,7 +51,7 @@ def check_resume(model: Any, layers: RecurrentLayers) -> None:
 
 
 def _own_forward(model: Any, layers: RecurrentLayers, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What each recurrent layer is given and gives when the model computes `tokens` tokens by itself."""
+    """Inputs and outputs of each recurrent layer when the model computes `tokens` tokens by itself."""
     inputs, outputs = list[torch.Tensor](), list[torch.Tensor]()
 
     def note(module: Any, args: Any, kwargs: Any, result: Any) -> None:

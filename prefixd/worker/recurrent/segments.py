@@ -1,4 +1,4 @@
-"""What a pass computes of each sequence, and the cells in which recurrent layers compute it."""
+"""The tokens of a sequence in a pass, and the cells in which recurrent layers compute them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 
 
 class StateCache:
-    """What a recurrent layer is given as its cache while it computes one piece of a sequence.
+    """The cache of a recurrent layer while it computes one piece of a sequence.
 
     conv, recurrent: the views of `StateLayout.views`, which this writes to. One-token steps change what the `get_`
     methods returned in place, and call no `update_` method.

@@ -1,1 +1,1 @@
-"""What a model needs, found by looking at its configuration and by running it once on meta tensors."""
+"""A model's specification, from its configuration and from one run on meta tensors."""

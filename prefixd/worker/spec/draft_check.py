@@ -1,4 +1,4 @@
-"""Which model can be another one's draft."""
+"""Checks whether a model can be another one's draft."""
 
 from __future__ import annotations
 

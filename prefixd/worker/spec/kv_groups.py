@@ -1,4 +1,4 @@
-"""A model's layers by what they keep of a prompt: the groups that share one memory (Jenga, section 4).
+"""Groups a model's layers by the KV that they keep; the groups share one memory (Jenga, section 4).
 
 Layers with one shape and one rule are a group. A block of a group takes a number of frames, and all frames have one
 size, so that any frame serves any group: with virtual memory the compatible page is the frame, and there is no second
@@ -28,9 +28,10 @@ from prefixd_swap.geometry import KvGeometry, Layout
 
 CUDA_CHUNK_BYTES = 2 << 20
 READ_BLOCK = 128
-"""A GPU's kernels read keys in blocks of at most this many tokens. Where a window begins inside one, so must memory."""
+"""A GPU's kernels read keys in blocks of at most this many tokens, so all of the block that a window begins in needs
+memory."""
 _MOST_ROUNDING = 1 / 16
-"""Of a state, which is rounded up to whole frames: the most that is wasted where frames can be small enough."""
+"""The largest share of a state that rounding up to whole frames may waste, if frames can be small enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class AttentionGroup:
     layers: their numbers in transformers' cache, ascending; the place of a layer in it is its place in the geometry.
     geometry: the shape of a block.
     frames: frames that a block takes.
-    windows: of each layer the tokens that it sees, None for all before it.
+    windows: for each layer the tokens that it sees, None for all before it.
     """
 
     name: str
@@ -103,7 +104,7 @@ class CrossGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvGroups:
-    """What a model keeps of prompts, and in which units.
+    """The KV groups of a model, and the sizes of blocks, frames and chunks.
 
     attention: its groups, in the order of their first layers. state: its recurrent layers, if it has any.
     block_tokens: of all groups. frame_bytes: of all groups. chunk_bytes: of the memory below.
@@ -164,8 +165,8 @@ class KvGroups:
         return sum(group.frames for group in self.attention)
 
     def slots(self, group: AttentionGroup | StateGroup | CrossGroup) -> int:
-        """How many numbers name a block's frames in a group, a state's or an image's: of whole pages the first frame
-        does."""
+        """How many numbers name the frames of a group's block, of a state or of an image: with whole pages only the
+        first frame is named."""
         return 1 if self.whole_pages else group.frames
 
     @property
@@ -189,7 +190,7 @@ class KvGroups:
         )
 
     def explain_block_tokens(self, asked: int) -> str:
-        """Why a block has another number of tokens than was asked for; empty if it has not."""
+        """Why a block has another number of tokens than the settings ask for; empty if it has not."""
         if asked == self.block_tokens:
             return ""
         if self.state is not None and self.state.rule.checkpoint_tokens:
@@ -220,7 +221,7 @@ def plan_groups(
     draft: Sequence[AttentionLayer] = (),
     whole_pages: bool = False,
 ) -> KvGroups:
-    """The groups of a model, and the least block of at least `block_tokens` tokens that fills whole chunks in each.
+    """The groups of a model, with the smallest block of at least `block_tokens` tokens that fills whole chunks in each.
 
     attention: its attention layers. states: its recurrent ones', None without.
     max_tokens: a window that reaches so far is none.
@@ -293,7 +294,7 @@ def with_images(groups: KvGroups, layers: Sequence[int], image: KvGeometry) -> K
 
 
 class _Alike(NamedTuple):
-    """What the layers of a group have in common; model: what its name begins with."""
+    """The properties that the layers of a group share; model: prefix of the group's name."""
 
     model: str
     rule: SlidingWindow | None

@@ -1,10 +1,10 @@
-"""What a model takes of its device besides the KV, estimated from its configuration alone.
+"""Estimates a model's device memory besides the KV, from its configuration alone.
 
 The daemon sizes the GPU tier (`gpu.bytes = "auto"`) before the weights are loaded, so that loading and creating the
 tier go on side by side.
 
 - **weights**: every parameter in the worker's type, and 5% for buffers and for the tensor that is being loaded.
-- **working**: what one step has alive at a time. For each token of the step: the hidden states (residual, normed,
+- **working**: the tensors of one step. For each token of the step: the hidden states (residual, normed,
   queries, keys, values, output of attention: 8 widths) and the MLP's (gate, up, product: 3 widths, times the experts of
   a token). For each sequence: its logits in float32, sorted once for the filters (4 vocabularies). A margin of half,
   and on CUDA 1 GiB for what the driver, the libraries' work spaces and the allocator's rounding take.
@@ -30,7 +30,7 @@ def weights_bytes(parameters: int, element_bytes: int) -> int:
 def working_bytes(
     config: Any, hidden: int, element_bytes: int, step_tokens: int, sequences: int, *, on_cuda: bool
 ) -> int:
-    """Bytes of one step's activations, and of what the process takes besides.
+    """Bytes of one step's activations, and of the process's other device memory.
 
     Args:
         config: transformers' configuration of the model.

@@ -1,4 +1,4 @@
-"""What a model needs, read from its configuration alone, and which models prefixd cannot run."""
+"""Reads a model's specification from its configuration alone, and refuses models that prefixd cannot run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 class ModelSpec:
     """A model in numbers; `config` is transformers' configuration of it.
 
-    groups: what it keeps of prompts; with a draft, what both keep. attention: its attention layers.
-    block_tokens_asked: what the settings asked for; `groups` has what is used.
+    groups: its KV groups; with a draft, those of both. attention: its attention layers.
+    block_tokens_asked: tokens of a block by the settings; `groups` has the number that is used.
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
     images: how it takes images; None for a model of text alone.
     feature_bytes: most bytes of embeddings that are kept, images_per_prompt: most images of a prompt, by the settings.
@@ -114,11 +114,11 @@ class ModelSpec:
 
     @property
     def window_margin(self) -> int:
-        """Blocks that end so many tokens before the window of the next token, or earlier, are not read.
+        """Blocks that end at least this many tokens before the window of the next token are not read.
 
-        A window's first block is read as a whole, so only what attention reads before that block counts. On a GPU
-        that is nothing: blocks are whole blocks of keys as kernels read them (`READ_BLOCK`). On a CPU a window is
-        rounded up to whole tiles (`first_key`), of which blocks are multiples:
+        A window's first block is read as a whole, so only reads before that block count. On a GPU there are none:
+        blocks are multiples of the blocks of keys that kernels read (`READ_BLOCK`). On a CPU a window is rounded up to
+        whole tiles (`first_key`), and blocks are multiples of tiles:
 
         ```
         tiles and blocks of 8, a window of 11 tokens, the next query is token 29
@@ -180,7 +180,7 @@ class ModelSpec:
         )
 
     def _device_bytes(self) -> tuple[int, int]:
-        """What the weights take of the device, and what a step does: the models compute one after the other."""
+        """Bytes of the weights and of a step's working memory. Model and draft compute one after the other."""
         element_bytes = ELEMENT_BYTES[self.dtype]
         widest = max((layer.query_heads * layer.head_dim for layer in self.attention), default=0)
         weights = weights_bytes(self.parameters, element_bytes)
@@ -336,7 +336,7 @@ def _refusal(path: Path, config: Any, what: str) -> ModelError:
 
 
 def _check_config(path: Path, config: Any) -> None:
-    """Refuse what a configuration tells better than the model's code; the rest is for `_probe`."""
+    """Refuse models by their configuration where its fields give a clearer reason; `_probe` refuses the others."""
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(path, config, "is an encoder-decoder")
     text = config.get_text_config(decoder=True)
@@ -372,7 +372,7 @@ def _check_class(path: Path, config: Any) -> None:
     model_class = found[0] if isinstance(found, tuple) else found
     name = model_class.__name__
     stateful = getattr(model_class, "_is_stateful", False)
-    # Stateful models do not say so, yet take one: the probe tells.
+    # Stateful models take an attention function although this flag is not set: the probe checks them.
     if not stateful and not getattr(model_class, "_supports_attention_backend", False):
         raise _refusal(
             path,
@@ -431,9 +431,9 @@ def _count(path: Path, config: Any, name: str) -> int:
 def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
     """The generation config's end-of-sequence tokens, or, where it names none, the model config's.
 
-    transformers' `generate` does not look at config.json when there is a generation_config.json. But such a file often
-    has nothing but sampling parameters, and who serves it wants answers to end: vLLM, too, always stops at the
-    tokenizer's end-of-sequence token, whatever the file says.
+    transformers' `generate` ignores config.json if there is a generation_config.json. But such a file often has only
+    sampling parameters, and served answers have to end: vLLM, too, always stops at the tokenizer's end-of-sequence
+    token, whatever the file says.
     """
     ids = getattr(config, "eos_token_id", None)
     if ids is None:

@@ -1,8 +1,8 @@
-"""What a model asks of its attention and of its cache, found by running it without memory.
+"""Finds the arguments that a model passes to its attention and to its cache, by running it without memory.
 
-Configurations name the same thing differently (GPT-NeoX has no `num_key_value_heads`), and some leave it out. So
-the model itself is asked: one forward pass on torch's meta device, where tensors have shapes and no contents, over
-as many tokens as the model may ever see. It takes about a millisecond a layer, whatever the size of the weights.
+Configurations use different names (GPT-NeoX has no `num_key_value_heads`), and some leave values out. So the model
+itself is run: one forward pass on torch's meta device, where tensors have shapes and no contents, over as many tokens
+as the model may ever see. It takes about a millisecond a layer, whatever the size of the weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What one layer asks of its attention and of its cache.
+    """One layer's attention and the shape of its cached keys and values.
 
     layer: its number in transformers' cache.
-    kv_heads, head_dim: of what is cached of a token, keys and values each. Where keys and values are expanded from
-        latents, that is one head of half the size of a token's latents.
+    kv_heads, head_dim: of the cached keys, and of the cached values. If they are expanded from latents, one head of
+        half the size of a token's latents.
     window: tokens that a query sees, itself included; None for all before it.
     softcap: where attention scores are capped. sinks: whether each head has one.
     expanded: whether the cache keeps latents, from which the model makes keys and values anew in every pass.
@@ -62,7 +62,7 @@ class _Call:
 
 
 class _ProbeCache(Cache):
-    """Keeps the shapes of what each layer would have it keep."""
+    """Records the shapes of the tensors that each layer gives it."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -153,7 +153,7 @@ def _attention(
     prefixd_step: list[_Call] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Called in place of attention: notes what it is given. Raises ModelError."""
+    """Called in place of attention: records its arguments. Raises ModelError."""
     if prefixd_step is None:
         raise ModelError("does not pass arguments through to its attention")
     if position_bias is not None:
@@ -168,7 +168,7 @@ def _attention(
 
 
 def _mask(*args: Any, mask_function: Any = None, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """None for the plain causal mask; for any other one without contents, whose third dimension is the window, or 0."""
+    """None for the plain causal mask; for any other, a meta tensor whose third dimension is the window, or 0."""
     if mask_function is causal_mask_function:
         return None
     window = local_size if local_size is not None and _is_window(mask_function, local_size) else 0
@@ -191,7 +191,7 @@ def _is_window(mask_function: Any, window: int) -> bool:
 
 @contextmanager
 def _passed_over(modules: Sequence[Any]) -> Iterator[None]:
-    """Let recurrent modules give back what they are given."""
+    """Make recurrent modules return their inputs."""
     for module in modules:
         griffin = is_griffin_block(module)
         module.forward = lambda hidden_states, *_, _griffin=griffin, **__: (

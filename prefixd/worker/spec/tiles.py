@@ -1,4 +1,4 @@
-"""Tiles of positions, which attention on a CPU computes together: how many, and which keys they read."""
+"""Tiles of positions, which attention on a CPU computes together: their size, and the keys that they read."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def first_key(position: int, window: int | None, tile: int) -> int:
 
 
 def tiles_before(window: int, tile: int) -> int:
-    """Tiles before its own that the first query of a tile sees something of."""
+    """Number of tiles before its own that the first query of a tile sees keys of."""
     return -(-(window - 1) // tile)

@@ -40,7 +40,7 @@ def test_a_plan_says_what_is_found_and_what_it_assumes(cli: Cli, trace: Path, tm
         "Assumed:",
         "h100: 989 TFLOP/s of which 50% are reached",
         "12 requests of trace.jsonl, arriving in 11 s",
-        "nobody asks for generated tokens again",
+        "no prompt contains generated tokens of earlier requests",
         "32.0%",  # six requests find two of their blocks: 6 * 1024 of 12 * 1600
         "A cache without limits would find 32.0% of the prompt tokens.",
         "optimum",

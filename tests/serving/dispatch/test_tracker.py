@@ -124,7 +124,7 @@ async def watched(
         tracker.add(waiting[-1])
         assert waiting[-1].farthest is Distance.CPU
     await bench.cache.write_back.flush()
-    while tracker._left > 0:
+    while tracker._unread_slots > 0:
         tracker.refresh()
     return bench, tracker, waiting
 
@@ -229,7 +229,7 @@ async def test_a_change_during_a_turn_begins_another(make_bench: MakeBench) -> N
     for _ in range(5):
         tracker.refresh()
     assert on_disk(waiting) == 2
-    assert tracker._left <= 0
+    assert tracker._unread_slots <= 0
 
 
 async def test_many_changes_at_once_are_looked_up_over_several_refreshes(make_bench: MakeBench) -> None:
@@ -263,7 +263,7 @@ async def test_a_refresh_estimates_requests_of_so_many_rows_in_turn(
         waiting.append(bench.request(tokens))
         queue.push(waiting[-1].queued)
         tracker.add(waiting[-1])
-    while tracker._left > 0:
+    while tracker._unread_slots > 0:
         tracker.refresh()
     tracker._next_estimate = 0
     asked.clear()

@@ -24,8 +24,8 @@ def judged(
     cost: CostModel, took_s: float, *, ahead_s: float = 0.0, backlog_s: float = 0.0, **done: bool
 ) -> LoadCounters:
     choice, counters = LoadChoice((Stretch(Distance.DISK, 100, 1000),), 5.0), LoadCounters()
-    choice.want(5.0 + ahead_s, backlog_s)
-    choice.want(99.0, 99.0)
+    choice.note_turn(5.0 + ahead_s, backlog_s)
+    choice.note_turn(99.0, 99.0)
     done = {"cut": False, "beside": False} | done
     counters.judge(choice, cost, 5.0 + ahead_s + took_s, TOKENS, BLOCK, **done)
     assert counters.decided == counters.regret.judged == 1

@@ -1,4 +1,4 @@
-"""How many requests the worker can run at once."""
+"""Limits how many requests the worker runs at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CALM_S = 3.0
 
 
 class ConcurrencyLimit:
-    """The limit on running requests. It falls to what the worker can map, and rises again a request at a time.
+    """The limit on running requests. It falls to the number that the worker can map, and rises again one at a time.
 
     Args:
-        most: what is configured.
-        troubles: told when the limit falls, and when one more has not failed for a while.
-        wake: called when there may be a place.
+        most: the configured limit.
+        troubles: told when the limit falls, and when the configured limit has held for 3 s again.
+        wake: called when another request may start.
     """
 
     def __init__(self, most: int, troubles: Troubles, wake: Callable[[], None]) -> None:
@@ -32,21 +32,21 @@ class ConcurrencyLimit:
         """The worker could not map a request's memory beside `running` others; `why` ends with the remedy."""
         self.limit = max(1, running)
         self._troubles.begin(PART, f"{self.limit} of {self._most} requests run at once: {why}")
-        self._later(RETRY_S, self._grow)
+        self._schedule(RETRY_S, self._grow)
 
     def close(self) -> None:
-        """Forgets what was to happen later."""
+        """Cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _grow(self) -> None:
         self.limit += 1
         if self.limit < self._most:
-            self._later(RETRY_S, self._grow)
+            self._schedule(RETRY_S, self._grow)
         else:
-            self._later(CALM_S, lambda: self._troubles.end(PART))
+            self._schedule(CALM_S, lambda: self._troubles.end(PART))
         self._wake()
 
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+    def _schedule(self, delay_s: float, act: Callable[[], None]) -> None:
         self.close()
         self._timer = asyncio.get_running_loop().call_later(delay_s, act)

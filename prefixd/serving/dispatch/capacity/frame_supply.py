@@ -1,4 +1,4 @@
-"""Frames for requests that run: asked for a block ahead of need, taken from others when there are none."""
+"""Gives running requests frames a block ahead of need, and takes them from other requests when none is free."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from prefixd.serving.request.states import RequestState
 from prefixd.worker_protocol.protocol import Extend
 
 _PATIENCE_S = 30.0
-"""For a request that lacks frames while no other runs: what holds them may be short, such as a write to disk."""
+"""How long a request that runs alone may lack frames before it is ended. A short hold, such as that of a write to disk,
+ends within this time."""
 
 
 class FrameSupply:
-    """Gives running requests the frames that they need next.
+    """Supplies running requests with the frames that they need next.
 
     Args:
         context: the dispatcher's.
@@ -38,25 +39,25 @@ class FrameSupply:
         self._endings = endings
         self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
 
-    def want(self, request: Request) -> None:
-        """Asks for the next frames of a running request, a block ahead of need."""
+    def note_need(self, request: Request) -> None:
+        """Marks a running request as STARVED if it needs another block soon."""
         sampling = request.sampling
         if sampling.beam_search is not None:
-            return  # it has frames for all of its search
+            return  # a beam search has all its frames from the start
         left = sampling.max_tokens - request.generated
         if left > 0 and request.state is RequestState.RUNNING and request.wanted_blocks > request.run.blocks:
             request.starve()
 
     async def extend_starved(self) -> bool:
-        """Gives frames to those that run and need them; False when one gets none: then no other gets any."""
+        """Gives frames to starved requests, by rank; False at the first that gets none: those behind it get none."""
         for request in self._preemption.in_rank(self._running.values()):
-            if not self._starves(request):
-                continue  # it has its frames, or ended while the others got theirs
+            if not self._is_starved(request):
+                continue  # it has frames enough, or ended while the others got theirs
             run, mover = request.run, self._cache.mover
             tenant, near = mover.use.tenant_of(request.namespace), run.frames[-run.slots :]
             blocks = request.wanted_blocks - run.blocks
             frames = await mover.slots.take_frames(blocks, request.kv.block_widths, tenant=tenant, near=near)
-            if not self._starves(request):
+            if not self._is_starved(request):
                 if frames:
                     self._cache.tiers.compute.free(frames)
             elif frames is None:
@@ -72,7 +73,7 @@ class FrameSupply:
         return True
 
     def note_lack(self, request: Request) -> None:
-        """A request got no frames. Ends one that has lacked them for long though no other runs: none will come."""
+        """A request got no frames. Ends it if it has lacked them for 30 s while no other runs: no frame will come."""
         others = [other for other in self._share.running() if other is not request]
         now_s = self._context.clock()
         if others or self._share.moving or request.state not in (RequestState.READY, RequestState.STARVED):
@@ -81,10 +82,11 @@ class FrameSupply:
             self._lacking = request.id, now_s
         elif now_s - self._lacking[1] >= _PATIENCE_S:
             self._lacking = None
-            named = name_holders(self._cache, owners=len(self._cache.tenants) == 1)  # names that tenants have chosen
+            # Owners have names that tenants chose: with several tenants none may see another's.
+            named = name_holders(self._cache, owners=len(self._cache.tenants) == 1)
             error = ExhaustedError(
                 f"the gpu tier had no frame for the request for {_PATIENCE_S:g} s, though no other runs: "
-                f"{named}; unpin blocks, end who holds them, or make the tiers larger"
+                f"{named}; unpin blocks, end the requests or leases that hold them, or make the tiers larger"
             )
             if request.on_worker:
                 self._endings.end_run(request, error)
@@ -95,11 +97,11 @@ class FrameSupply:
         """A request got its frames."""
         self._lacking = None
 
-    def _starves(self, request: Request) -> bool:
+    def _is_starved(self, request: Request) -> bool:
         return request.state is RequestState.STARVED and request.id in self._running
 
     def _preempt(self) -> None:
-        """Frees frames by taking a request back from the worker, unless frames are about to be free."""
+        """Takes a request back from the worker to free its frames, unless other frames are about to be free."""
         request = self._preemption.choose(self._share.running())
         if request is not None:
             self._share.take_back(request)

@@ -1,11 +1,11 @@
-"""Places: how many requests run at once, and which of them one tenant may have.
+"""Divides the places of running requests among tenants, and the GPU tier's bytes by their quotas.
 
-What runs is not taken back for another tenant's sake, and may run for minutes. So as long as other tenants have nothing
-that runs, a place is kept free for each of them, up to half of all; a tenant that has something running takes none of
-these. With one tenant no place is kept.
+A run is not taken back for another tenant's sake, and may last minutes. So for each tenant without a running request
+one place is kept free, up to half of all places; a tenant with a running request cannot take these. With one tenant no
+place is kept.
 
-A search takes a place for each beam. One that is wider than all that a tenant may have while no other has any counts as
-so many, and runs beside those for whom the others are kept; the worker has room for one such search at a time.
+A beam search takes a place for each beam. A *wide* search has more beams than the places that a tenant may take while
+no other tenant runs any: it counts as that many places, and the worker has room for one such search at a time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from prefixd_swap.tiers import GpuTier
 
 
 class Places:
-    """Those that are taken, and what may start beside.
+    """Counts the places that are taken, and decides which request may take the next.
 
     Args:
-        limit: of all.
-        tenants: how many there are.
-        running: the requests that have some.
+        limit: number of places.
+        tenants: number of tenants.
+        running: the running requests.
     """
 
     def __init__(self, limit: int, tenants: int, running: Iterable[Request]) -> None:
@@ -42,27 +42,27 @@ class Places:
 
     @property
     def free(self) -> int:
-        """How many are free; below 0 where the limit has fallen."""
+        """How many are free; below 0 if the limit has fallen."""
         return self._limit - self._taken.total()
 
     def add(self, request: Request) -> None:
-        """A request runs."""
+        """Counts the places of a request that runs."""
         self._taken[request.queued.tenant] += self._needed(request)
         self._wide |= request.places > self._most
 
-    def has_for(self, request: Request) -> bool:
-        """Whether as many are free as a request takes."""
+    def has_room_for(self, request: Request) -> bool:
+        """Whether as many places are free as a request takes."""
         return self._needed(request) <= self.free
 
     def must_wait(self, request: Request) -> bool:
         """True if the places that are left are kept for other tenants, or it is a second wide search. Later requests of
         its tenant wait with it."""
         tenant = request.queued.tenant
-        if tenant not in self._waiting and self._waits(request):
+        if tenant not in self._waiting and self._is_barred(request):
             self._waiting.add(tenant)
         return tenant in self._waiting
 
-    def _waits(self, request: Request) -> bool:
+    def _is_barred(self, request: Request) -> bool:
         if self._wide and request.places > self._most:
             return True
         if not self._taken[request.queued.tenant]:
@@ -82,12 +82,12 @@ _STAGED = (RequestState.STAGING, RequestState.READY)
 
 
 class GpuQuotas:
-    """One look at the queue: what the tenants' runs may come to, those that are admitted here among them.
+    """Admits requests by the tenants' quotas, in one look at the queue.
 
-    The frames of a run cannot be evicted, and others' guarantees must be there when they are wanted. So a request waits
-    until all that it, and its tenant's other runs, may come to fits into what the tenant may hold of the tier
-    (`TenantUse.room_to_hold`): until others of its tenant have ended. Requests of other tenants pass it. Without quotas
-    requests begin with less, and are preempted when frames run out.
+    The frames of a run cannot be evicted, and the bytes guaranteed to other tenants must be available at any time. So a
+    request waits, until other runs of its tenant have ended, unless the most bytes that it and these runs may need fit
+    into the bytes that the tenant may hold (`TenantUse.room_to_hold`). Requests of other tenants pass it. Without
+    quotas requests begin with fewer frames, and are preempted when frames run out.
 
     Args:
         use: what tenants have and may have.
@@ -102,13 +102,13 @@ class GpuQuotas:
         self.never: list[tuple[Request, ExhaustedError]] = []
         """Requests that would not fit if their tenants had nothing else."""
         self.left_out = False
-        """Whether some were not admitted."""
+        """Whether some requests were not admitted."""
         if self._bounds is None:
             return
         self._held = {tenant: use.held_bytes(tenant, tier) for tenant in use.tenants}
         for request in running:
             self._held[use.tenant_of(request.namespace)] += request.growth_frames * tier.frame_bytes
-        self._together = sum(map(self._at_least, self._held))
+        self._reserved_of_all = sum(map(self._reserved, self._held))
 
     def admits(self, request: Request) -> bool:
         """Whether a waiting request may run beside those that run and those that were admitted before."""
@@ -125,18 +125,18 @@ class GpuQuotas:
         more = most - int(use.group_bytes(trie, tier)[needed].sum())
         if request.state not in _STAGED:  # else they are held already
             more += int(use.held.fresh_bytes(trie, tier, rows, wanted).sum())
-        others = self._together - self._at_least(tenant)
+        others = self._reserved_of_all - self._reserved(tenant)
         room = min(bound, tier.capacity_bytes - others) - self._held[tenant]
         if more > room:
             self.left_out = True
             return False
-        self._together = others
         self._held[tenant] += max(more, 0)
-        self._together += self._at_least(tenant)
+        self._reserved_of_all = others + self._reserved(tenant)
         return True
 
     def _refusal(self, tenant: Tenant, most: int, bound: int) -> ExhaustedError:
-        """For a request of `most` bytes of a tenant that may hold `bound` bytes: by its own limit, or by others'."""
+        """The error for a request that may need `most` bytes, more than the `bound` of its tenant: it names the
+        tenant's own limit, or the guarantees of others."""
         use, tier, remedy = self._use, self._tier, "shorten the prompt or lower max_tokens"
         need = f"prompt and output need up to {most} bytes of the gpu tier, of which it may hold {bound}"
         others = sum(use.guaranteed(each, tier) for each in use.tenants if each is not tenant)
@@ -149,6 +149,6 @@ class GpuQuotas:
             "lower what others are guaranteed or make the tier larger (`prefixd tier resize gpu`)",
         )
 
-    def _at_least(self, tenant: Tenant) -> int:
-        """What a tenant's runs keep others from: what they may come to, and what it is guaranteed."""
+    def _reserved(self, tenant: Tenant) -> int:
+        """Bytes that other tenants cannot have: what the tenant's runs may need, at least what it is guaranteed."""
         return max(self._held[tenant], self._use.guaranteed(tenant, self._tier))

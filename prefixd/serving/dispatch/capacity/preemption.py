@@ -4,27 +4,27 @@ vTensor (Algorithm 1, section 6): when a decoding request needs a chunk and ther
 priority is preempted and released.
 
 **Who.** Running requests, of all models, have a rank. Within a tenant: a lower priority number before a higher one, and
-of equals who was handed over earlier first. Between tenants: the first of each before all others, the earlier handed
-over first; the others by the frames of them and of those before them in their tenant's rank. So a priority takes
-nothing from another tenant, and the tenant whose requests have most gives way. Who is last in rank gives way, be it the
-one that lacks the frame.
+among equals the one handed over earlier first. Between tenants: the first request of each tenant before all others, by
+the time of hand-over; then the others, by the sum of their own frames and of those before them in their tenant's rank.
+So a priority takes nothing from another tenant, and the tenant whose requests have most frames gives way. The request
+that is last in rank gives way, even if it is the one that lacks the frame.
 
 **Where its KV goes.** Down the tiers ("swap"), or nowhere ("recompute"). Only blocks count that the request computed
-and no other holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction
+and no other holds; a prefix that it found, or shares with another request, stays. A swap works like every eviction
 (`Room.send_down`). Recompute drops copies, leaves first; a block that has a copy further down is still loaded later.
-Its last block, which is not full, is computed again in either case: a tier takes full blocks only.
+The last block, which is not full, is computed again in either case: a tier takes full blocks only.
 
-**When it runs again.** When a run has ended since, or no request runs, or there are frames for all that it and those
-that run may still generate. Until then it waits, and with it all that come after it in the queue.
+**When it runs again.** When a run has ended since, or no request runs, or there are frames for all tokens that it and
+the running requests may still generate. Until then it waits, and so do all requests behind it in the queue.
 
 **Why all requests end.** The first in rank never gives way while others run. A resumed request is handed over anew, so
-it is behind all of its priority; only one of a higher priority goes in front of those that run. So a request gives way
-once more only after a run has ended or one of a higher priority was handed over: what ran when it was resumed does not
-need its frames. Two requests therefore cannot preempt each other in turn, and the highest priority, then the next one,
-and so on, ends: with n others of its priority and none above, a request gives way n + 1 times at most. (One that runs
-alone starts over when it has blocks twice; then it has them once.) With several tenants this holds for the first of
-each: no request that is handed over later, of any tenant, is before it, but for one of its own tenant's with a higher
-priority. When it has ended, its tenant's next one is the first.
+it is behind all others of its priority; only a request of a higher priority goes in front of the running ones. So a
+request gives way again only after a run has ended or a request of a higher priority was handed over: the requests that
+ran when it was resumed have frames enough. Therefore two requests cannot preempt each other in turn, and the requests
+of the highest priority end, then those of the next: with n others of its priority and none above, a request gives way
+n + 1 times at most. (A request that runs alone starts over when it has blocks twice; then it has them once.) With
+several tenants this holds for the first request of each: a request that is handed over later goes before it only if it
+has the same tenant and a higher priority. When it has ended, the next request of its tenant is the first.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from prefixd_swap import SwapError
 
 log = logging.getLogger(__name__)
 
-_MOVED_AT_ONCE = 256  # blocks: some milliseconds on the event loop; their frames are free before the next ones move
+_MOVED_AT_ONCE = 256  # blocks; a few milliseconds on the event loop. Their frames are free before the next ones move.
 _LEAVING = (RequestState.PREEMPTING, RequestState.CANCELLING)
 
 
 @dataclass(slots=True)
 class PreemptionCounters:
-    """What happened since the start; `SchedulerStats` in `admin.proto` says what each counts."""
+    """Counters since the start; documented at `SchedulerStats` in `admin.proto`."""
 
     preempted: int = 0
     swapped: int = 0
@@ -67,14 +67,14 @@ class PreemptionCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """m blocks of a trie, children before parents, by row and the row's generation: some may go before their turn."""
+    """Blocks of a trie, children before parents. The rows' generations show which blocks have gone meanwhile."""
 
     trie: Trie
     rows: Rows
     generations: npt.NDArray[np.int32]
 
     def next(self, start: int) -> Rows:
-        """Those of the next few from `start` on that are still there."""
+        """The rows of the next 256 blocks from `start` on that are still there."""
         part = slice(start, start + _MOVED_AT_ONCE)
         rows = self.rows[part]
         same: Rows = rows[self.trie.generation[rows] == self.generations[part]]
@@ -97,7 +97,7 @@ class Preemption:
         self._wake = context.wake
         self._mode = context.options.preemption
         self._tasks: set[asyncio.Task[None]] = set()
-        self._parked: set[int] = set()  # ids of requests that were preempted since a run ended last
+        self._parked: set[int] = set()  # ids of the requests that were preempted since the last end of a run
 
     @property
     def moving(self) -> bool:
@@ -112,7 +112,7 @@ class Preemption:
 
     @staticmethod
     def in_rank(running: Iterable[Request]) -> list[Request]:
-        """Running requests, given in the order in which they were handed over, by rank: the first gets frames first."""
+        """Running requests by rank, the first to get frames first. They are given in the order of hand-over."""
         of_tenant: dict[Hashable, list[Request]] = {}
         for request in sorted(running, key=lambda request: request.queued.priority):
             of_tenant.setdefault(request.queued.tenant, []).append(request)
@@ -124,19 +124,19 @@ class Preemption:
         return [*firsts, *(request for _, _, request in sorted(others, key=lambda other: other[:2]))]
 
     def choose(self, running: Iterable[Request]) -> Request | None:
-        """Who gives way now. None when frames are about to be free, or when that would not help."""
+        """The request that gives way now. None if frames are about to be free, or if preempting would free none."""
         ranked = self.in_rank(running)
         if not ranked or self._share.moving or any(request.state in _LEAVING for request in ranked):
             return None
         last = ranked[-1]
-        # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
+        # A request that runs alone fits, unless it filled blocks that another had recorded: it has these twice then.
         twice = not last.footprint.own.isdisjoint(last.run.frame_ids(0, len(last.rows)))
         return last if len(ranked) > 1 or twice else None
 
     # -- where its KV goes ------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> Rows:
-        """The worker has let go of a request that is PREEMPTING and will be put back now.
+        """Called when the worker has let go of a PREEMPTING request, before it is put back.
 
         Returns the blocks in its frames that it has computed, in this run or an earlier one.
         """
@@ -146,15 +146,15 @@ class Preemption:
         frame_ids, width = request.run.frame_ids(first, len(rows)), request.run.slots
         rows = rows[first:]
         frames = np.array(frame_ids, np.int64).reshape(len(rows), width)
-        # A block that another request recorded first is in that one's frame.
+        # If another request recorded a block first, the block is in the frame of that request.
         slots = request.trie.slots[rows, self._cache.tiers.compute.level, :width]
         computed: Rows = rows[((slots == frames) & (frames != NO_SLOT)).any(axis=1)]
         return computed
 
     def make_way(self, request: Request, computed: Rows) -> None:
-        """Frees the frames of a request that was put back, for others that run: as fast as its blocks can go.
+        """Frees the frames of a request that was put back, so that other running requests get them.
 
-        `computed` is what `release` returned.
+        computed: the blocks that `release` returned.
         """
         self._parked.add(request.id)
         trie, level = request.trie, self._cache.tiers.compute.level
@@ -186,9 +186,9 @@ class Preemption:
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._moved)
+        task.add_done_callback(self._end_move)
 
-    def _moved(self, task: asyncio.Task[None]) -> None:
+    def _end_move(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._wake()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -204,7 +204,7 @@ class Preemption:
                 rows = blocks.next(start)
                 nbytes = int(trie.group_bytes[trie.wanted(rows, self._cache.tiers.compute.level)].sum())
                 copied = await self._cache.mover.send_down("preemption", trie, rows, self._cache.tiers.compute)
-            except SwapError as error:  # what is left goes as other evicted blocks do
+            except SwapError as error:  # the blocks that are left are evicted like any others
                 log.error("blocks of a preempted request could not be copied down: %s", error)
                 return
             finally:
@@ -224,7 +224,7 @@ class Preemption:
     # -- when it runs again -----------------------------------------------------------------------------------------
 
     def run_ended(self) -> None:
-        """A run has ended for good, or all of them with their worker: who was preempted may run again."""
+        """A run has ended for good, or all runs with their worker: preempted requests may run again."""
         self._parked.clear()
 
     def must_wait(self, request: Request) -> bool:
@@ -235,7 +235,7 @@ class Preemption:
         return self._share.taken_frames + growth + request.most_frames > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:
-        """A request is handed over, with `cached_blocks` blocks."""
+        """Counts the tokens that a preempted request computes again. It is handed over with `cached_blocks` blocks."""
         if request.others_blocks is None or cached_blocks < request.others_blocks:
             request.others_blocks = cached_blocks
         self.counters.recomputed_tokens += max(0, request.lost_tokens - cached_blocks * request.trie.block_tokens)

@@ -1,12 +1,12 @@
-"""What the dispatchers of a daemon's models know of one another: they give out the frames of one tier.
+"""Connects the dispatchers of a daemon's models, which give out the frames of one tier.
 
-Frames that one model's requests have are not there for another's, so each dispatcher counts all of them, and hears when
-some may have become free. Two rules keep every request going:
+A frame that one model's request has is not free for another model. So each dispatcher counts the frames of all models,
+and is woken when some may have become free. Two rules keep every request going:
 
 - **Running requests have one rank, whatever their model.** Where one lacks a frame, the last in rank gives way
-  (`preemption.py`), so two models that have each a part of what they need do not wait for each other.
-- **A model whose next request lacks frames joins a line.** Others hand no new request over until it is their turn, so
-  what ends gives its frames to the model that has lacked them for longest, not to a busy model's next request.
+  (`preemption.py`), so two models that each have a part of the frames that they need do not wait for each other.
+- **A model whose next request lacks frames joins a line.** The others hand no new request over until it is their turn,
+  so the frames of a run that ends go to the model that has lacked them for longest, not to a busy model's next request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from prefixd.serving.frame_budget import FrameBudget
 from prefixd.serving.request.request import Request
 
 
@@ -24,6 +23,10 @@ class Sharer(Protocol):
     running: dict[int, Request]
 
     @property
+    def taken_frames(self) -> int:
+        """Frames that its requests have and keep."""
+
+    @property
     def moving(self) -> bool:
         """Whether blocks of its preempted requests are on their way out of the tier."""
 
@@ -31,28 +34,26 @@ class Sharer(Protocol):
         """Has its worker give up a running request's frames, to run again later."""
 
     def run_ended(self) -> None:
-        """A run has ended, of whichever model: who was preempted may run again."""
+        """A run of any model has ended: preempted requests may run again."""
 
     async def unstage_all(self) -> None:
-        """Lets go of what waiting requests hold."""
+        """Ends the holds of waiting requests."""
 
     def wake(self) -> None:
-        """Frames may have become free, or its turn has come."""
+        """Has it look at its requests: frames may have become free, or it is first in line."""
 
 
 class TierShare:
-    """The dispatchers that share a tier. One alone is always first in line."""
+    """The dispatchers that share a tier. A single dispatcher is always first in line."""
 
     def __init__(self) -> None:
         self._members: list[Sharer] = []
         self._line: list[Sharer] = []
         self._turns = 0
-        self._budgets: list[FrameBudget] = []
 
-    def join(self, member: Sharer, budgets: Iterable[FrameBudget] = ()) -> None:
-        """Adds a model's dispatcher, and what counts the frames that its requests have and keep."""
+    def join(self, member: Sharer) -> None:
+        """Adds a model's dispatcher."""
         self._members.append(member)
-        self._budgets += budgets
 
     @property
     def members(self) -> int:
@@ -72,7 +73,7 @@ class TierShare:
     @property
     def taken_frames(self) -> int:
         """Frames that requests of all models have and keep."""
-        return sum(budget.taken for budget in self._budgets)
+        return sum(member.taken_frames for member in self._members)
 
     @property
     def moving(self) -> bool:
@@ -80,44 +81,45 @@ class TierShare:
         return any(member.moving for member in self._members)
 
     def running(self) -> list[Request]:
-        """All that run, in the order in which they were handed over."""
+        """The running requests of all models, in the order in which they were handed over."""
         running = [request for member in self._members for request in member.running.values()]
         return sorted(running, key=lambda request: request.turn)
 
     def take_back(self, request: Request) -> None:
-        """Preempts a running request of whichever model."""
+        """Preempts a running request of any model."""
         for member in self._members:
             if member.running.get(request.id) is request:
                 member.take_back(request)
 
     def run_ended(self) -> None:
-        """A run has ended: who was preempted may run again."""
+        """A run has ended: preempted requests may run again."""
         for member in self._members:
             member.run_ended()
 
     async def unstage_others(self, but: Sharer) -> None:
-        """A running request lacks frames: what requests of other models hold ahead of their turn goes."""
+        """A running request lacks frames: ends the holds of waiting requests of other models."""
         for other in self._others(but):
             await other.unstage_all()
 
     # -- the line -----------------------------------------------------------------------------------------------
 
     def may_hand_over(self, member: Sharer) -> bool:
-        """Whether no other model is before this one in line."""
+        """Whether no other model stands before this one in line."""
         return not self._line or self._line[0] is member
 
     def wait(self, member: Sharer) -> None:
-        """The next request of a model lacks frames."""
+        """Puts a model whose next request lacks frames into the line."""
         if member not in self._line:
             self._line.append(member)
 
     async def clear(self, member: Sharer) -> None:
-        """Who is first in line lacks frames: what others only hold ahead of their turn goes."""
+        """The next request of a model lacks frames: if it is first in line, other models' waiting requests lose their
+        holds."""
         if self.may_hand_over(member):
             await self.unstage_others(member)
 
     def leave(self, member: Sharer) -> None:
-        """A model lacks no frames now, or has no worker."""
+        """Takes a model out of the line: it lacks no frames now, or has no worker."""
         if member in self._line:
             self._line.remove(member)
             for other in self._others(member):

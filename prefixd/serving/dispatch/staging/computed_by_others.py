@@ -1,4 +1,4 @@
-"""Whether a running request computes what a waiting one needs: then the waiting one is better started later."""
+"""Finds a running request that computes what a waiting one needs: the waiting one then starts later and loads it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from prefixd.serving.request.request import Request
 
 
 def computing_next_block(request: Request, computing: Iterable[Request]) -> Request | None:
-    """The request among those that compute blocks of their prompts that computes the next block of this one's prefix,
-    or one after that; None if none does.
+    """The request of `computing` that will compute the block behind this one's cached prefix; None if none does.
 
-    Asked right before a request is staged, of one that waits. Running requests are few, however long the queue is.
+    Called right before a waiting request is staged. `computing`: requests that still compute blocks of their prompts.
     """
     for other in computing:
         block = request.next_uncut(max(len(request.rows), len(other.rows))) - 1
@@ -23,7 +22,7 @@ def computing_next_block(request: Request, computing: Iterable[Request]) -> Requ
 def keeps_state(request: Request, running: Iterable[Request]) -> bool:
     """Whether a running request will keep a state from which this one can resume.
 
-    Without a state it has to compute those tokens itself, even if another computes them as well.
+    Without a state it has to compute those tokens itself, even if another request computes them as well.
     """
     for other in running:
         states = other.run.states
@@ -34,7 +33,7 @@ def keeps_state(request: Request, running: Iterable[Request]) -> bool:
 
 
 def embeds_image(request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
+    """Whether a running request is about to fill frames with an image that this request needs, in its first pass."""
     kv = request.image_kv
     if kv is None:
         return False
@@ -49,6 +48,6 @@ def embeds_image(request: Request, running: Iterable[Request]) -> bool:
 def _same_prefix(request: Request, other: Request, block: int) -> bool:
     return (
         request.namespace is other.namespace
-        and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
+        and request.chain.block(block) == other.chain.block(block)  # cheaper than the keys, which have to be hashed
         and request.chain.key(block) == other.chain.key(block)
     )

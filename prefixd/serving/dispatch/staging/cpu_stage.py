@@ -1,4 +1,4 @@
-"""The prefetcher's second stage: prefixes that are on disk alone come to the CPU tier while the GPU tier has no room.
+"""The prefetcher's second stage: brings prefixes from disk to the CPU tier while the GPU tier has no room for them.
 
 ```
 window   r1  r2  r3 | r4  r5  r6  r7 | r8 ...
@@ -33,22 +33,22 @@ from prefixd_swap.transfers import Urgency
 log = logging.getLogger(__name__)
 
 _ROOM_SHARE = 2
-"""Half of the CPU tier at most is held for the window: what leaves the GPU tier needs room there, too."""
+"""At most half of the CPU tier is held for the window: blocks that leave the GPU tier need room there, too."""
 _SPARE = 1.5
-"""So much longer than estimated a load may take and still be over in time."""
+"""A load counts as in time if it may take 1.5 times as long as estimated."""
 
 
 @dataclass(slots=True, eq=False)
 class _Near:
-    """A request of which the CPU tier holds, or gets, what the GPU tier lacks.
+    """A request whose prefix is held in the CPU tier, as far as the GPU tier lacks it.
 
     Attributes:
         request: waits for its turn.
-        rows, groups: what the GPU tier lacks.
-        hold: of these in the CPU tier.
-        round: the last look at the window in which it was there.
-        complete: all of it has been in the CPU tier, which holds it since.
-        copy: brings what is lacking.
+        rows, groups: blocks, and their KV groups, that the GPU tier lacks.
+        hold: holds these in the CPU tier.
+        round: the last round in which the request was in the window.
+        complete: all of these have been in the CPU tier; the hold keeps them there.
+        copy: brings those that the CPU tier lacks.
     """
 
     request: Request
@@ -61,13 +61,13 @@ class _Near:
 
 
 class CpuStage:
-    """Holds in the CPU tier what requests beyond the GPU tier's room will need, and brings up what is on disk alone.
+    """Holds in the CPU tier the prefixes of requests for which the GPU tier has no room yet, and reads them from disk.
 
-    What is held is not evicted, so room is made from what the window does not need (paper, V.G). Nothing is begun that
-    would not help: a load that is over in time anyway when it begins with the GPU tier's room. A request that leaves
-    the window loses its hold, and what was not yet moved for it alone is left where it is.
+    Held blocks are not evicted, so room is made by evicting blocks that the window does not need (paper, V.G). A load
+    that would be over in time even if it began when the GPU tier has room is not begun here: it would not help. A
+    request that leaves the window loses its hold, and its copies that no other request waits for are cancelled.
 
-    Images of a request are left to its turn.
+    A request's images are loaded at its turn, not here.
 
     Args:
         context: the dispatcher's.
@@ -108,15 +108,15 @@ class CpuStage:
         return self._reading
 
     def begin_round(self, time_s: float) -> None:
-        """A new look at the window begins: `keep` or `add` say who is in it, in the order of their turns; `time_s`:
-        how long it takes until the GPU tier has room for the first of them."""
+        """Begins a round, in which `keep` or `add` is called for each request of the window, in the order of their
+        turns. `time_s`: estimated seconds until the GPU tier has room for the first of them."""
         self._round += 1
         self._time_s = time_s
         self._ahead_bytes = 0
         self._budget.begin_round()
 
     def keep(self, request: Request) -> bool:
-        """A request beyond the GPU tier's room of which everything is held here; False where it has to be added."""
+        """Keeps a request whose prefix is held here completely; False if the request has to be added."""
         near = self._near.get(request.id)
         if near is None or not near.complete:
             return False
@@ -124,13 +124,15 @@ class CpuStage:
         return True
 
     def add(self, request: Request, *, due_s: float, may_read: bool) -> bool:
-        """A request beyond the GPU tier's room, of which `found` is exact; False when the CPU tier has no room for it
-        while it holds what it holds. Of one that would never fit nothing is brought.
+        """Holds a request's prefix in the CPU tier and begins to read it. Nothing is read for a prefix that never fits.
 
         Args:
-            request: waits without a footprint.
+            request: waits without a footprint; its `found` is exact.
             due_s: when its turn comes, on the clock of the transfers.
             may_read: whether the disk is free for it.
+
+        Returns:
+            False if the CPU tier has no room for it beside the present holds.
         """
         tiers, trie = self._cache.tiers, request.trie
         stores = [tier for tier in (tiers.durable, tiers.remote) if tier is not None and tier.gives]
@@ -141,11 +143,11 @@ class CpuStage:
             needed = trie.lacking(request.found, tiers.compute.level, request.wanted)
             rows, groups = request.found[needed != 0], needed[needed != 0]
             if int(trie.group_bytes[groups].sum()) > self._most_bytes:
-                return True  # left to its turn; others behind it fit
+                return True  # loaded at its turn; others behind it may fit
             use, tenant = self._mover.use, self._mover.use.tenant_of(request.namespace)
             to_hold = use.room_to_hold(tenant, tiers.shared)
             if to_hold is not None and use.held.fresh_bytes(trie, tiers.shared, rows, groups).sum() > to_hold:
-                return True  # left to its turn, too; other tenants' fit
+                return True  # loaded at its turn, too; other tenants' requests may fit
             if self._budget.taken + self._budget.weigh(trie, rows, groups) > self._room_bytes:
                 return False
             near = self._hold(request, rows, groups)
@@ -160,16 +162,16 @@ class CpuStage:
         return True
 
     def end_round(self) -> None:
-        """Lets go of requests that were not added in this round.
+        """Ends the holds of requests that were not in this round.
 
-        While a prefix is on its way to the GPU tier, what of it comes by way of the CPU tier goes on.
+        A prefix on its way to the GPU tier keeps its hold: a part of it comes by way of the CPU tier.
         """
         for near in list(self._near.values()):
             if near.round != self._round and near.request.state is not RequestState.STAGING:
                 self.end(near.request)
 
     def end(self, request: Request) -> None:
-        """Lets go of a request; one that it does not have is left alone."""
+        """Ends the hold of a request and its copy; does nothing for a request without a hold."""
         near = self._near.pop(request.id, None)
         if near is None:
             return
@@ -180,19 +182,20 @@ class CpuStage:
         self._budget.remove(near.rows, near.groups)
 
     async def stop(self) -> None:
-        """Lets go of everything and waits for the copies under way."""
+        """Ends all holds and waits for the copies under way."""
         for near in list(self._near.values()):
             self.end(near.request)
         await asyncio.gather(*self._copies, return_exceptions=True)
 
     @property
     def _most_bytes(self) -> int:
-        """What may ever be held."""
+        """The most bytes that may be held at any time."""
         return self._cache.tiers.shared.capacity_bytes // _ROOM_SHARE // max(1, self._share.members)
 
     @property
     def _room_bytes(self) -> int:
-        """What may be held: not what waits to be written, which could only make room by being written at once."""
+        """The bytes that may be held now. Blocks that wait for write-back cannot make room without being written
+        first."""
         capacity_bytes = self._cache.tiers.shared.capacity_bytes
         return min(capacity_bytes // _ROOM_SHARE, capacity_bytes - self._mover.queued[1]) // max(1, self._share.members)
 
@@ -203,7 +206,7 @@ class CpuStage:
 
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
         trie, placement = request.trie, self._cache.placement
-        # What is in the GPU tier, too, goes after what no request waits for.
+        # Touched, so that blocks in the GPU tier, too, are evicted after blocks that no request waits for.
         if not request.read_only:
             placement.touch(trie, request.found, request.count_use(len(request.found)))
         owner = f"request {request.name}, ahead"
@@ -215,8 +218,8 @@ class CpuStage:
         return near
 
     def _begin(self, near: _Near, due_s: float) -> None:
-        """Reads what is on disk alone and not on its way to the GPU tier. What several of these requests wait for, the
-        first of them counts."""
+        """Reads the blocks that are only on disk and not on their way to the GPU tier. If several requests wait for the
+        same block, only the first one counts its bytes."""
         trie, tiers = near.request.trie, self._cache.tiers
         lacking = trie.lacking(near.rows, tiers.shared.level, near.groups)
         lacking &= trie.lacking(near.rows, tiers.compute.level, near.groups)
@@ -228,9 +231,9 @@ class CpuStage:
         near.copy = asyncio.create_task(self._bring(near, rows, groups, fresh, due_s))
         self._copies.add(near.copy)
         self._reading.add(near.request.id)
-        near.copy.add_done_callback(partial(self._ended, near, rows[fresh]))
+        near.copy.add_done_callback(partial(self._end_copy, near, rows[fresh]))
 
-    def _ended(self, near: _Near, claimed: Rows, copy: asyncio.Task[None]) -> None:
+    def _end_copy(self, near: _Near, claimed: Rows, copy: asyncio.Task[None]) -> None:
         self._claims.release(near.request.trie, claimed)
         self._copies.discard(copy)
         if self._near.get(near.request.id) is near:
@@ -256,5 +259,5 @@ class CpuStage:
 
 
 def _farthest(trie: Trie, rows: Rows) -> Distance:
-    """From how far away any of some blocks has to be brought."""
+    """The farthest tier that one of these blocks has to be brought from."""
     return Distance(int(trie.nearest[rows].max(initial=Distance.DISK)))

@@ -1,6 +1,6 @@
-"""Decides what is loaded of a request's cached prefix and what is computed again, by what either has taken.
+"""Decides which part of a request's cached prefix is loaded and which is computed again, by their estimated times.
 
-The decision is `plan_load`'s (paper `prefix_cache_long_term_memory`, X).
+`plan_load` decides (paper `prefix_cache_long_term_memory`, X).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from prefixd_scheduler import LOADED_FROM, Distance, LoadPlan, Stretch, plan_loa
 
 
 class LoadPlanner:
-    """Chooses what to load of the requests that are next, and judges its choices later.
+    """Chooses what to load for the next requests, and judges its choices later.
 
     Args:
         context: the dispatcher's.
-        backlog_s: how long the worker computes what was handed over before.
+        backlog_s: estimated seconds until the worker has computed the prompts that it has.
         queued_bytes: bytes that all loads have on their way.
 
     Attributes:
-        counters: what was decided, and how well.
+        counters: the decisions, and the time that they lost.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class LoadPlanner:
         self._queued_bytes = queued_bytes
 
     def choose(self, request: Request, *, demanded: bool, turn_s: float) -> Rows:
-        """The part of what was `found` that a request loads before it runs; sets `cut` and `beside` accordingly.
+        """The part of the `found` blocks that a request loads before it runs. Sets the request's `cut` and `beside`.
 
         Args:
             request: waits.
-            demanded: it could run at once.
+            demanded: whether the worker would run it now.
             turn_s: seconds until its turn comes.
         """
         trie, rows = request.trie, request.found
@@ -56,7 +56,7 @@ class LoadPlanner:
             return rows
         request.choice = LoadChoice(tuple(self._stretches(request)), self._clock())
         if demanded:
-            self.want(request)
+            self.note_turn(request)
         if self._mode == "always":
             chosen = rows
         elif self._mode == "never":
@@ -71,7 +71,7 @@ class LoadPlanner:
     def ready_s(self, request: Request) -> float:
         """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown.
 
-        What lies in a tier from which no load was observed counts as at hand: a cache is there to be loaded from.
+        Blocks in a tier from which no load was observed yet count as loaded: otherwise none would ever be observed.
         """
         plan = self._plan(request, tuple(self._stretches(request)), at_once=False, wait_s=0.0, to_carry_out=False)
         if plan.first_token_s is not None:
@@ -81,7 +81,7 @@ class LoadPlanner:
         return math.inf if compute_s is None else compute_s
 
     def _planned(self, request: Request, stretches: Sequence[Stretch], demanded: bool, turn_s: float) -> Rows:
-        """As `plan_load` says, which knows no windows and states."""
+        """The blocks to load according to `plan_load`, which does not know windows and states."""
         rows, block_tokens = request.found, request.trie.block_tokens
         plain = len(request.kv.groups) == 1 and request.images is None and request.sampling.beam_search is None
         wait_s = turn_s + self._backlog_s()
@@ -93,15 +93,15 @@ class LoadPlanner:
             request.beside = TailPlan(behind, request.trie.nearest[behind], share)
         return rows[:blocks]
 
-    def want(self, request: Request) -> None:
-        """A request could run now, or runs."""
+    def note_turn(self, request: Request) -> None:
+        """A request's turn has come: its choice is judged by the time from now to its first token."""
         if request.choice is not None:
-            request.choice.want(self._clock(), self._backlog_s())
+            request.choice.note_turn(self._clock(), self._backlog_s())
 
     def judge(self, request: Request) -> None:
-        """A request has its first token: what was decided for it can be judged."""
+        """A request has its first token: judges the choice that was made for it."""
         choice, request.choice = request.choice, None
-        if choice is not None and choice.is_one:
+        if choice is not None and choice.needs_load:
             tokens, block_tokens, beside = request.prompt_tokens, request.trie.block_tokens, request.beside is not None
             self.counters.judge(
                 choice, self._cost, self._clock(), tokens, block_tokens, cut=request.cut and not beside, beside=beside
@@ -122,7 +122,8 @@ class LoadPlanner:
         )
 
     def _stretches(self, request: Request) -> Iterator[Stretch]:
-        """What was found, each stretch farther away than the one before; what is nearer amid it counts no bytes."""
+        """The found blocks as stretches, each farther away than the one before. A nearer block within a farther stretch
+        belongs to it, without bytes."""
         trie, rows = request.trie, request.found
         distances = np.maximum.accumulate(trie.distances(rows))
         needed = trie.needed(len(rows)) if trie.has_rules else None
@@ -133,7 +134,7 @@ class LoadPlanner:
             yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes)
 
     def _worth_loading(self, request: Request, wait_s: float) -> Rows:
-        """The prefix up to the first tier that is slower to load from than to compute, which begins in `wait_s`."""
+        """The prefix up to the first tier from which loading takes longer than computing, which begins in `wait_s`."""
         trie, rows = request.trie, request.found
         needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
         for distance in LOADED_FROM:
@@ -150,14 +151,14 @@ class LoadPlanner:
         return rows
 
     def load_s(self, request: Request) -> float | None:
-        """What loading takes of what a request lacks."""
+        """Estimated seconds to load the blocks that a request lacks."""
         trie, rows = request.trie, request.rows
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
         far = int(trie.distances(rows[lacking != 0]).max(initial=0))
         return self._cost.load_s(int(trie.group_bytes[lacking].sum()), Distance(far))
 
     def compute_s(self, request: Request) -> float | None:
-        """What computing takes of what a request lacks, from its first missing block on."""
+        """Estimated seconds to compute a request's prefix from its first missing block on."""
         trie, rows = request.trie, request.rows
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted) != 0
         there = int(lacking.argmax()) if lacking.any() else len(rows)

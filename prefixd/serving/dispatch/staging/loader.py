@@ -1,10 +1,9 @@
-"""Loads the cached prefixes of staged requests, by what `LoadPlanner` has chosen.
+"""Loads the cached prefixes of staged requests, as chosen by `LoadPlanner`.
 
-What is loaded before the request runs, from the front of the prefix on, is loaded here; what is loaded from its back
-while the request runs, in `tail_load`.
+`PieceLoad` loads the front of a prefix before the request runs, `TailLoad` its back while the request runs.
 
-A load moves in pieces. One that falls so far behind that computing what is left is faster is given up for what has not
-arrived; the beginning that has arrived is used.
+A load moves in pieces. If it falls so far behind that computing the rest is faster, it is given up; the beginning that
+has arrived is used.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ _LEAST_WAIT_S = 0.002
 
 
 class Loader:
-    """Loads what the planner has chosen of the requests that are staged.
+    """Loads the chosen parts of the prefixes of staged requests.
 
     Args:
         context: the dispatcher's.
-        staged: the requests that are staged, by id; one that was withdrawn is taken out when its load ends.
-        unstage: ends the hold of a request that waits on.
-        backlog_s: how long the worker computes what was handed over before.
+        staged: the staged requests, by id; a withdrawn one is taken out when its load ends.
+        unstage: ends the hold of a request, which goes on waiting.
+        backlog_s: estimated seconds until the worker has computed the prompts that it has.
 
     Attributes:
         planner: decides what is loaded.
-        counters: what was decided, and how well.
+        counters: the decisions, and the time that they lost.
         claims: blocks that are on their way to the GPU tier.
     """
 
@@ -84,12 +83,12 @@ class Loader:
     # -- before the request runs ------------------------------------------------------------------------------------
 
     def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
-        """Starts bringing up what a request that is STAGING lacks; `due_s` when its turn comes."""
+        """Starts to bring up the blocks that a STAGING request lacks. `due_s`: when its turn comes."""
         self._copies[request.id] = asyncio.create_task(self._bring(request, urgency, due_s))
 
     def hurry(self, request: Request) -> None:
-        """A request whose prefix is on its way could run now."""
-        self.planner.want(request)
+        """The turn of a request has come while its prefix is on its way: makes the load urgent."""
+        self.planner.note_turn(request)
         if (load := self._loads.get(request.id)) is not None:
             load.hurry()
 
@@ -132,7 +131,7 @@ class Loader:
         return load
 
     def _queued_bytes(self) -> int:
-        """Bytes that all loads have on their way; they share what they come by."""
+        """Bytes that all loads have on their way: they share one path."""
         return sum(load.claimed_bytes for load in self._under_way)
 
     def _arrived(self, request: Request, there: int, given_up: bool) -> None:
@@ -153,9 +152,9 @@ class Loader:
             self._set_back(request, there)
 
     def _set_back(self, request: Request, there: int) -> None:
-        """A prefix came up in part: a block was damaged, or frames were short for the moment.
+        """A prefix came up in part: a block was damaged, or frames were short for a moment.
 
-        It is looked up and staged again. When that does not help either, what is missing is computed.
+        It is looked up and staged again. After 8 such setbacks the missing blocks are computed.
         """
         request.setbacks += 1
         if request.setbacks < _SETBACKS:
@@ -165,7 +164,7 @@ class Loader:
             self._cut(request, there)
 
     def _cut(self, request: Request, there: int) -> None:
-        """The request makes do with the first `there` blocks and computes the rest."""
+        """The request uses the first `there` blocks and computes the rest."""
         request.footprint.shorten(there)
         while (blocks := request.uncut(len(request.rows))) < len(request.rows):
             request.footprint.shorten(blocks)
@@ -178,7 +177,7 @@ class Loader:
     # -- while it runs ----------------------------------------------------------------------------------------------
 
     def load_beside(self, request: Request, plan: TailPlan) -> None:
-        """A request was handed over that computes the front of its prefix: starts loading the back."""
+        """Starts to load the back of a prefix whose front the request, just handed over, computes."""
         first = len(request.rows)
         load = self._load(request, Urgency.DEMAND, self._wake)
         name = f"request {request.name}"
@@ -187,8 +186,8 @@ class Loader:
         self.beside[request.id] = request
 
     def advance(self) -> list[tuple[Request, Arrived | None]]:
-        """Loads on beside the requests that compute. Returns these, each with what its worker is to be told when what
-        it computes and what was loaded meet."""
+        """Continues the loads beside running requests. Returns these requests, each with the message for the worker if
+        its run and its load have met, else with None."""
         advanced: list[tuple[Request, Arrived | None]] = []
         for request in list(self.beside.values()):
             tail = request.tail
@@ -210,7 +209,7 @@ class Loader:
         frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
         arrived = Arrived(request.id, request.run.blocks, frames)
         request.run.frames += frames
-        if request.resumed:  # what was found of its prompt was counted when it ran first
+        if request.resumed:  # its hits were counted when it ran first
             return arrived
         hits = np.bincount(tiers, minlength=NONE)[:NONE]
         for tier, blocks in enumerate(hits.tolist()):

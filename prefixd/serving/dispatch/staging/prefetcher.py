@@ -1,10 +1,10 @@
-"""Brings the prefixes of the requests that are next up the tiers, before their turn comes.
+"""Brings the prefixes of the next requests up the tiers before their turns come.
 
-In two stages, over the policy's order: for as many requests as the GPU tier has room for, to the GPU tier; for those
-behind them, from disk to the CPU tier (`cpu_stage`).
+It has two stages, in the policy's order: the prefixes of as many requests as the GPU tier has room for go to the GPU
+tier; those of the requests behind them go from disk to the CPU tier (`cpu_stage`).
 
-Paper `prefix_cache_long_term_memory`, V.G: what matters for throughput is less who is evicted than that the prefixes of
-the next requests are on their way early enough.
+Paper `prefix_cache_long_term_memory`, V.G: for throughput it matters more to bring the next prefixes up early enough
+than to choose the blocks to evict well.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from prefixd_swap.transfers import Urgency
 _RETRY_S = 0.02
 _READ_FROM = (Distance.DISK, Distance.REMOTE)
 _READS = 4
-"""Prefixes that are read from disk at once, the last of them ahead of its turn. Fewer leave the disk idle where each
-waits for its latency; more would only wait, while requests that share a prefix, or need it sooner, may still come."""
+"""Prefixes that are read from disk at once. With fewer, the disk is idle while each read waits for its latency. More
+would only wait for the disk, while a request that needs a prefix sooner may still come."""
 
 
 class Prefetcher:
@@ -38,10 +38,10 @@ class Prefetcher:
     Args:
         context: the dispatcher's.
         tracker: watches the requests that are not staged.
-        backlog_s: how long the worker computes what was handed over before.
+        backlog_s: estimated seconds until the worker has computed the prompts that it has.
 
     Attributes:
-        loader: decides what is loaded.
+        loader: loads the prefixes of staged requests.
         cpu_stage: the second stage.
     """
 
@@ -52,9 +52,8 @@ class Prefetcher:
         self._tracker = tracker
         self._clock = context.clock
         self._look_ahead = context.look_ahead
-        self._caching = context.options.caching
-        self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
-        self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
+        self._staged: dict[int, Request] = {}  # STAGING, READY, or WITHDRAWN while a copy is under way
+        self._reading: set[int] = set()  # requests whose loads read from disk; some loads may have ended
         self.loader = Loader(context, self._staged, self.unstage, backlog_s)
         self.cpu_stage = CpuStage(context, self.loader.claims)
 
@@ -66,12 +65,12 @@ class Prefetcher:
     # -- one request --------------------------------------------------------------------------------------------
 
     def stage(self, request: Request, *, demanded: bool, places: int = 0) -> None:
-        """Holds the prefix that was found in the GPU tier, and starts bringing up what is missing there.
+        """Holds a request's cached prefix in the GPU tier, and starts to bring up the blocks that are missing there.
 
-        `demanded`: it could run as soon as its prefix is up; else that is a prefetch, and its turn comes when `places`
-        more requests have been handed over.
-
-        `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
+        Args:
+            request: its `found` is exact (`PrefixTracker.verify`): the held blocks must be its own.
+            demanded: whether the worker would run it now; else this is a prefetch.
+            places: how many more requests are handed over before its turn comes.
         """
         turn_s = self._look_ahead.until_turn_s(places)
         trie, rows = request.trie, self.loader.planner.choose(request, demanded=demanded, turn_s=turn_s)
@@ -86,14 +85,14 @@ class Prefetcher:
                 self._context.image_budget,
                 owner,
                 request.image_kv,
-                finding=self._caching and not request.uncached,
-                keeping=self._caching and request.keeps,
+                finding=self._context.caching and not request.uncached,
+                keeping=self._context.caching and request.keeps,
             )
         behind = None if request.beside is None else request.beside.rows
         request.stage(Footprint(self._cache, self._context.budget, owner, trie, rows, images, behind))
         self._staged[request.id] = request
         if not request.read_only:
-            if request not in self.cpu_stage:  # else it was touched when it came near
+            if request not in self.cpu_stage:  # else the CPU stage has touched it
                 self._cache.placement.touch(trie, rows, request.count_use(len(rows)))
             if images is not None:
                 images.touch()
@@ -113,24 +112,24 @@ class Prefetcher:
             request.staged()
 
     def may_bring_ahead(self, request: Request) -> bool:
-        """Whether the copies of a request that waits may begin ahead of its turn: not where the disk, or a shared
-        store, is busy anyway."""
+        """Whether the copies of a waiting request may begin ahead of its turn: not if they read from disk or a shared
+        store while 4 others do."""
         if request.farthest not in _READ_FROM:
             return True
         under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
         staged = ((number, self._staged.get(number)) for number in self._reading)
         self._reading = {number for number, request in staged if request is not None and request.state in under_way}
-        others = (self._reading | self.cpu_stage.reading) - {request.id}  # what is read for it already goes on
+        others = (self._reading | self.cpu_stage.reading) - {request.id}  # its own reads under way do not count
         return len(others) < _READS
 
     def hurry(self, request: Request) -> None:
-        """A request whose prefix is on its way could run now."""
+        """The turn of a request has come while its prefix is on its way: makes the copies urgent."""
         self.loader.hurry(request)
         if (images := request.image_holds) is not None:
             self._mover.hurry(images.kv.trie, images.held, self._cache.tiers.compute)
 
     def unstage(self, request: Request) -> None:
-        """Ends the hold of a request that waits on; its blocks stay where they are."""
+        """Ends the hold of a request, which goes on waiting; its blocks stay where they are."""
         del self._staged[request.id]
         request.unstage()
         self._tracker.add(request)
@@ -146,32 +145,33 @@ class Prefetcher:
         request.end(event)
 
     def hand_over(self, request: Request, run: Run, own: list[int]) -> None:
-        """The worker gets a request that is READY."""
+        """Begins the run of a READY request, with `own` frames."""
         request.hand_over(run, own)
         self.cpu_stage.end(request)
         del self._staged[request.id]
 
     def grew(self, request: Request) -> bool:
-        """Whether somebody computed more of the prefix, or an image of the prompt, since it was staged."""
+        """Whether more of the prefix, or an image of the prompt, was cached since the request was staged."""
         if request.cut:
             return False
-        images = request.image_holds
-        return self._tracker.has_grown_since(request) or (images is not None and images.grew)
+        if request.seen_epoch != self._mover.epoch and self._tracker.has_grown(request):
+            return True
+        return request.image_holds is not None and request.image_holds.grew
 
     # -- many ---------------------------------------------------------------------------------------------------
 
     async def keep_only(self, window: Iterable[Request]) -> None:
-        """Unstages what is READY and not in the window."""
+        """Unstages the READY requests that are not in the window."""
         inside = {request.id for request in window}
         await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
 
     async def unstage_all_but(self, head: Request) -> None:
-        """`head` lacks frames: READY requests that wait behind it may not keep theirs. Wakes the dispatcher soon."""
+        """Unstages all READY requests but `head`, which lacks frames. Wakes the dispatcher after 20 ms."""
         await self.unstage_ready(request for request in self._staged.values() if request is not head)
         asyncio.get_running_loop().call_later(_RETRY_S, self._context.wake)
 
     async def unstage_ready(self, requests: Iterable[Request]) -> None:
-        """Unstages those of the requests that are READY."""
+        """Unstages the READY ones among the requests."""
         for request in list(requests):
             if request.state is RequestState.READY:
                 self.unstage(request)

@@ -1,7 +1,7 @@
 """The window: the next requests in the policy's order, as many as the GPU tier has frames for, and some behind them.
 
-A round stages the requests of the window and hands those over that are ready. A request that leaves the window loses
-its hold, not its blocks.
+A round stages the requests of the window and hands over those that are ready. A request that leaves the window loses
+its hold; its blocks stay cached.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from prefixd.serving.request.states import RequestState
 from prefixd_scheduler import QueuedRequest
 from prefixd_swap import FramePool
 
-_REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
-_NEAR_ROWS = 16  # and what looking costs at one whose prefix the CPU tier holds already
-_HAND_OVER = 4  # what handing a block over costs, in rows looked at
+# Costs for the pacer, in rows looked at:
+_REQUEST_ROWS = 64  # of a request, besides its rows
+_NEAR_ROWS = 16  # of a request whose prefix the CPU tier holds already
+_HAND_OVER_ROWS = 4  # of each block that is handed over
 _RETRY_S = 0.02
 _QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
 
 
 @dataclass(slots=True)
 class _Round:
-    """One look at the window.
+    """One pass over the window.
 
     Attributes:
         window: the requests, the next one first.
         places: how many of them could run now.
-        running: the places that are taken, and for whom others are kept.
-        quotas: what tenants' runs may come to.
+        running: the places taken, and those kept for other tenants.
+        quotas: how many bytes the tenants' runs may need.
         left: frames that no request has.
-        beyond: from this place in the window on the GPU tier has no room.
+        beyond: index in the window from which on the GPU tier has no room.
         full: a request waits for more places than are free; those behind it wait, too.
         lacks: the next request lacks frames.
         coming: the prefix of the next request is on its way up.
@@ -69,17 +70,17 @@ class DispatchWindow:
 
     Args:
         context: the dispatcher's.
-        tracker: knows what is cached of waiting requests.
-        prefetcher: brings their prefixes up.
+        tracker: watches the cached prefixes of waiting requests.
+        prefetcher: brings the prefixes up.
         recorder: knows which requests compute blocks of their prompts.
-        preemption: says which preempted requests have to wait.
-        concurrency: how many run at once.
-        supply: ends a request that alone lacks frames.
+        preemption: decides which preempted requests have to wait.
+        concurrency: limits how many requests run at once.
+        supply: ends a request that lacks frames though no other runs.
         hand_over: gives a request to the worker.
         endings: ends requests that never fit.
 
     Attributes:
-        newcomer: a request was queued, of a tenant of which none waited, since the last round began.
+        newcomer: since the last round began, a tenant with no waiting request has queued one.
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class DispatchWindow:
         self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
 
     async def dispatch(self) -> None:
-        """One round: stages what there is room for, hands over what is ready, and has the next prefixes come nearer."""
+        """One round: stages requests while there is room, hands over the ready ones, and brings the prefixes of the
+        requests behind them to the CPU tier."""
         self.newcomer = False
         if not self._requests.waiting:
             self._share.leave(self._context.member)
@@ -128,71 +130,72 @@ class DispatchWindow:
         for request, refusal in quotas.never:
             self._endings.end_waiting(request, refusal)
         left = self._cache.tiers.frames.lasting - self._share.taken_frames
-        this = _Round(window, places, running, quotas, left, len(window))
+        current = _Round(window, places, running, quotas, left, len(window))
         for place, request in enumerate(window):
-            if not self._requests.taking or not await self._serve(this, place, request):
+            if not self._requests.taking or not await self._serve(current, place, request):
                 break
-        await self._keep_place(this)
-        await self._bring_near(window if ahead else [], this.beyond, places)
+        await self._keep_place(current)
+        await self._bring_near(window if ahead else [], current.beyond, places)
 
-    async def _serve(self, this: _Round, place: int, request: Request) -> bool:
+    async def _serve(self, current: _Round, place: int, request: Request) -> bool:
         """Stages a request of the window, or hands it over; False when the round ends with it."""
-        demanded = place < this.places  # the worker would run it now
+        demanded = place < current.places  # the worker would run it now
         if demanded and request.state is RequestState.STAGING:
             self._prefetcher.hurry(request)
         if request.state not in _QUEUED or not self._is_current(request):
-            return True  # it was cancelled while others ran, or its prefix is on its way up
+            return True  # it was cancelled meanwhile, or another request computes its prefix now
         frames = self._cache.tiers.frames
-        if request.most_frames > frames.lasting:  # it fitted when it came, and the tier has shrunk since
+        if request.most_frames > frames.lasting:  # it fitted when it came; the tier has shrunk since
             self._endings.end_waiting(request, _never_fits(request, frames))
             return True
         if self._preemption.must_wait(request):
-            this.beyond = place
-            await self._prefetcher.unstage_ready(this.window[place:])
+            current.beyond = place
+            await self._prefetcher.unstage_ready(current.window[place:])
             return False
         may_hand_over = self._share.may_hand_over(self._context.member)
-        this.left -= self._weigh(request) if may_hand_over else 0
-        if not may_hand_over or this.left < 0:
-            this.lacks, this.beyond = demanded, place
-            await self._prefetcher.unstage_ready(this.window[place:])
+        current.left -= self._weigh(request) if may_hand_over else 0
+        if not may_hand_over or current.left < 0:
+            current.lacks, current.beyond = demanded, place
+            await self._prefetcher.unstage_ready(current.window[place:])
             return False
         if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
-            self._prefetcher.stage(request, demanded=demanded, places=place + 1 - this.places)
-        # The next request waits for as many places as it takes: others, which take fewer, do not pass it for ever. But
-        # where the free places are kept for other tenants, those pass.
-        must_wait = this.running.must_wait(request)
-        this.full = this.full or not (must_wait or this.running.has_for(request))
-        may_run = not (this.full or must_wait)
+            self._prefetcher.stage(request, demanded=demanded, places=place + 1 - current.places)
+        # The next request waits until the places that it needs are free; requests that need fewer do not pass it. If
+        # the free places are kept for other tenants, requests of these pass it.
+        must_wait = current.running.must_wait(request)
+        current.full = current.full or not (must_wait or current.running.has_room_for(request))
+        may_run = not (current.full or must_wait)
         if request.state is RequestState.READY and may_run and not await self._hand_over.hand_over(request):
-            this.lacks, this.beyond = True, place + 1
+            current.lacks, current.beyond = True, place + 1
             await self._prefetcher.unstage_all_but(request)
             self._supply.note_lack(request)
             return False
-        this.coming = this.coming or (demanded and request.state is RequestState.STAGING)
+        current.coming = current.coming or (demanded and request.state is RequestState.STAGING)
         handed_over = request.state is RequestState.RUNNING
         if handed_over:
             self._supply.note_success()
-            this.running.add(request)
-            if this.quotas.left_out:
-                self._requests.wake()  # others of its tenant may need less beside it: what they share is held now
-            if self.newcomer:  # room was made meanwhile, for a second if need be: it may be another tenant's turn
+            current.running.add(request)
+            if current.quotas.left_out:
+                self._requests.wake()  # others of its tenant may need less now: the blocks that they share are held
+            if self.newcomer:  # making room may have taken a second: it may be another tenant's turn now
                 self._requests.wake()
-                this.beyond = place + 1
+                current.beyond = place + 1
                 return False
         blocks = request.blocks
-        await self._context.pacer.worked(_REQUEST_ROWS + (_HAND_OVER * blocks if handed_over else blocks))
+        await self._context.pacer.worked(_REQUEST_ROWS + (_HAND_OVER_ROWS * blocks if handed_over else blocks))
         return True
 
     def _weigh(self, request: Request) -> int:
-        """Frames that a waiting request takes besides those taken, or weighed in this round."""
+        """Frames that a waiting request takes beyond those taken or weighed in this round."""
         frames = request.first_frames + self._context.budget.weigh(request.trie, request.rows, request.wanted)
         caching = self._context.caching and not request.uncached
         return frames + _weigh_images(request, self._context.image_budget, caching=caching)
 
     def _choose(self, places: int, n: int, quotas: GpuQuotas) -> list[Request]:
-        """The next `n` requests, where `places` are free: first those that could run in them now.
+        """The next `n` requests, first those that could run now in the `places` that are free.
 
-        Of a tenant whose requests wait because places are kept for others, many may come before the others' first one.
+        In the queue's order, many requests of a tenant that has to leave places to others may come before the first
+        request of another tenant.
         """
         queue, waiting, now_s = self._requests.queue, self._requests.waiting, self._context.clock()
         tenants = self._cache.tenants.calling
@@ -223,7 +226,7 @@ class DispatchWindow:
                 break
             if request.state is not RequestState.WAITING or stage.keep(request):
                 continue
-            near = request in stage  # then it is held, and looked at anew when its turn is near
+            near = request in stage  # its prefix is held already, and verified when its turn is near
             if near or self._is_current(request):
                 due_s = self._context.clock() + until_turn_s(place + 1 - places)
                 if not stage.add(request, due_s=due_s, may_read=self._prefetcher.may_bring_ahead(request)):
@@ -231,18 +234,18 @@ class DispatchWindow:
                 await self._context.pacer.worked(_NEAR_ROWS if near else _REQUEST_ROWS + request.blocks)
         stage.end_round()
 
-    async def _keep_place(self, this: _Round) -> None:
-        """Waits in the line of the models for frames that the next request lacks, or for its prefix, which is on its
-        way up; else leaves the line."""
+    async def _keep_place(self, current: _Round) -> None:
+        """Enters the models' line if the next request lacks frames; leaves the line unless its prefix is on its way
+        up."""
         if not self._share.shared:
             return
         member = self._context.member
-        if this.lacks and self._requests.taking:
+        if current.lacks and self._requests.taking:
             self._share.wait(member)
             await self._share.clear(member)
             if self._retry is None:
                 self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._wake_again)
-        elif not this.coming:
+        elif not current.coming:
             self._share.leave(member)
 
     def _wake_again(self) -> None:
@@ -250,21 +253,21 @@ class DispatchWindow:
         self._requests.wake()
 
     def _is_current(self, request: Request) -> bool:
-        """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.
+        """Verifies the cached prefix of a waiting request; False if another request computes more of it now.
 
-        What was found may have gone or come while others ran, so this is asked right before the request is staged.
+        Blocks may have come or gone while other tasks ran, so this is called right before the request is staged.
         """
         if request.state is not RequestState.WAITING or request.uncached:
             return True
-        if self._is_computed(request) or (
+        if self._is_being_computed(request) or (
             request.image_kv is not None
             and self._context.caching
             and embeds_image(request, self._requests.running.values())
         ):
             return False
-        return not (self._tracker.verify(request) and self._is_computed(request))
+        return not (self._tracker.verify(request) and self._is_being_computed(request))
 
-    def _is_computed(self, request: Request) -> bool:
+    def _is_being_computed(self, request: Request) -> bool:
         if request.kv.state_frames:
             return keeps_state(request, self._requests.running.values())
         if not self._recorder.computing:
@@ -276,7 +279,7 @@ class DispatchWindow:
 
 
 def _weigh_images(request: Request, budget: FrameBudget, *, caching: bool) -> int:
-    """How many more frames a queued request takes for its images, besides those taken or weighed in this round."""
+    """Frames that a queued request takes for its images, beyond those taken or weighed in this round."""
     kv, holds = request.image_kv, request.image_holds
     if kv is None:
         return 0

@@ -14,7 +14,7 @@ def request(tenant: str, beams: int = 1) -> Any:
 
 def may_start(places: Places, tenant: str, beams: int = 1) -> bool:
     asked = request(tenant, beams)
-    return places.has_for(asked) and not places.must_wait(asked)
+    return places.has_room_for(asked) and not places.must_wait(asked)
 
 
 def started(places: Places, tenant: str, beams: int = 1) -> int:
@@ -62,13 +62,13 @@ def test_a_wide_search_runs_beside_those_for_whom_places_are_kept() -> None:
 def test_there_is_one_wide_search_at_a_time() -> None:
     places = Places(8, 100, [request("a", 16)])
     waits = request("b", 16)
-    assert places.free == 4 and places.has_for(waits) and places.must_wait(waits)
+    assert places.free == 4 and places.has_room_for(waits) and places.must_wait(waits)
 
 
 def test_a_search_without_other_tenants_runs_alone() -> None:
     places = Places(8, 1, [request("")])
     waits = request("", 16)
-    assert not places.has_for(waits) and not places.must_wait(waits)
+    assert not places.has_room_for(waits) and not places.must_wait(waits)
     places = Places(8, 1, [waits])
     assert places.free == 0
 

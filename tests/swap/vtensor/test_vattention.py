@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixd_swap import GeometryError, MemoryMisuseError, OutOfMemoryError, VAttention
 from prefixd_swap.geometry import Layout
-from prefixd_swap.vmem import base
+from prefixd_swap.vmem import virtual_range
 from prefixd_swap.vmem.fence import Fence, Work
 from prefixd_swap.vtensor import vattention
 
@@ -482,7 +482,7 @@ def test_an_error_of_the_background_is_raised_by_the_next_call(make: Make, monke
         raise MemoryMisuseError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(base.VirtualRange, "map", refuse)
+        patch.setattr(virtual_range.VirtualRange, "map", refuse)
         kv.step_async(at(4, reqid))
         with pytest.raises(MemoryMisuseError, match="the device is gone"):
             kv.step(at(4, reqid))

@@ -419,7 +419,7 @@ def test_what_is_rounded_is_said(caplog: pytest.LogCaptureFixture) -> None:
         kv.init_kvcache(**qwen, max_batch=2, max_context=300, memory_limit=30 << 20)  # type: ignore[arg-type]
         assert kv.block_tokens == 256 and kv.stats().limit_bytes == 28 << 20
         blocks, context, limit = kv.rounding
-        assert "256 tokens, 14680064 bytes" in blocks and "57344 bytes" in blocks and "2097152 bytes" in blocks
+        assert "256 tokens, 14680064 bytes" in blocks and "takes 56 KiB and" in blocks and "chunks of 2 MiB" in blocks
         assert "512 tokens a request, not 300" in context
         assert f"{28 << 20} of {30 << 20} bytes" in limit
         assert all(line in caplog.text for line in kv.rounding)
@@ -431,7 +431,7 @@ def test_what_is_rounded_is_said(caplog: pytest.LogCaptureFixture) -> None:
             **qwen, max_batch=1, max_context=1024, memory_limit=56 << 20, layout="layer"
         )
         assert kv.block_tokens == 1024
-        assert len(kv.rounding) == 1 and "2048 bytes in each of 28 layers" in kv.rounding[0]
+        assert len(kv.rounding) == 1 and "2 KiB in each of 28 layers" in kv.rounding[0]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Transfers: every movement of blocks between tiers, in the order of its urgency.
 
-`transfers` starts pieces and collects their outcomes, `transfer` is one movement as its owner sees it, `device_queue`
-decides which piece a device starts next, `pieces` cuts work into pieces, `path_stats` counts, and `estimate` measures
-the throughput of a path.
+`transfers` starts pieces and collects their outcomes, `transfer_handle` is one movement as its owner sees it,
+`device_queue` decides which piece a device starts next, `pieces` cuts work into pieces, `path_stats` counts, and
+`estimate` measures the throughput of a path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefixd_swap.transfers.pieces import (
     grouped,
     piece_items,
 )
-from prefixd_swap.transfers.transfer import Transfer
+from prefixd_swap.transfers.transfer_handle import Transfer
 from prefixd_swap.transfers.transfers import Transfers
 
 __all__ = [

@@ -19,7 +19,7 @@ from prefixd_swap.transfers.device_queue import LATEST_DUE_S, DeviceLimits, Devi
 from prefixd_swap.transfers.estimate import PathEstimate, PathMeter
 from prefixd_swap.transfers.path_stats import PathStats, UrgencyStats
 from prefixd_swap.transfers.pieces import Outcome, Piece, Result, Urgency
-from prefixd_swap.transfers.transfer import Transfer
+from prefixd_swap.transfers.transfer_handle import Transfer
 
 T = TypeVar("T")
 

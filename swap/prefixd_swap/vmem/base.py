@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import CreationStoppedError, IntegrityError, MemoryMisuseError, TransferError
-from prefixd_swap.runs import true_runs
+from prefixd_swap.number_runs import true_runs
 from prefixd_swap.vmem.fence import Fence
 from prefixd_swap.vmem.virtual_range import VirtualRange
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
 from prefixd_swap.geometry import chunks_per_frame
-from prefixd_swap.runs import consecutive_runs
+from prefixd_swap.number_runs import consecutive_runs
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem.base import ChunkIds, FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable

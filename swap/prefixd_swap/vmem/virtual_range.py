@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefixd_swap.errors import MemoryMisuseError, SwapError
-from prefixd_swap.runs import true_runs
+from prefixd_swap.number_runs import true_runs
 from prefixd_swap.spans import Span
 
 if TYPE_CHECKING:  # a daemon that makes no tensors starts without torch, in a fifth of the time

@@ -274,6 +274,10 @@ class PageAllocator:
         slot = round_to_slot(nbytes)
         return self.page_bytes // slot if self._admit(slot) else 0
 
+    def allocated(self) -> Int64s:
+        """Offsets of all taken slots, ascending."""
+        return self.occupied()[0]
+
     def occupied(self, start: int | None = None) -> tuple[Int64s, Int64s]:
         """As `PageTable.occupied`."""
         return self._table.occupied(start)

@@ -132,18 +132,18 @@ class DataDirectory:
         fields = _SUPERBLOCK.pack(MAGIC, VERSION, PAGE_BYTES)
         content = fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
         there = [name for name in SUPERBLOCKS if (self.path / name).exists()]
-        faults = {name: self._fault(self.path / name) for name in there}
-        if there and all(what for what, _ in faults.values()):
+        faults = {name: self._find_fault(self.path / name) for name in there}
+        if there and all(fault for fault, _ in faults.values()):
             raise FormatError("; ".join(faults[there[0]]))
         # The copy is read second. A writer of a later format must delete it first, or this code would restore it.
         for name in SUPERBLOCKS:
-            what, _ = faults.get(name, (f"{self.path / name} was absent", ""))
-            if what:
+            fault, _ = faults.get(name, (f"{self.path / name} was absent", ""))
+            if fault:
                 if there:
-                    log.warning("%s; written anew from its copy", what)
+                    log.warning("%s; written anew from its copy", fault)
                 self._write_superblock(self.path / name, content)
 
-    def _fault(self, name: Path) -> tuple[str, str]:
+    def _find_fault(self, name: Path) -> tuple[str, str]:
         """The fault of the superblock in the file `name`, and the remedy if its copy has one too; both empty if good.
 
         Raises:
@@ -162,23 +162,23 @@ class DataDirectory:
             return f"{name} is damaged", anew
         _, version, page_bytes = _SUPERBLOCK.unpack_from(found)
         if version > VERSION:
-            what = f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}"
+            fault = f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}"
             remedy = "upgrade prefixd, choose another directory"
         elif version < VERSION:
-            what = f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}"
+            fault = f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}"
             remedy = "use the prefixd that wrote it, choose another directory"
         elif page_bytes != PAGE_BYTES:
-            what = f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}"
+            fault = f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}"
             remedy = "choose another directory"
         else:
-            what = remedy = ""
+            fault = remedy = ""
         is_whole = found[_SUPERBLOCK.size :] == _CHECK.pack(xxhash.xxh3_64_intdigest(found[: _SUPERBLOCK.size]))
-        if not what:
+        if not fault:
             return ("", "") if is_whole else (f"{name} is damaged", anew)
         remedy = f"{remedy}, or {anew}"
         if is_whole:
-            raise FormatError(f"{what}; {remedy}")
-        return what, remedy  # also for a later format with other fields after the version
+            raise FormatError(f"{fault}; {remedy}")
+        return fault, remedy  # also for a later format with other fields after the version
 
     def _write_superblock(self, name: Path, content: bytes) -> None:
         fresh = name.with_name(f"{name.name}.new")

@@ -83,5 +83,5 @@ def _bring_back(index: SlabIndex, ops: FileOps) -> IndexTable:
     try:
         bring_back(index, index.aside, ops)
     except StorageError as error:
-        log.error("what can be read of %s is not back, try `prefixd recover`: %s", index.aside, error)
+        log.error("the readable blocks of %s cannot be brought back, try `prefixd recover`: %s", index.aside, error)
     return IndexTable(index.chunks())

@@ -114,7 +114,7 @@ class Seal:
         try:
             opening.finalize()
         except InvalidTag:
-            raise AlteredObjectError("the object is not what was sealed with this daemon's secret") from None
+            raise AlteredObjectError("the object was altered, or sealed with another secret") from None
         checksum = int.from_bytes(known, "little")
         if xxhash.xxh3_64_intdigest(payload) != checksum:
             raise AlteredObjectError("the object's bytes were altered before they were sealed")

@@ -61,7 +61,7 @@ class PagedTier(MemoryTier):
         return slots + self._address
 
     def allocated(self) -> Int64s:
-        return self.pages.occupied()[0]
+        return self.pages.allocated()
 
     @property
     def choose_victims(self) -> ChooseVictims | None:

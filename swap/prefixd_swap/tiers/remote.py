@@ -103,12 +103,12 @@ class RemoteTier(Tier):
         self.store = store
         self.transfers = transfers
         self.ttl_s = ttl_s
-        self.takes = True
+        self.writable = True
         """Whether blocks are written to it; False from a failure until a probe succeeds."""
-        self.gives = True
+        self.readable = True
         """Whether it is asked for blocks and read; likewise."""
         self.on_failure: Callable[[RemoteStoreError, bool], None] = lambda error, writing: None
-        """Called at once with the error of a call, and whether it was a write; it may set `gives` to False."""
+        """Called at once with the error of a call, and whether it was a write; it may set `readable` to False."""
         self.bad_objects: Counter[str] = Counter()
         """Objects that were read and must not be used, by kind."""
         self.read_bytes = 0
@@ -277,7 +277,7 @@ class RemoteTier(Tier):
         await self._loop.close(self.store.close)
 
     async def _read(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
-        if not self.gives:  # after one failed piece, the others do not wait for their deadlines
+        if not self.readable:  # after one failed piece, the others do not wait for their deadlines
             raise RemoteStoreError(f"{self.store.address} is out of service")
         try:
             return await self._loop.run(lambda: self._read_there(loads))

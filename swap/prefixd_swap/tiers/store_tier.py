@@ -72,9 +72,9 @@ class StoreTier(Tier):
         self, name: str, level: int, transfers: Transfers, limits: DeviceLimits, *, writes: int, threads: bool
     ) -> None:
         super().__init__(name, level)
-        self.takes = True
+        self.writable = True
         """Whether blocks are written to it; False from a failure until a probe succeeds."""
-        self.gives = True
+        self.readable = True
         """Whether blocks are read from it; likewise."""
         self.least_piece_bytes = 0
         """A separate write should have at least these bytes, unless nothing more is to be written."""

@@ -200,7 +200,7 @@ def test_a_page_without_another_rest_than_the_capacitys() -> None:
 
 def test_ranges_come_close_and_go() -> None:
     pages = PageAllocator(8 * MIB)
-    assert pages.room(4096) == 0 and pages.occupied()[0].tolist() == []
+    assert pages.room(4096) == 0 and pages.allocated().tolist() == []
     pages.check_integrity()
     for start in (1 << 40, 2 << 40, 3 << 40):
         pages.add(start, MIB)

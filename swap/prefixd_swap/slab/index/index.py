@@ -392,19 +392,19 @@ class SlabIndex:
         finally:
             os.close(fd)
         if missing is not None:
-            what = f"data.mdb is cut off: it has {found} bytes of {expected}, page {missing} is gone"
-            raise lmdb.CorruptedError(what)
+            damage = f"data.mdb is cut off: it has {found} bytes of {expected}, page {missing} is gone"
+            raise lmdb.CorruptedError(damage)
 
     def _translated(self, doing: str, error: lmdb.Error) -> StorageError:
-        what = f"{doing} the index in {self._path}"
+        action = f"{doing} the index in {self._path}"
         if isinstance(error, lmdb.DiskError):
-            return DiskFullError(f"no room left while {what}; free space or lower the disk capacity")
+            return DiskFullError(f"no room left while {action}; free space or lower the disk capacity")
         code = getattr(error, "code", 0)  # since lmdb 2
         if code == errno.EIO:
-            return StorageError(f"{error} while {what}; the disk is full (a short write is EIO to LMDB) or failing")
+            return StorageError(f"{error} while {action}; the disk is full (a short write is EIO to LMDB) or failing")
         if code in errno.errorcode:
-            return storage_error(what, OSError(code, str(error)))
-        return StorageError(f"{error} while {what}; restart to recover it")
+            return storage_error(action, OSError(code, str(error)))
+        return StorageError(f"{error} while {action}; restart to recover it")
 
 
 def _pins(env: lmdb.Environment) -> lmdb._Database:

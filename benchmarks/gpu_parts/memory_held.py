@@ -60,7 +60,7 @@ def _point(device: Device, heads: Heads, layout: Layout, batch: int, longest: in
                 raise RuntimeError(f"a request of {length} tokens did not get its memory")
             if number == 0:
                 prefix = manager.record(tensor, 0, shared)
-        held = manager.physical.created_count * geometry.block_bytes
+        held = table.count * geometry.block_bytes
         counted = before - device.free_bytes() if device.kind != "cpu" else held
         manager.forget(prefix)
         manager.close()

@@ -159,24 +159,24 @@ class Tiers:
         """The next tier down that exists, works, and can be written from this one."""
         for lower in self.own:
             # A file cannot be written from memory that a CPU cannot read: such bytes go through the shared tier.
-            if lower.level > tier.level and self.takes(lower) and can_move(tier, lower):
+            if lower.level > tier.level and self.writable(lower) and can_move(tier, lower):
                 return lower
         return None
 
     @staticmethod
-    def takes(tier: Tier) -> bool:
+    def writable(tier: Tier) -> bool:
         """Whether blocks can be written to the tier now."""
-        return not isinstance(tier, StoreTier | RemoteTier) or tier.takes
+        return not isinstance(tier, StoreTier | RemoteTier) or tier.writable
 
     @staticmethod
-    def gives(tier: Tier) -> bool:
+    def readable(tier: Tier) -> bool:
         """Whether blocks can be read from the tier now."""
-        return not isinstance(tier, StoreTier | RemoteTier) or tier.gives
+        return not isinstance(tier, StoreTier | RemoteTier) or tier.readable
 
     @property
     def writes(self) -> bool:
         """Whether there is a durable tier that can be written now."""
-        return self.durable is not None and self.durable.takes
+        return self.durable is not None and self.durable.writable
 
     async def close(self) -> None:
         """Ends all transfers, and the threads of the tiers. The makers of memory and files close these."""

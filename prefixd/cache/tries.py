@@ -65,7 +65,7 @@ class Tries:
         trie = Trie(spec.block_tokens, part_bytes, len(self.all), rules)
         for store in (self._tiers.durable, self._tiers.remote):
             if store is not None:
-                trie.offer(store.level, store.gives)
+                trie.offer(store.level, store.readable)
         trie.observer = self._tell()
         trie.on_retained = self.on_retained
         self.all.append(trie)

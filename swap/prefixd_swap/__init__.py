@@ -1,6 +1,6 @@
 """Memory and movement: virtual memory for the GPU tier, the CPU arena, the slab store, copies and eviction policies.
 
-Knows blocks as bytes in slots; what they mean, and which prompt they belong to, is the cache's business.
+This package knows blocks as bytes in slots. The cache above it knows their tokens and prompts.
 """
 
 from __future__ import annotations

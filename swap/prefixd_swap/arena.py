@@ -1,4 +1,4 @@
-"""The CPU tier's memory: one memfd, in large pages that are cut into slots (`pages`)."""
+"""The CPU tier's memory: one memfd. `pages` cuts it into large pages, and those into slots."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CpuArena:
         try:
             self.fd = os.memfd_create("prefixd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.capacity_bytes)
-            # Others map this memory too: were one able to shrink the file, reads here would be SIGBUS.
+            # Clients map this memory too. If a client could shrink the file, reads here would get SIGBUS.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
             self._map = mmap.mmap(self.fd, self.capacity_bytes)
         except (OSError, OverflowError, ValueError) as error:
@@ -60,9 +60,11 @@ class CpuArena:
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
         self._address = int(self._bytes.ctypes.data)
         if huge_pages:
-            self._advise_huge()
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                log.warning("no huge pages for the CPU arena (%s); it works with small ones", error)
         self.pages = PageAllocator(self.capacity_bytes)
-        """Which bytes are taken, and by slots of which pages."""
         self.pages.add(0, self.capacity_bytes)
         self._stop = threading.Event()
         self._populated = threading.Event()
@@ -80,10 +82,10 @@ class CpuArena:
                 )
 
     def lock(self) -> None:
-        """Keep every page in memory once it was touched: none of it is ever swapped out.
+        """Keep every page in memory once it was touched; the system never swaps it out.
 
         Raises:
-            OutOfMemoryError: this process may not lock so much; the arena works as before.
+            OutOfMemoryError: the limit of locked memory is too low; the arena works as before.
         """
         if libc.mlock2(ctypes.c_void_p(self._address), ctypes.c_size_t(self.capacity_bytes), MLOCK_ONFAULT):
             code = ctypes.get_errno()
@@ -95,7 +97,7 @@ class CpuArena:
             )
 
     def untouched_bytes(self) -> int:
-        """Bytes that nobody has written to yet, nor the background thread: the system does not count them as used."""
+        """Bytes that were never written or populated; the system does not count them as used."""
         return max(0, self.capacity_bytes - 512 * os.fstat(self.fd).st_blocks)
 
     def span(self, offset: int, nbytes: int) -> Span:
@@ -116,11 +118,11 @@ class CpuArena:
         return self._check_inside(offset, nbytes)[offset : offset + nbytes]
 
     def wait_populated(self, timeout_s: float | None = None) -> bool:
-        """Whether every page is there, after waiting at most `timeout_s` seconds for it."""
+        """Wait at most `timeout_s` seconds for the background thread; True once it has touched every page."""
         return self._populated.wait(timeout_s) if self._populator else False
 
     def close(self) -> None:
-        """Give the memory back; it goes when the last array from `array` does. Spans are dead at once."""
+        """Give the memory back: spans are invalid at once; arrays from `array` keep it until the last one is gone."""
         if self._bytes is None:
             return
         self._stop.set()
@@ -132,7 +134,7 @@ class CpuArena:
         try:
             self._map.close()
         except BufferError:
-            log.debug("arrays still refer to the arena; its memory goes with them")
+            log.debug("arrays still refer to the arena; its memory is freed with the last of them")
 
     def _check_inside(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         if self._bytes is None:
@@ -143,16 +145,10 @@ class CpuArena:
             )
         return self._bytes
 
-    def _advise_huge(self) -> None:
-        try:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            log.warning("no huge pages for the CPU arena (%s); it works with small ones", error)
-
     def _populate(self) -> None:
         """Touch all pages in steps, so that first stores take no page faults (0.4 ms per 2 MiB).
 
-        Through ctypes because it releases the GIL, which `mmap.madvise` does not.
+        A call through ctypes releases the GIL; `mmap.madvise` does not.
         """
         for offset in range(0, self.capacity_bytes, POPULATE_STEP_BYTES):
             if self._stop.is_set():

@@ -1,6 +1,6 @@
-"""How many tokens a block has: at least as many as asked for, and whole chunks of memory.
+"""Tokens of a block: at least as many as asked for, and so many that its pieces fill whole chunks of memory.
 
-Qwen2.5-7B, 56 KiB a token in 28 layers, on chunks of 2 MiB; asked for 16 tokens
+Qwen2.5-7B, 56 KiB a token in 28 layers, on chunks of 2 MiB; 16 tokens were asked for
 layout "token"   a block is one piece           lcm(56 KiB, 2 MiB) = 14 MiB   256 tokens
 layout "layer"   a block is a piece in a layer  lcm(2 KiB, 2 MiB) = 2 MiB     1,024 tokens
 """
@@ -22,15 +22,19 @@ def fill_chunks(asked: KvGeometry, chunk_bytes: int) -> KvGeometry:
 
 
 def explain_block_tokens(asked: int, used: KvGeometry, chunk_bytes: int) -> str:
-    """Why a block has another number of tokens than was asked for; empty if it has not."""
+    """Why a block has more tokens than were asked for; empty if it has not."""
     if asked == used.block_tokens:
         return ""
-    where = "" if used.pieces == 1 else f" in each of {used.layers} layers"
-    what = "blocks" if used.pieces == 1 else "a block's pieces"
+    return f"{asked} tokens asked, {used.block_tokens} used: {chunk_rule(used, chunk_bytes)}"
+
+
+def chunk_rule(geometry: KvGeometry, chunk_bytes: int) -> str:
+    """Why a block needs its number of tokens, for people: "a token takes 56 KiB and blocks must fill ..."."""
+    where = "" if geometry.pieces == 1 else f" in each of {geometry.layers} layers"
+    parts = "blocks" if geometry.pieces == 1 else "a block's pieces"
     return (
-        f"{asked} tokens asked, {used.block_tokens} used: a token takes {_exact(_piece_token_bytes(used))}{where} "
-        f"and {what} must fill whole chunks of {_exact(chunk_bytes)} "
-        f"(lcm {_exact(_least_piece_bytes(used, chunk_bytes))})"
+        f"a token takes {_exact(_piece_token_bytes(geometry))}{where} and {parts} must fill whole chunks of "
+        f"{_exact(chunk_bytes)} (lcm {_exact(_least_piece_bytes(geometry, chunk_bytes))})"
     )
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong in memory and storage. Every message names the value and the remedy."""
+"""The errors of memory and storage. Every message names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class OutOfMemoryError(SwapError):
 
 
 class CreationStoppedError(SwapError):
-    """Chunks were being created, and `VirtualMemory.stop_creating` was called."""
+    """`VirtualMemory.stop_creating` ended the creation of chunks."""
 
 
 class DeviceError(SwapError):
-    """The driver, or the system for host memory, refused a call, or the device lacks something that is needed."""
+    """The driver (for host memory: the system) refused a call, or the device lacks a feature that is needed."""
 
 
 class DirectoryInUseError(SwapError):
@@ -32,7 +32,7 @@ class DirectoryInUseError(SwapError):
 
 
 class StorageError(SwapError):
-    """The disk tier could not do what was asked (permission, I/O, read-only file system)."""
+    """A call of the disk tier failed (permission, I/O, read-only file system)."""
 
 
 class DiskFullError(StorageError):
@@ -40,11 +40,11 @@ class DiskFullError(StorageError):
 
 
 class FormatError(StorageError):
-    """The data directory holds another version's, or nobody's, files."""
+    """The data directory holds files of another version, or files that are not prefixd's."""
 
 
 class ShrinkError(StorageError):
-    """The capacity is below what slabs with blocks take, and nobody has said that they may be deleted."""
+    """The capacity is below the bytes of slabs with blocks, and the caller does not allow deleting them."""
 
 
 class ChecksumError(StorageError):
@@ -52,19 +52,19 @@ class ChecksumError(StorageError):
 
 
 class LostBytesError(StorageError):
-    """The file that had the bytes is gone or too short; reading again will not help."""
+    """The file that had the bytes is gone or too short; retrying the read does not help."""
 
 
 class RecordDamagedError(StorageError):
-    """The index's record of a block is not one that was written; other blocks' records may be good."""
+    """The index's record of a block is damaged; other blocks' records may be good."""
 
 
 class IndexUnavailableError(StorageError):
-    """The index cannot be read now, so nothing is known about any block; `SlabStore.revive` opens it again."""
+    """The index cannot be read now, so the state of every block is unknown; `SlabStore.revive` opens it again."""
 
 
 class RemoteStoreError(StorageError):
-    """A store on another machine is away, refuses, or has not answered in time."""
+    """A store on another machine cannot be reached, refuses, or has not answered in time."""
 
 
 class RemoteFullError(RemoteStoreError):
@@ -72,40 +72,40 @@ class RemoteFullError(RemoteStoreError):
 
 
 class BadObjectError(StorageError):
-    """An object of a shared store that may not be used; it counts as missing."""
+    """An object of a shared store must not be used; it counts as missing."""
 
     kind: str
-    """In counters and metrics."""
+    """The name in counters and metrics."""
 
 
 class ForeignObjectError(BadObjectError):
-    """Somebody else's object, or another block's, lies under a block's name."""
+    """The object under a block's name is another block's, or was not written by prefixd."""
 
     kind = "foreign"
 
 
 class StaleObjectError(BadObjectError):
-    """An object of another version or another way of sealing."""
+    """The object has another version or another way of sealing."""
 
     kind = "old"
 
 
 class AlteredObjectError(BadObjectError):
-    """An object whose bytes are not those that were sealed."""
+    """The object's bytes are not the bytes that were sealed."""
 
     kind = "altered"
 
 
 class UnknownPolicyError(SwapError):
-    """A policy name that does not exist."""
+    """No policy has this name."""
 
 
 class TransferError(SwapError):
-    """Memory could not be handed to, or taken over from, another process."""
+    """Memory could not be passed to another process, or attached from one."""
 
 
 class IntegrityError(SwapError):
-    """Accounting that contradicts itself: a bug in this package, reported with the numbers that disagree."""
+    """The accounting contradicts itself: a bug in this package, reported with the numbers that disagree."""
 
 
 class TransferDroppedError(SwapError):

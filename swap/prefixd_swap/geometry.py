@@ -1,4 +1,4 @@
-"""The shape of one KV group and what it means in bytes."""
+"""The shape of one KV group, and its sizes in bytes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class KvGeometry:
     - ``"token"``: ``[tokens, layers, 2, kv_heads, head_dim]``, a block is one piece;
     - ``"layer"``: one run a layer, ``[layers][tokens, 2, kv_heads, head_dim]``, a block is a piece a layer.
 
-    A block stored anywhere is the concatenation of its pieces, so the layout is part of what a block's bytes
-    mean.
+    A stored block is the concatenation of its pieces, so blocks of different layouts have different bytes.
 
     Raises GeometryError when a field has no valid value.
     """
@@ -62,7 +61,7 @@ class KvGeometry:
 
     @property
     def pieces(self) -> int:
-        """How many address runs one block is spread over."""
+        """Number of address runs that one block is spread over."""
         return 1 if self.layout == "token" else self.layers
 
     @property
@@ -86,13 +85,13 @@ class KvGeometry:
         )
 
     def chunks_per_block(self, chunk_bytes: int) -> int:
-        """How many chunks of `chunk_bytes` one block takes. Raises GeometryError like `check_chunk`."""
+        """Chunks of `chunk_bytes` in one block. Raises GeometryError like `check_chunk`."""
         self.check_chunk(chunk_bytes)
         return self.block_bytes // chunk_bytes
 
 
 def chunks_per_frame(frame_bytes: int, chunk_bytes: int) -> int:
-    """How many chunks a frame takes. Raises GeometryError unless it is a whole number of them."""
+    """Chunks in a frame. Raises GeometryError unless a frame is a whole number of chunks."""
     if chunk_bytes < 1 or frame_bytes < 1 or frame_bytes % chunk_bytes:
         raise GeometryError(
             f"a frame of {frame_bytes} bytes is not a whole number of chunks of {chunk_bytes}; make it a multiple"

@@ -1,7 +1,7 @@
-"""How much memory a process may have: that of the machine, or the least that its control groups allow.
+"""The memory that a process may use: the machine's, or the least that its control groups allow.
 
-A group that is above its limit has a process killed, without a word. Versions 1 and 2 are read, with all groups above
-the process's own that can be seen from here.
+When a group exceeds its limit, the kernel kills a process of it without a message. Both versions of control groups are
+read: the process's own group and all visible groups above it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_NONE = 1 << 60  # what version 1 says where there is no limit is larger
+_NONE = 1 << 60  # without a limit, version 1 reports a larger number
 _HIERARCHICAL = re.compile(r"^hierarchical_memory_limit (\d+)$", re.MULTILINE)
 _MOUNT = re.compile(r"\S+ \S+ \S+ (?P<root>\S+) (?P<at>\S+) .* - (?P<kind>cgroup2?) \S+ (?P<options>\S+)")
 _OCTAL = re.compile(r"\\(\d{3})")
@@ -20,7 +20,7 @@ _OCTAL = re.compile(r"\\(\d{3})")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit in bytes, what the group has of it now, and the file that sets it."""
+    """A limit in bytes, the bytes that the group uses now, and the file that sets the limit."""
 
     nbytes: int
     used_bytes: int
@@ -28,27 +28,26 @@ class MemoryLimit:
 
 
 def cgroup_limit(pid: int | str = "self", root: Path = Path("/")) -> MemoryLimit | None:
-    """The least limit of the memory groups of process `pid`; None where none has one or it cannot be told.
+    """The least limit of the memory groups of process `pid`; None if there is no limit or it cannot be read.
 
-    `memory.high` counts as `memory.max` does: above it the group is slowed down to a crawl.
+    `memory.high` counts like `memory.max`: above it the kernel slows the group down to a crawl.
 
     Args:
-        pid: of which process.
-        root: where `proc` and the mounts lie; another one in tests.
+        root: the folder of `proc` and the mounts; tests pass another one.
     """
     found = [limit for group in _groups(pid, root) for limit in _limits(group)]
     return min(found, key=lambda limit: limit.nbytes, default=None)
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """The most memory that this process may have: the machine's, or less where a group allows less."""
+    """The most memory that this process may use: the machine's, or less where a group allows less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit(root=root)
     return machine if limit is None else min(machine, limit.nbytes)
 
 
 def _groups(pid: int | str, root: Path) -> Iterator[Path]:
-    """Folders of the process's memory groups, each with those above it."""
+    """Folders of the process's memory groups, each followed by the groups above it."""
     try:
         own = (root / f"proc/{pid}/cgroup").read_text(errors="replace").splitlines()
         mounts = (root / "proc/self/mountinfo").read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Sizes of slots: whole memory pages of 4096 bytes, so that they can be mapped, and written past the page cache."""
+"""Sizes of slots: whole memory pages of 4096 bytes, so that a slot can be mapped, and written past the page cache."""
 
 from __future__ import annotations
 

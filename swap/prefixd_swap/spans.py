@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Span:
     """`nbytes` bytes at `address`; `on_device` tells GPU memory from host memory.
 
-    A span borrows: whoever hands it out keeps the memory alive until the copy has ended.
+    A span does not own the memory: its creator keeps the memory alive until the copy has ended.
     """
 
     address: int

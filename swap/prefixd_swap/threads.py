@@ -1,8 +1,8 @@
-"""Threads that are there before there is work for them.
+"""Thread pools that start all their threads before the first job.
 
-`ThreadPoolExecutor.submit` starts a thread when it has none to spare. Where the system gives no more threads, it raises
-RuntimeError, but keeps the job: another thread may still run it, although its caller was told that it has failed. So
-a pool that copies into memory, or that a background task relies on, has all its threads before its first job.
+`ThreadPoolExecutor.submit` starts a thread when none is idle. If the system refuses the thread, `submit` raises
+RuntimeError but keeps the job: another thread may still run it, although the caller was told that it failed. So a pool
+that copies into memory, or that a background task relies on, has all its threads before its first job.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from prefixd_swap.errors import OutOfMemoryError
 
 
 def started_threads(count: int, name: str, initializer: Callable[[], object] | None = None) -> ThreadPoolExecutor:
-    """A pool whose threads all run already: handing out a job can no longer fail for want of a thread.
+    """A pool whose threads all run already: submitting a job can no longer fail for lack of a thread.
 
     Args:
         count: threads.
-        name: what their names begin with.
-        initializer: called in each thread before its first job; what it raises is raised here.
+        name: prefix of the threads' names.
+        initializer: called in each thread before its first job; an error that it raises is raised here.
 
     Raises:
         OutOfMemoryError: the system gives this process no more threads.
@@ -35,11 +35,11 @@ def started_threads(count: int, name: str, initializer: Callable[[], object] | N
             failures.append(error)
 
     pool = ThreadPoolExecutor(count, name, initialize)
-    meeting = threading.Barrier(count)  # keeps each thread busy until the last one runs
+    barrier = threading.Barrier(count)  # keeps each thread busy until the last one runs
     try:
-        waits = [pool.submit(meeting.wait) for _ in range(count)]
+        waits = [pool.submit(barrier.wait) for _ in range(count)]
     except RuntimeError as error:
-        meeting.abort()
+        barrier.abort()
         pool.shutdown(wait=False)
         raise OutOfMemoryError(
             f"{count} threads cannot be started ({error}); raise the limit of processes (`ulimit -u`, TasksMax= of "

@@ -359,7 +359,7 @@ async def test_a_disk_that_cannot_be_read_is_not_matched(make_rig: MakeRig, tmp_
         await rig.put(prompt, durable=True)
     faults.order("read error")
     assert await rig.get([1, 2]) == 0, "a miss for who asks"
-    assert not rig.durable.gives and "Input/output error" in rig.cache.tiers.troubles.what("disk tier")
+    assert not rig.durable.readable and "Input/output error" in rig.cache.tiers.troubles.what("disk tier")
     assert rig.rows([1, 2]) == []
     assert await rig.get([3, 4]) == 2, "from memory"
     assert rig.cache.mover.lost["not served: disk read error"] >= 1
@@ -491,9 +491,9 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
     finally:
         go.set()
     assert not await reviving
-    assert not rig.durable.gives and tiers.troubles.what("disk tier")
+    assert not rig.durable.readable and tiers.troubles.what("disk tier")
     assert await faults.health.revive()
-    assert rig.durable.gives and not tiers.troubles.what("disk tier")
+    assert rig.durable.readable and not tiers.troubles.what("disk tier")
     assert [await rig.get(prompt) for prompt in ([1, 2], [8, 9])] == [2, 2]
 
 

@@ -383,8 +383,8 @@ def test_impossible_sizes_are_refused(memory: VirtualMemory, geometry: KvGeometr
 def test_own_frames_are_created_on_demand_and_stay_mapped(owner: VirtualTensorManager, settle: Settle) -> None:
     """vAttention's deferred reclamation (6.2.2): the next request finds memory where it begins."""
     tensor = owner.create()
-    assert owner.grow(tensor, 10) and owner.physical.created_count == 3
-    assert owner.grow(tensor, 11) and owner.physical.created_count == 3
+    assert owner.grow(tensor, 10) and owner.physical._table.count == 3
+    assert owner.grow(tensor, 11) and owner.physical._table.count == 3
     frames = tensor.frames
     owner.release(tensor)
     owner.poll(wait=True)
@@ -425,7 +425,7 @@ def test_a_batch_grows_in_whole_or_not_at_all(owner: VirtualTensorManager) -> No
     assert not owner.grow_all({one: 16, two: 20}), "five blocks more, four are left"
     with pytest.raises(MemoryMisuseError, match="25 tokens do not fit"):
         owner.grow_all({one: 16, two: 25})
-    assert (one.blocks, two.blocks) == (3, 1) and owner.physical.created_count == 4
+    assert (one.blocks, two.blocks) == (3, 1) and owner.physical._table.count == 4
     assert owner.grow_all({one: 16, two: 1}) and (one.blocks, two.blocks) == (4, 1)
 
 

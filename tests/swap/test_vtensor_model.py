@@ -85,7 +85,7 @@ class ManagerMachine(RuleBasedStateMachine):
         needed = -(-(have + count) // BLOCK) - tensor.blocks
         partial = have % BLOCK and self.manager.is_shared(tensor, have // BLOCK)
         physical = self.manager.physical
-        if needed + partial > physical.free_count + FRAMES - physical.created_count:
+        if needed + partial > physical.free_count + FRAMES - physical._table.count:
             assert physical.p_alloc(needed + partial) is None
             assert partial or not self.manager.grow(tensor, have + count)
             return
@@ -148,7 +148,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def resize(self, limit: int) -> None:
         """The device has less, or again more, for us; what is in use stays."""
         self.manager.physical.limit = limit
-        if self.manager.physical.created_count >= limit and not self.manager.physical.free_count:
+        if self.manager.physical._table.count >= limit and not self.manager.physical.free_count:
             assert self.manager.physical.p_alloc(1) is None
         self.manager.physical.limit = FRAMES
 

@@ -31,7 +31,7 @@ class DiskSnapshot:
     """[n]: slots and checksums of the parts, in one number."""
     leaving: frozenset[bytes]
     """Names of blocks that have left the tries and will leave the index."""
-    takes: bool
+    writable: bool
     """Whether the disk can be written: if not, removals wait until it can."""
 
 
@@ -53,8 +53,10 @@ def snapshot_of_disk(cache: TieredCache, durable: StoreTier) -> Steps[DiskSnapsh
             yield None
     yield None  # a removal that was begun in the last callback announces itself in this one
     leaving = frozenset(namespace + key for namespace, key in cache.mover.disk.removals.leaving)
-    takes = durable.takes
-    snapshot: DiskSnapshot = yield lambda: DiskSnapshot(np.concatenate(names), np.concatenate(places), leaving, takes)
+    writable = durable.writable
+    snapshot: DiskSnapshot = yield lambda: DiskSnapshot(
+        np.concatenate(names), np.concatenate(places), leaving, writable
+    )
     return snapshot
 
 
@@ -71,7 +73,7 @@ def compare_with_index(known: DiskSnapshot, records: Records) -> list[str]:
     here = {name: place for name, place in zip(_bytes(known.names), known.places.tolist(), strict=True)}
     there = {name: place for name, place in zip(_bytes(names), places.tolist(), strict=True)}
     missing = [name for name in here if name not in there]
-    surplus = [name for name in there if name not in here and name not in known.leaving and known.takes]
+    surplus = [name for name in there if name not in here and name not in known.leaving and known.writable]
     elsewhere = [name for name, place in here.items() if there.get(name, place) != place]
     violations = []
     for found, what in (

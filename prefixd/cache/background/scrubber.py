@@ -194,7 +194,7 @@ class Scrubber:
         progress = ScrubProgress(0)
         for batch in self._batches():
             store = self._tiers.durable
-            while store is not None and not (store.takes and store.gives):
+            while store is not None and not (store.writable and store.readable):
                 await self._sleep(_TROUBLE_PAUSE_S)
             nbytes = max(_bytes_on_disk(batch.trie), _LEAST_BYTES)
             wait_s = bucket.take(len(batch.rows) * nbytes, self._clock())

@@ -225,7 +225,7 @@ class WriteBack:
         below = self._tiers.below(compute)
         if below is not None:
             await self._down(await self._next_victims(compute, below), compute, below)
-        if durable is None or not durable.takes or not self._mover.placement.queued_blocks:
+        if durable is None or not durable.writable or not self._mover.placement.queued_blocks:
             return False
         more = False
         for trie in self._mover.tries:

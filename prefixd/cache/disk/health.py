@@ -66,7 +66,7 @@ class DiskHealth:
 
     def write_failed(self, error: StorageError) -> None:
         """Stops writing until a probe succeeds."""
-        self._store.takes = False
+        self._store.writable = False
         self._begin(error)
 
     def shrunk(self, error: StorageError) -> None:
@@ -113,18 +113,18 @@ class DiskHealth:
         if not self._failed.is_set():
             return True
         try:
-            if not self._store.gives:
+            if not self._store.readable:
                 await self._store.try_read()
                 await self._judge_suspects()
                 self._set_readable(True)
-            if not self._store.takes:
+            if not self._store.writable:
                 await self._revive_writing()
             if await self._store.has_shrunk():
                 return False
         except StorageError as error:
             self._begin(error)
             return False
-        if not (self._store.gives and self._store.takes):  # it failed again meanwhile
+        if not (self._store.readable and self._store.writable):  # it failed again meanwhile
             return False
         self._failed.clear()
         self._troubles.end(tier_part(self._store))
@@ -135,7 +135,7 @@ class DiskHealth:
         slots = [trie.slots[rows, self._store.level].ravel().astype(np.int64) for trie, rows in self._stored()]
         known = np.concatenate([np.zeros(0, np.int64), *slots])
         gone = await self._store.revive(known[known != NO_SLOT])
-        self._store.takes = True
+        self._store.writable = True
         self._troubles.begin(tier_part(self._store), _SHRUNK)  # the caller ends it if the tier can grow
         self._revived()
         self._placement.changed.set()
@@ -172,8 +172,8 @@ class DiskHealth:
             self._suspects.pop((ordinal, row), None)
 
     def _set_readable(self, readable: bool) -> None:
-        if self._store.gives != readable:
-            self._store.gives = readable
+        if self._store.readable != readable:
+            self._store.readable = readable
             for trie in self._tries:
                 trie.offer(self._store.level, readable)
             self._placement.epoch += 1

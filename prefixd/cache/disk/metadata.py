@@ -82,7 +82,7 @@ class DiskMetadata:
         durable = 0
         for start in range(0, len(rows), _PINNED_AT_ONCE):  # parents first, so that a crash leaves a prefix
             async with self._still():
-                if not self._store.takes:
+                if not self._store.writable:
                     break
                 try:
                     durable += await self.pin_locked(trie, rows[start : start + _PINNED_AT_ONCE], pinned)

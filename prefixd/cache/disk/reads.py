@@ -55,7 +55,7 @@ class DiskReads:
         read.
         """
         store, chosen = self._store, list(parts)
-        if not store.gives or not len(rows):
+        if not store.readable or not len(rows):
             return np.zeros(len(rows), np.bool_)
         slots = trie.slots[rows, store.level][:, chosen]
         # A damaged block leaves the disk although it is held, also while room was made for it: do not read it.

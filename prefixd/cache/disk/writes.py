@@ -103,7 +103,7 @@ class DiskWrites:
             async with self._lock.hold(how.movement):
                 if not (start or how.ahead):  # a caller waits: try now, before the next probe
                     await self._health.revive_locked()
-                if not self._store.takes or how.movement.dropped:
+                if not self._store.writable or how.movement.dropped:
                     break
                 batch, left = await self._write_piece(how, rows, rows[start : start + step], tenant)
             written += len(batch) - len(left)

@@ -95,7 +95,7 @@ class Copying:
         """
         if isinstance(target, StoreTier):
             return await self._disk.writes.write(Write(trie, _memory(source), movement, ahead), rows)
-        if not self._tiers.gives(source):
+        if not self._tiers.readable(source):
             return 0
         if groups is None:
             groups = trie.wanted(rows, source.level) & ~trie.there[rows, target.level]

@@ -60,7 +60,7 @@ class RemoteCopies:
         for blocks that were read.
         """
         tier, came = self._tier, np.zeros(len(rows), np.bool_)
-        if not tier.gives or not len(rows):
+        if not tier.readable or not len(rows):
             return came
         numbers = trie.slots[rows, tier.level][:, list(parts)]
         # An unusable block leaves the tier although it is held, also while room was made for it here.
@@ -135,7 +135,7 @@ class RemoteCopies:
         """
         groups = trie.wanted(rows, source.level) & ~trie.there[rows, self._tier.level]
         rows, groups = rows[groups != 0], groups[groups != 0]
-        if not len(rows) or not self._tier.takes:
+        if not len(rows) or not self._tier.writable:
             return 0
         await self._checksums.wait(trie, rows)
         digests = await self._digests.of_rows(trie, rows)

@@ -50,9 +50,9 @@ class RemoteHealth:
         still read, and a ping would not tell when it accepts them again.
         """
         tier, troubles = self._tier, self._placement.tiers.troubles
-        tier.takes = False
-        if not writing and tier.gives:
-            tier.gives = False
+        tier.writable = False
+        if not writing and tier.readable:
+            tier.readable = False
             self.failures += 1
             self._out.set()
             self._offer(False)
@@ -68,7 +68,7 @@ class RemoteHealth:
             self.failed(error)
         while True:
             await self._failed.wait()
-            if self._tier.gives:
+            if self._tier.readable:
                 await self._try_writing()
             else:
                 await asyncio.sleep(wait_s)
@@ -87,10 +87,10 @@ class RemoteHealth:
         with suppress(TimeoutError):
             async with asyncio.timeout(FULL_S):  # wait_for may lose the cancellation of `watch` (Python 3.11)
                 await self._out.wait()
-        if not self._tier.gives:
+        if not self._tier.readable:
             return
         self._failed.clear()
-        self._tier.takes = True
+        self._tier.writable = True
         self._placement.epoch += 1
         try:
             async with asyncio.timeout(FULL_S):
@@ -100,7 +100,7 @@ class RemoteHealth:
 
     def wrote(self) -> None:
         """Ends the warning after a successful write."""
-        if self._tier.gives and not self._failed.is_set():
+        if self._tier.readable and not self._failed.is_set():
             self._placement.tiers.troubles.end(tier_part(self._tier))
 
     async def _probe(self) -> bool:
@@ -116,15 +116,15 @@ class RemoteHealth:
     def _well(self) -> None:
         tier = self._tier
         self._failed.clear()
-        tier.takes = True
-        if not tier.gives:
-            tier.gives = True
+        tier.writable = True
+        if not tier.readable:
+            tier.readable = True
             self._out.clear()
             self._offer(True)
         self._placement.tiers.troubles.end(tier_part(tier))
         self._placement.changed.set()
 
-    def _offer(self, gives: bool) -> None:
+    def _offer(self, readable: bool) -> None:
         for trie in self._tries:
-            trie.offer(self._tier.level, gives)
+            trie.offer(self._tier.level, readable)
         self._placement.epoch += 1

@@ -107,7 +107,7 @@ class RemoteLookups:
         """
         wait_s = self.lookup_s if wait_s is None else wait_s
         end = len(chain) if limit is None else min(limit, len(chain))
-        if not self._tier.gives or not end or len(self._pending) >= _PENDING:
+        if not self._tier.readable or not end or len(self._pending) >= _PENDING:
             return
         task = asyncio.create_task(self._ask_about(trie, namespace, chain, end))
         self._pending.add(task)

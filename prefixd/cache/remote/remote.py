@@ -96,7 +96,7 @@ class Remote:
     async def stop(self) -> None:
         """Ends the background tasks after the batch under way. The store gets no more calls."""
         self.sharing.stop()
-        self.tier.gives = self.tier.takes = False
+        self.tier.readable = self.tier.writable = False
         for task in self._tasks[:2]:
             task.cancel()
         if self._tasks:

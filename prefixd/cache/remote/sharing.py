@@ -81,7 +81,7 @@ class Sharing:
             pause_s = _SCAN_S
             # A use or a pin does not change the epoch, so for these policies scan periodically.
             due = self._policy != "all" and self._placement.clock() >= self._scanned_s + _RETRY_S
-            if self._tier.takes and (due or self._seen_epoch != self._placement.epoch):
+            if self._tier.writable and (due or self._seen_epoch != self._placement.epoch):
                 self._seen_epoch, self._scanned_s = self._placement.epoch, self._placement.clock()
                 try:
                     if not await self.write_all():

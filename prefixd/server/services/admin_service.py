@@ -147,7 +147,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise PreconditionError("there is no disk tier to flush to; start the daemon with disk.bytes above 0")
         before = disk.used_bytes
         blocks = await self._cache.write_back.flush()
-        if not disk.takes:
+        if not disk.writable:
             raise PreconditionError(f"the disk tier is out of service: {tiers.troubles.of_tier(disk)}")
         return pb.FlushResponse(blocks=blocks, nbytes=max(disk.used_bytes - before, 0))
 

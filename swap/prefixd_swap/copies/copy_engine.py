@@ -1,4 +1,4 @@
-"""Moving bytes between raw memory without stopping the event loop."""
+"""Copies of raw memory in threads and on CUDA streams, so that the event loop runs meanwhile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from prefixd_swap.copies.pinning import pieces
-from prefixd_swap.errors import DeviceError, MemoryMisuseError, SwapError
+from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device, register_host, unregister_host
+from prefixd_swap.vmem.cuda_driver import CudaDevice, cuda_ordinal, open_device, register_host, unregister_host
 
 __all__ = [
     "CopyEngine",
@@ -41,17 +41,15 @@ class CopyEngine(ABC):
     async def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy all `pairs` and return when the bytes are there. Pairs may be copied in any order.
 
-        When this returns or raises, also by cancellation, the engine does not touch the memory any more. What
-        the sources hold must be complete, and on the device no other stream may still write them, when this
-        is called.
+        When this returns or raises, also by cancellation, the engine does not touch the memory any more. Before the
+        call, the bytes of the sources must be complete; on the device no other stream may still write them.
 
-        Raises MemoryMisuseError for pairs of different size or on the wrong side, DeviceError when the driver
-        fails.
+        Raises MemoryMisuseError for pairs of different size or on the wrong side, DeviceError when the driver fails.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way and end the engine's threads. Can be called twice."""
+        """Wait for copies under way and end the engine's threads. Can be called twice."""
 
 
 class HostCopyEngine(CopyEngine):
@@ -66,7 +64,6 @@ class HostCopyEngine(CopyEngine):
         self._closed = False
 
     async def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy host memory to host memory."""
         if self._closed:
             raise MemoryMisuseError("this copy engine is closed; create another")
         _check(pairs)
@@ -77,14 +74,12 @@ class HostCopyEngine(CopyEngine):
         await wait_all([self._pool.submit(_move, task) for task in tasks])
 
     def close(self) -> None:
-        """Wait for what is under way and end the threads."""
         self._closed = True
         self._pool.shutdown()
 
 
 class CudaCopyEngine(CopyEngine):
-    """Copies between host and GPU on streams of its own, one a direction, and host to host like
-    `HostCopyEngine`.
+    """Copies between host and GPU on its own streams, one a direction, and host to host like `HostCopyEngine`.
 
     Host memory should be pinned (`register_host`): pageable memory is correct too, but slow.
     Raises DeviceError without a usable GPU, OutOfMemoryError when the system gives no threads.
@@ -104,7 +99,6 @@ class CudaCopyEngine(CopyEngine):
             raise
 
     async def copy(self, pairs: Sequence[Pair]) -> None:
-        """Copy in every direction that occurs in `pairs`, the directions beside each other."""
         if self._closed:
             raise MemoryMisuseError("this copy engine is closed; create another")
         _check(pairs)
@@ -118,7 +112,7 @@ class CudaCopyEngine(CopyEngine):
         await wait_all(futures)
 
     def close(self) -> None:
-        """Wait for what is under way, end the threads and destroy the streams."""
+        """Wait for copies under way, end the threads and destroy the streams. Can be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -128,10 +122,10 @@ class CudaCopyEngine(CopyEngine):
 
 
 class StreamMark:
-    """A moment in a CUDA stream: what was submitted to it when this was made.
+    """A position in a CUDA stream: after all work that was submitted before this object was made.
 
-    `stream` is a handle, such as `torch.cuda.current_stream().cuda_stream`. `wait` may be called in any thread; so can
-    what a stream writes be waited for before it is copied. Raises DeviceError.
+    `stream` is a handle, such as `torch.cuda.current_stream().cuda_stream`. Any thread may call `wait`, for example
+    before it copies what the stream writes. Raises DeviceError.
     """
 
     def __init__(self, ordinal: int, stream: int) -> None:
@@ -142,12 +136,12 @@ class StreamMark:
         self._cuda.call("cuEventRecord", self._event, stream)
 
     def wait(self) -> None:
-        """Returns when the stream has got there."""
+        """Returns when the stream has reached the position."""
         self._cuda.use_context()
         self._cuda.call("cuEventSynchronize", self._event)
 
     def __del__(self) -> None:
-        # In whichever thread drops it last, or when the process ends and the driver has gone before.
+        # Any thread may drop the last reference; at the end of the process the driver may be gone already.
         if self._event is not None:
             with suppress(SwapError):
                 self._cuda.destroy_event(self._event)
@@ -155,16 +149,12 @@ class StreamMark:
 
 def create_copy_engine(device: str, threads: int | None = None) -> CopyEngine:
     """The engine for a GPU tier on `device` ("cpu", "cuda", "cuda:N"). Raises DeviceError, OutOfMemoryError."""
-    kind, _, ordinal = device.partition(":")
-    if kind == "cpu":
-        return HostCopyEngine(threads)
-    if kind == "cuda" and (not ordinal or ordinal.isdecimal()):
-        return CudaCopyEngine(int(ordinal or 0), threads)
-    raise DeviceError(f'device {device!r} is not supported; use "cpu", "cuda" or "cuda:N"')
+    ordinal = cuda_ordinal(device)
+    return HostCopyEngine(threads) if ordinal is None else CudaCopyEngine(ordinal, threads)
 
 
 def coalesce(pairs: Sequence[Pair]) -> list[Pair]:
-    """Join neighbouring pairs whose sources and destinations both continue: fewer and longer copies."""
+    """Join neighbouring pairs that continue each other on both sides: fewer and longer copies."""
     joined: list[Pair] = []
     for destination, source in pairs:
         if joined:
@@ -183,9 +173,9 @@ def coalesce(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 class _Lane:
-    """One direction: a stream, and threads that submit to it and wait for their own event.
+    """One direction: a stream, and two threads that submit to it and wait for their own event.
 
-    Two threads, so that the next copies are submitted while the last ones run.
+    With two threads the next copies are submitted while the last ones run.
     """
 
     def __init__(self, cuda: CudaDevice, call: str) -> None:
@@ -193,7 +183,7 @@ class _Lane:
         self._call = call
         self._submitting = threading.Lock()
         self._events: list[Any] = []
-        # A fresh thread has no context, so each is given one before its first copy.
+        # A new thread has no context, so each one gets it before its first copy.
         self._pool = started_threads(2, f"prefixd-{call}", cuda.use_context)
         try:
             self._stream = cuda.call("cuStreamCreate", cuda.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
@@ -241,8 +231,7 @@ def _check(pairs: Iterable[Pair]) -> None:
 
 
 def _share(pairs: Sequence[Pair], threads: int) -> list[list[tuple[int, int, int]]]:
-    """Cut pairs into (destination, source, nbytes) and deal them out as about `threads` tasks of equal
-    size."""
+    """Cut pairs into (destination, source, nbytes) and group them into about `threads` tasks of equal size."""
     total = sum(source.nbytes for _, source in pairs)
     goal = max(_TASK_BYTES, -(-total // threads))
     tasks: list[list[tuple[int, int, int]]] = []
@@ -266,8 +255,7 @@ def _move(task: list[tuple[int, int, int]]) -> None:
 
 
 async def wait_all(futures: Sequence[Future[None]]) -> None:
-    """Wait until all have ended, even when cancelled meanwhile; then raise the cancellation or the first
-    error."""
+    """Wait until all have ended, even when cancelled meanwhile; then raise the cancellation or the first error."""
     pending: set[asyncio.Future[None]] = {asyncio.wrap_future(future) for future in futures}
     waited = list(pending)
     cancelled: asyncio.CancelledError | None = None

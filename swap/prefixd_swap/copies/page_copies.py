@@ -1,20 +1,18 @@
-"""Copies between pages scattered over a GPU and host memory where they lie packed.
+"""Copies between pages that are scattered over a GPU and packed in host memory.
 
 An engine's KV blocks are pages of tens of KiB, a region a layer, in any order; in host memory the pages of several
-blocks lie packed as one part. A prefix of 32K tokens of an 8B model is 65,536 such pages: to list them as copies takes
-200 ms of Python, and each is a transfer of its own. So they are gathered on the device into a staging buffer, one
-kernel a layer, and leave it in one copy a part (2 MiB here); loads go the other way.
+blocks are packed as one part. A prefix of 32K tokens of an 8B model has 65,536 pages: listing them as copies takes 200
+ms of Python, and each page would be its own transfer. So one kernel a layer gathers them on the device into a staging
+buffer, and one copy a part (2 MiB here) moves them to the host. Loads go the other way.
 
-`cuMemcpyBatchAsync` would do without the buffer, but exists from CUDA 12.8 on only, wants every page listed too, and
-leaves the transfers as small as they are. What gathering costs is device bandwidth, of which there is 50 times more
-than of PCIe.
+`cuMemcpyBatchAsync` needs no buffer, but it exists only from CUDA 12.8 on, needs every page listed too, and leaves the
+transfers as small as they are. Gathering costs device bandwidth, and a device has 50 times more of it than of PCIe.
 
         pages (any order)            staging, packed                    host
         layer 0: [ b7 .. b2 .. ]     part 0: | L0 b7 b2 | L1 b7 b2 |    part 0 at any address
         layer 1: [ b7 .. b2 .. ] <-> part 1: | L0 b4 b9 | L1 b4 b9 |    part 1 at any address
 
-`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver, its kernels on a
-CPU's tensors.
+`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver, with kernels on CPU tensors.
 """
 
 from __future__ import annotations
@@ -41,15 +39,17 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 
 NO_BLOCK = -1
-"""In a list of block ids: a position whose bytes are not wanted."""
+"""In a list of block ids: this position is not copied."""
 
 _STAGING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """The pages of one layer (or of one group of its heads): block `b` of the engine has `nbytes` bytes at
-    `address + b * stride`."""
+    """The pages of one layer (or of one group of its heads).
+
+    Block `b` of the engine has `nbytes` bytes at `address + b * stride`.
+    """
 
     address: int
     stride: int
@@ -58,16 +58,16 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True)
 class PackedPages:
-    """Pages on the device and where they lie packed in host memory.
+    """Pages on the device, and the addresses of the parts in host memory.
 
-    A part is packed run by run, within a run one block after the other.
+    A part is packed run by run; within a run the blocks follow each other.
     """
 
     runs: Sequence[PageRun]
     ids: Ids
     """[parts, blocks a part]: the blocks, no block twice; `NO_BLOCK` leaves a place out."""
     addresses: Ids
-    """[parts]: where a part begins in host memory."""
+    """[parts]: the host address of each part."""
 
     @property
     def part_bytes(self) -> int:
@@ -76,7 +76,7 @@ class PackedPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are wanted."""
+        """Bytes that are copied."""
         return int(np.count_nonzero(self.ids != NO_BLOCK)) * sum(run.nbytes for run in self.runs)
 
 
@@ -105,7 +105,7 @@ class PageCopies:
     async def gather(self, packed: PackedPages) -> None:
         """Copy pages to host memory; returns when the bytes are there.
 
-        What the pages hold must be complete. When this returns or raises, also by cancellation, the memory is not
+        The bytes of the pages must be complete. When this returns or raises, also by cancellation, the memory is not
         touched any more. Raises MemoryMisuseError if a place has no block, DeviceError when the driver fails.
         """
         if (packed.ids == NO_BLOCK).any():
@@ -113,20 +113,24 @@ class PageCopies:
         await self._ways[0].run(packed, _Way.gather)
 
     async def scatter(self, packed: PackedPages) -> None:
-        """Copy host memory to pages that nothing reads or writes any more; returns when the bytes are there, so that
-        whatever is submitted afterwards reads them, on any stream. Otherwise as `gather`."""
+        """Copy host memory to pages that nothing reads or writes any more. Otherwise as `gather`.
+
+        When it returns, work that is submitted to any stream reads the new bytes.
+        """
         await self._ways[1].run(packed, _Way.scatter)
 
     def close(self) -> None:
-        """Wait for what is under way, end the threads and give streams and buffers back. Can be called twice."""
+        """Wait for copies under way, end the threads and give streams and buffers back. Can be called twice."""
         while self._ways:
             self._ways.pop().close()
         self._memory.close()
 
 
 class _Way:
-    """One direction: a thread that submits, a stream and a staging buffer. What is on the stream is in order, so the
-    buffer is filled again without waiting for it on the host."""
+    """One direction: a thread that submits, a stream and a staging buffer.
+
+    The stream runs its work in order, so the buffer is filled again without waiting on the host.
+    """
 
     def __init__(self, cuda: CudaDevice, memory: CudaMemory, staging_bytes: int, name: str) -> None:
         self._cuda = cuda
@@ -191,7 +195,7 @@ class _Way:
         return self._staging.tensor((len(packed.ids), packed.part_bytes), torch.uint8)
 
     def _host_copies(self, packed: PackedPages) -> Iterator[tuple[int, int, int]]:
-        """(host address, staging address, bytes) of the copies: parts that follow each other go in one."""
+        """(host address, staging address, bytes) of each copy; adjacent parts are one copy."""
         width = packed.part_bytes
         starts = np.flatnonzero(np.diff(packed.addresses, prepend=packed.addresses[0] - width - 1) != width)
         for first, count in zip(starts.tolist(), np.diff(starts, append=len(packed.addresses)).tolist(), strict=True):
@@ -201,8 +205,8 @@ class _Way:
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
-        """Has torch's kernels run on the stream."""
-        if self._device == "cpu":  # the stand-in's: torch computes at once there, and must not overtake the copies
+        """Runs torch's kernels on the stream."""
+        if self._device == "cpu":  # of the stand-in: torch computes at once there, and must not overtake the copies
             self._cuda.call("cuStreamSynchronize", self._stream)
             yield
             return
@@ -222,7 +226,7 @@ def gather_pages(runs: Sequence[PageRun], ids: Ids, staged: torch.Tensor, device
 
 
 def scatter_pages(runs: Sequence[PageRun], ids: Ids, staged: torch.Tensor, device: str) -> None:
-    """The reverse of `gather_pages`; places of `NO_BLOCK` are left out."""
+    """The reverse of `gather_pages`; skips places of `NO_BLOCK`."""
     import torch
 
     flat = ids.reshape(-1)
@@ -237,9 +241,9 @@ def scatter_pages(runs: Sequence[PageRun], ids: Ids, staged: torch.Tensor, devic
 def _views(
     runs: Sequence[PageRun], ids: Ids, staged: torch.Tensor, device: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of every run its pages [blocks, elements] and their packed bytes [parts, blocks a part, elements].
+    """The pages of each run [blocks, elements] and their packed bytes [parts, blocks a part, elements].
 
-    In the largest elements that everything is a multiple of: a kernel that moves single bytes is slow.
+    Elements are as large as alignment allows: a kernel that moves single bytes is slow.
     """
     import torch
 

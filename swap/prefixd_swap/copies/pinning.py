@@ -1,9 +1,9 @@
 """Host memory registered with CUDA in the background, so that copies of it run at full speed.
 
-Registering touches and locks every page: 100 GB take tens of seconds. So it happens in a thread, slice by slice, and
-copies go on meanwhile: those of registered slices are fast early, the others are right and slower. The driver refuses a
-copy whose host memory is registered in part or by two calls (CUDA driver API, `cuMemcpy` on host memory: "entirely
-registered [...] or not registered at all"), so every copy is cut at the borders of the slices, see `pieces`.
+Registering touches and locks every page: 100 GB take tens of seconds. So a thread registers slice by slice, and copies
+go on meanwhile: copies of registered slices are fast, the others are correct but slower. The driver refuses a copy if
+its host memory is registered in part or by two calls (CUDA driver API, `cuMemcpy` on host memory: "entirely registered
+[...] or not registered at all"), so `pieces` cuts every copy at the borders of the slices.
 
 `make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver.
 """
@@ -25,24 +25,24 @@ from prefixd_swap.vmem.cuda_driver import register_host, unregister_host
 _SLICE_BYTES = 1 << 30
 
 _changing = threading.Lock()
-_borders: list[int] = []  # ascending; replaced and never changed, so that reading needs no lock
+_borders: list[int] = []  # ascending; a change replaces the list, so that readers need no lock
 
 
 class HostPin:
     """Keeps `nbytes` of shared memory at `address` registered with CUDA until `close`. Never raises.
 
     Args:
-        address: where the memory begins, a multiple of the page. It has to stay mapped until `close`.
+        address: the start of the memory, a multiple of the page. It has to stay mapped until `close`.
         nbytes: its size.
-        ordinal: the CUDA device that registers it; it counts as pinned for all of them.
-        on_failure: called once, in a thread, with one line, when not all of it can be registered: too little memory
-            may be locked (RLIMIT_MEMLOCK), or there is no thread for it. Copies of the rest go on unpinned.
+        ordinal: the CUDA device that registers it; it counts as pinned for all devices.
+        on_failure: called once, in a thread, with one line, when a part cannot be registered: the limit of locked
+            memory (RLIMIT_MEMLOCK) is too low, or no thread can be started. Copies of that part go on unpinned.
     """
 
     def __init__(self, address: int, nbytes: int, ordinal: int, on_failure: Callable[[str], None]) -> None:
         self.nbytes = nbytes
         self.pinned_bytes = 0
-        """How much is registered by now."""
+        """Bytes that are registered now."""
         self._slices = {
             start: min(_SLICE_BYTES, address + nbytes - start)
             for start in range(address, address + nbytes, _SLICE_BYTES)
@@ -62,13 +62,15 @@ class HostPin:
         self._thread.submit(self._register)
 
     def close(self) -> None:
-        """Undo it; nothing may be copied to or from the memory any more. Waits for the slice that is being registered.
-        Can be called twice."""
+        """Unregister the memory; nothing may be copied to or from it any more. Can be called twice.
+
+        Waits for the slice that is being registered.
+        """
         self._stopping.set()
         if self._thread is not None:
             self._thread.shutdown()
         while self._registered:
-            with suppress(SwapError):  # a driver that fails has lost its context, and with it the registration
+            with suppress(SwapError):  # after an error the driver has lost its context and the registration
                 unregister_host(self._registered.pop(), self._ordinal)
         if self._slices:
             _remove_borders([*self._slices, max(start + nbytes for start, nbytes in self._slices.items())])
@@ -93,7 +95,7 @@ class HostPin:
 
 
 def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the parts of a host range that have to be copied one by one, in order."""
+    """(offset, bytes) of the parts of a host range, in order; each part needs its own copy."""
     borders = _borders
     first, stop = bisect_right(borders, address), bisect_left(borders, address + nbytes)
     if first == stop:

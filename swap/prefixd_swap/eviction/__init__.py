@@ -1,16 +1,16 @@
-"""Which blocks go first when a tier is full.
+"""Eviction policies: the order in which blocks leave a full tier.
 
-A policy (`policy`) is told of every block that enters a tier, is asked for again, or leaves, and gives every block a
-score; `choose_victims` takes the lowest first, leaves before their parents.
+A policy (`policy`) is called for every block that enters a tier, is used again, or leaves, and gives every block a
+score; `choose_victims` evicts the lowest score first, leaves before their parents.
 
-| policy | what goes first | state |
+| policy | evicted first | state |
 |---|---|---|
-| `lru` | what was asked for longest ago | none of its own |
-| `fifo` | what came first | none of its own |
+| `lru` | the least recently used block | none of its own |
+| `fifo` | the block that entered first | none of its own |
 | `random` | any block | none |
-| `lfu` | what was asked for least often, with ageing | 8 bytes a block and tier |
-| `s3-fifo` | what came first and was not asked for again | 8 bytes a block and tier, `UseHistory` |
-| `weighing` | what saves least for what it holds, learned | 8 KiB, `UseHistory` |
+| `lfu` | the least frequently used block, with ageing | 8 bytes a block and tier |
+| `s3-fifo` | the block that entered first and was not used again | 8 bytes a block and tier, `UseHistory` |
+| `weighing` | the block that saves the least time for its bytes, learned | 8 KiB, `UseHistory` |
 """
 
 from prefixd_swap.eviction.choice import choose_victims

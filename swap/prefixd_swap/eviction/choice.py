@@ -1,4 +1,4 @@
-"""The victims among scored blocks: the lowest scores first, leaves before their parents."""
+"""Chooses victims among scored blocks: the lowest scores first, leaves before their parents."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ def choose_victims(
     rank: Callable[[int], int] | None = None,
     allow: Callable[[int], bool] | None = None,
 ) -> list[int]:
-    """The rows of up to `count` blocks to evict, in the order in which they must go: leaves before parents.
+    """The rows of up to `count` blocks to evict, in the order of eviction: leaves before parents.
 
-    Only blocks without children can go, so each choice is the lowest score among the leaves of that moment;
-    equal scores go by row. Taking a leaf may make its parent one.
+    Only a block without children can be evicted, so each choice is the lowest score among the leaves of that moment;
+    equal scores are ordered by row. Evicting a leaf may make its parent a leaf.
 
     Args:
-        count: how many to choose.
-        candidates: rows of the leaves that may go, int64 [n].
+        count: the most blocks to choose.
+        candidates: rows of the leaves that may be evicted, int64 [n].
         scores: their scores, float64 [n], aligned with `candidates`.
-        reveal: called once with each chosen row, in order; gives its parent's (row, score) if that was the
-            parent's last child and the parent may go too, else None.
-        rank: of a row; a lower rank goes first, whatever the scores are. All are the same by default.
-        allow: asked with each row in the order in which they would go; one that it refuses stays, and so do those
-            before it.
+        reveal: called once with each chosen row, in order; returns its parent's (row, score) if that was the parent's
+            last child and the parent may be evicted too, else None.
+        rank: rank of a row; a lower rank is evicted first, whatever the scores are. All ranks are equal by default.
+        allow: called with each row in the order of eviction; a refused block stays, and so do its ancestors.
     """
     if count <= 0:
         return []
@@ -54,9 +53,9 @@ def choose_victims(
 
 
 def _lowest(count: int, rows: Rows, scores: Scores) -> tuple[Rows, Scores]:
-    """The `count` lowest; ties at the border go by row, so that the choice is repeatable.
+    """The rows with the `count` lowest scores; ties at the border are ordered by row, so that the choice is repeatable.
 
-    The others cannot be chosen: `count` lower ones go before them, whatever is revealed.
+    The other rows cannot be chosen: `count` rows with lower scores come before them, whatever `reveal` adds.
     """
     if len(rows) > count:
         border = np.partition(scores, count - 1)[count - 1]

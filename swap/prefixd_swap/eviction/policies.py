@@ -24,10 +24,10 @@ POLICY_NAMES = tuple(_MAKERS)
 
 
 def create_eviction_policy(name: str, seed: int) -> EvictionPolicy:
-    """The policy of that name; `seed` is for the policies that draw.
+    """The policy of that name; `seed` is for the policies that draw random numbers.
 
     Raises:
-        UnknownPolicyError: there is none; the message names those there are.
+        UnknownPolicyError: no policy has this name; the message lists the names.
     """
     if name not in _MAKERS:
         raise UnknownPolicyError(f"no eviction policy is called {name!r}; choose one of {', '.join(_MAKERS)}")

@@ -1,4 +1,4 @@
-"""What an eviction policy is told, and what it is asked."""
+"""The interface of an eviction policy, and the columns of blocks that it reads and writes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Scores = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 
 ComputeTime = Callable[[int], float | None]
-"""Seconds to compute so many tokens of a prompt from its first on; None where that is not known."""
+"""Seconds to compute the first n tokens of a prompt; None where that is not known."""
 
 
 class BlockTable(Protocol):
-    """The blocks of one geometry, a row each: what policies read and write of a trie.
+    """The blocks of one geometry, a row each: the columns of a trie that policies read and write.
 
     Attributes:
-        ordinal: the table's number among those that share the tiers.
+        ordinal: the table's number among the tables that share the tiers.
         block_tokens, block_bytes: sizes of a block.
-        last_used: [rows] when a block was asked for last, seconds.
-        entered: [rows, tiers] when it came to a tier, seconds.
+        last_used: [rows] time of the last use, seconds.
+        entered: [rows, tiers] time when the block entered a tier, seconds.
         parent: [rows] the block before it in its prefix; below 0: none.
-        depth: [rows] how many blocks are before it in its prefix.
-        namespace: [rows] whose it is, 0 or more; below 0 in a row that has no block any more.
-        any_part: [rows] the tiers that have something of it, a bit each.
-        uses: [rows] uint8, how often it was asked for again; 255 stands for more. Kept by `UseHistory`.
-        rank: [rows, tiers] a number of the policy's own; 0 in a tier that the block never came to.
+        depth: [rows] number of blocks before it in its prefix.
+        namespace: [rows] its namespace, 0 or more; below 0 in a row without a block.
+        any_part: [rows] the tiers that have a part of it, a bit each.
+        uses: [rows] uint8, number of uses after the first; 255 means 255 or more. Counted by `UseHistory`.
+        rank: [rows, tiers] a number for the policy's own use; 0 in a tier that the block never entered.
     """
 
     ordinal: int
@@ -45,28 +45,28 @@ class BlockTable(Protocol):
     rank: npt.NDArray[Any]
 
     def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """[len(rows), 16]: what tells blocks of a namespace apart, also after they have left."""
+        """[len(rows), 16]: the blocks' keys in their namespace, which they keep after they have left and come back."""
 
 
 class EvictionPolicy(ABC):
-    """Gives every block in a tier a score; the lowest goes first.
+    """Gives every block in a tier a score; the block with the lowest score is evicted first.
 
-    The scores are those of the moment of the last call that told the time. A call takes time in proportion to the rows
-    that it names, whatever the tables hold.
+    Scores hold for the `now_s` of the last call. A call takes time in proportion to its rows, however many blocks the
+    tables have.
     """
 
     name: str
     remembers = False
-    """Whether it needs what `UseHistory` remembers of blocks that have left."""
+    """Whether it needs `UseHistory` to remember blocks that have left."""
     last_tier: int | None = None
-    """The level of the tier below which there is none; None: each is the last one."""
+    """The level of the lowest tier; None: every tier counts as the lowest."""
 
     def observe_compute_time(self, table: BlockTable, compute_s: ComputeTime) -> None:
-        """What computing takes for the blocks of a table; asked whenever blocks are scored."""
+        """Set the function that tells the compute time of a table's blocks; called whenever blocks are scored."""
         return
 
     def admitted(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
-        """Blocks came to `tier`, from outside or from another tier. Their `uses` count what is remembered of them."""
+        """Blocks entered `tier`, from outside or from another tier. Their `uses` include remembered uses."""
         return
 
     def restored(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
@@ -74,14 +74,14 @@ class EvictionPolicy(ABC):
         self.admitted(table, rows, tier, now_s)
 
     def accessed(self, table: BlockTable, rows: Rows, now_s: float) -> None:
-        """Prompts asked for blocks again, whose `uses` and `last_used` are still those from before.
+        """Prompts used blocks again; `uses` and `last_used` do not include this use yet.
 
-        They are there, or come back: of what was forgotten and is remembered, `last_used` says when that was.
+        A block may be one that had left and comes back now; its `last_used` is then its remembered last use.
         """
         return
 
     def removed(self, table: BlockTable, rows: Rows, tier: int, *, evicted: bool = True) -> None:
-        """Blocks have left `tier`: `evicted` to make room, else because they were damaged or nobody wants them."""
+        """Blocks have left `tier`: `evicted` to make room, or else damaged, expired or deleted."""
         return
 
     @abstractmethod
@@ -89,5 +89,5 @@ class EvictionPolicy(ABC):
         """[len(rows)]: the scores of blocks that are in `tier`."""
 
     def score(self, table: BlockTable, row: int, tier: int) -> float:
-        """The score of one block, as `scores` gives it but for rounding."""
+        """The score of one block: as by `scores`, except for rounding."""
         return float(self.scores(table, np.array([row]), tier)[0])

@@ -2,13 +2,13 @@
 
 ```
 new ──> small queue, a tenth ──────────────> out, and remembered (ghost queue: `UseHistory`)
-             │ asked for again                      │ comes back
+             │ used again                           │ comes back
              v                                      v
-        main queue ──> out;  each time that a block was asked for, at most 3, takes it round once more
+        main queue ──> out;  each use, at most 3, gives a block one more round
 ```
 
-Blocks go out leaves first, so a queue is not popped but scored: a block's rank is its place in its queue,
-from 1 on; 0: it is in none.
+Leaves are evicted first, so a queue is not popped but scored: a block's rank is its place in its queue, from 1 on; 0
+means that it is in no queue.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ _MOST_ROUNDS = 3
 
 
 class S3Fifo(EvictionPolicy):
-    """What came first and was not asked for again goes first.
+    """Evicts first the block that entered first and was not used again.
 
-    As the paper's, but for three things. A block moves to the main queue when it is asked for again, not when it
-    reaches the end of the small one. A further round moves its place by as many places as the queue has blocks, when
-    the round is earned, so that nothing has to be moved when room is made. And what comes back goes to the main queue
-    for as long as `UseHistory` remembers it.
+    Three differences to the paper. A block moves to the main queue when it is used again, not when it reaches the end
+    of the small queue. A further round moves its place back by the length of the queue at once, at the use, so that
+    eviction moves nothing. And a block that comes back enters the main queue for as long as `UseHistory` remembers it.
     """
 
     name = "s3-fifo"
@@ -42,16 +41,14 @@ class S3Fifo(EvictionPolicy):
         self._main: Counter[int] = Counter()
 
     def admitted(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
-        """New blocks join the small queue, those that were asked for before the main one."""
         again = table.uses[rows] > 0
         self._join(table, rows[~again], tier, self._small, 0.0)
         self._join(table, rows[again], tier, self._main, _MAIN)
 
     def accessed(self, table: BlockTable, rows: Rows, now_s: float) -> None:
-        """Those in the small queue move to the main one, those there go round once more."""
         for tier in list(self._places):
             here = rows[(table.any_part[rows] & np.uint8(1 << tier)) != 0]
-            here = here[table.rank[here, tier] > 0]  # what comes back at this moment joins a queue in `admitted`
+            here = here[table.rank[here, tier] > 0]  # a block that comes back now joins a queue in `admitted`
             rank = table.rank[here, tier]
             moving, old = here[rank < _MAIN], here[rank >= _MAIN]
             self._small[tier] -= len(moving)
@@ -61,19 +58,17 @@ class S3Fifo(EvictionPolicy):
             table.rank[old, tier] = np.minimum(table.rank[old, tier] + round_trip, most)
 
     def removed(self, table: BlockTable, rows: Rows, tier: int, *, evicted: bool = True) -> None:
-        """The queues have lost them."""
         small = int(np.count_nonzero(table.rank[rows, tier] < _MAIN))
         table.rank[rows, tier] = 0
         self._small[tier] -= small
         self._main[tier] -= len(rows) - small
 
     def scores(self, table: BlockTable, rows: Rows, tier: int) -> Scores:
-        """Their places, those of the queue that is too long before all others."""
+        """Their places; blocks of the queue to evict from come before the other queue's."""
         rank: Scores = table.rank[rows, tier]
         return rank if self._small_is_long(tier) else np.where(rank >= _MAIN, rank - 2 * _MAIN, rank)
 
     def score(self, table: BlockTable, row: int, tier: int) -> float:
-        """Its place."""
         rank = float(table.rank[row, tier])
         return rank if rank < _MAIN or self._small_is_long(tier) else rank - 2 * _MAIN
 

@@ -13,32 +13,28 @@ class Lru(EvictionPolicy):
     name = "lru"
 
     def scores(self, table: BlockTable, rows: Rows, tier: int) -> Scores:
-        """The time of last use."""
         found: Scores = table.last_used[rows]
         return found
 
     def score(self, table: BlockTable, row: int, tier: int) -> float:
-        """The time of last use."""
         return float(table.last_used[row])
 
 
 class Fifo(EvictionPolicy):
-    """First in, first out, whatever was used since."""
+    """First in, first out, however often a block was used."""
 
     name = "fifo"
 
     def scores(self, table: BlockTable, rows: Rows, tier: int) -> Scores:
-        """The time of entry."""
         found: Scores = table.entered[rows, tier]
         return found
 
     def score(self, table: BlockTable, row: int, tier: int) -> float:
-        """The time of entry."""
         return float(table.entered[row, tier])
 
 
 class Random(EvictionPolicy):
-    """Any block, each as likely; the yardstick for the others. The seed makes a run repeatable."""
+    """A random block; the baseline for the other policies. The seed makes a run repeatable."""
 
     name = "random"
 

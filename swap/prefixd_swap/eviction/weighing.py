@@ -1,4 +1,4 @@
-"""What a block saves against what it holds."""
+"""Weighs the time that a block saves against the bytes that it takes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy.typing as npt
 from prefixd_swap.eviction.policy import BlockTable, ComputeTime, EvictionPolicy, Rows, Scores
 from prefixd_swap.eviction.reuse_times import ReuseTimes
 
-_CLASSES = 6  # by uses; what was used more often is alike
-_FAR = 256  # blocks; computing takes longer with depth, and as far as this in proportion
-_TOKEN_S = 1e-4  # where no computation was observed; only where models meet does it matter
+_CLASSES = 6  # by uses; the last class has all blocks with more uses
+_FAR = 256  # blocks; compute time grows with depth, and is linear up to here
+_TOKEN_S = 1e-4  # until a computation was observed; matters only if several models share a tier
 
 
 class Weighing(EvictionPolicy):
-    """What saves the fewest seconds for the bytes that it holds goes first:
+    """Evicts first the block that saves the fewest seconds for its bytes:
 
-        score = uses a second that are to be expected * seconds that each saves / bytes
+        score = expected uses a second * seconds that each use saves / bytes
 
-    What is to be expected is learned, by how often a block was asked for and how long ago that was (`ReuseTimes`). In
-    the last tier a use saves computing the block; deeper blocks attend to more tokens and take longer. In the other
-    tiers it saves a load from the next one, which takes time in proportion to the bytes.
+    Expected uses are learned from the number of a block's uses and the time since the last one (`ReuseTimes`). In the
+    last tier a use saves computing the block; deeper blocks attend to more tokens and take longer. In the other tiers
+    it saves a load from the next tier, which takes time in proportion to the bytes.
     """
 
     name = "weighing"
@@ -32,46 +32,42 @@ class Weighing(EvictionPolicy):
         self._compute: dict[int, ComputeTime] = {}  # by the table's ordinal
 
     def observe_compute_time(self, table: BlockTable, compute_s: ComputeTime) -> None:
-        """What computing takes for the blocks of a table; asked whenever blocks are weighed."""
         self._compute[table.ordinal] = compute_s
 
     def admitted(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
-        """Blocks that were in no tier begin to wait for their next use."""
         self._now_s = now_s
         fresh = rows[(table.any_part[rows] == np.uint8(1 << tier)) & (table.uses[rows] == 0)]
         self._reuse.began(np.zeros(len(fresh), np.int64))
 
     def restored(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
-        """Nothing to learn: when they were used last is not known."""
+        """Learns nothing: the times of their last uses are not known."""
         self._now_s = now_s
 
     def accessed(self, table: BlockTable, rows: Rows, now_s: float) -> None:
-        """Their next use came, and they wait for another one."""
         self._now_s = now_s
         uses = table.uses[rows].astype(np.int64)
         self._reuse.ended(_class(uses), now_s - table.last_used[rows])
         self._reuse.began(_class(uses + 1))
 
     def scores(self, table: BlockTable, rows: Rows, tier: int) -> Scores:
-        """Seconds that each saves, a second and GiB."""
+        """Seconds saved per second and GiB."""
         values = self._reuse.values(_class(table.uses[rows].astype(np.int64)), self._now_s - table.last_used[rows])
         first, more = self._saved(table, tier)
         return values * (first + more * table.depth[rows])
 
     def score(self, table: BlockTable, row: int, tier: int) -> float:
-        """Seconds that it saves, a second and GiB."""
         uses, idle_s = min(int(table.uses[row]), _CLASSES - 1), self._now_s - float(table.last_used[row])
         first, more = self._saved(table, tier)
         return self._reuse.value(uses, idle_s) * (first + more * float(table.depth[row]))
 
     def _saved(self, table: BlockTable, tier: int) -> tuple[float, float]:
-        """Seconds a GiB that a use of a prompt's first block saves, and how much more with each block before it."""
+        """Seconds per GiB that a use of a prompt's first block saves, and the increase per block of depth."""
         if self.last_tier is not None and tier != self.last_tier:
             return 1.0, 0.0
         tokens, gib = table.block_tokens, table.block_bytes / (1 << 30)
         compute_s = self._compute.get(table.ordinal)
         if compute_s is not None:
-            # A pass has a part that does not depend on its tokens: differences of passes do without it.
+            # Differences, since every pass has a part that does not depend on its number of tokens.
             times = [compute_s(tokens * blocks) for blocks in (1, 2, _FAR, _FAR + 1)]
             if None not in times:
                 near_1, near_2, far_1, far_2 = (float(time) for time in times if time is not None)

@@ -10,22 +10,23 @@ from prefixd_swap.pages.page_table import Int64s
 from prefixd_swap.pages.pages import PageAllocator
 
 
-def allocate_blocks(slots: PageAllocator, sizes: Sequence[int], count: int, near: Sequence[int | None]) -> Int64s:
+def allocate_blocks(slots: PageAllocator, sizes: Sequence[int], count: int, near: Int64s | None) -> Int64s:
     """Slots for up to `count` blocks; fewer blocks when there is no room for more.
 
     Args:
-        slots: where.
+        slots: the allocator.
         sizes: bytes of each of the p parts of a block.
         count: blocks.
-        near: [p] of each part the offset of a slot of the same prefix; None for none.
+        near: [p] the offset of a slot of the same prefix for each part; below 0 for none. None: no part has one.
 
     Returns:
         [m, p] offsets, m <= count.
     """
+    hints = [None] * len(sizes) if near is None else [slot if slot >= 0 else None for slot in near.tolist()]
     count = min([count, *(slots.room(size) for size in set(sizes))])
-    while count:  # what one size takes another may lack, so the smaller number is tried where a larger one fails
+    while count:  # one size may take the room of another, so after a failure half as many blocks are tried
         columns: list[Int64s] = []
-        for size, hint in zip(sizes, near, strict=True):
+        for size, hint in zip(sizes, hints, strict=True):
             column = slots.allocate_many(size, count, hint)
             if column is None:
                 break

@@ -1,4 +1,4 @@
-"""Slots that are taken again where they were before a restart, which knows only their offsets and sizes."""
+"""Takes slots again that were taken before a restart; only their offsets and sizes are known."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from prefixd_swap.pages.page_table import IRREGULAR, Int64s, PageTable
 
 
 def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s) -> None:
-    """Take these very slots in a table where nothing is taken, after it was cut for their sizes; `cut` it again after.
+    """Take slots in a table without taken slots. The caller calls `cut` for their sizes before, and again after.
 
-    They may lie across pages, and pages may have slots of several sizes. Such a page becomes an irregular one.
+    Slots may lie across pages, and pages may have slots of several sizes. Such a page becomes irregular.
 
     Args:
-        table: what has the pages.
+        table: the pages.
         offsets: int64 [n], in any order, n > 0.
         sizes: int64 [n], bytes, multiples of 4096.
 
     Raises:
-        MemoryMisuseError: these overlap, or reach outside a range; nothing has changed.
+        MemoryMisuseError: slots overlap, or reach outside a range; nothing has changed.
     """
     order = np.argsort(offsets, kind="stable")
     offsets, sizes = offsets[order], sizes[order]
@@ -62,9 +62,9 @@ def claim_slots(table: PageTable, offsets: Int64s, sizes: Int64s) -> None:
 def _pages_around(
     table: PageTable, offsets: Int64s, sizes: Int64s, first: Int64s, last: Int64s
 ) -> tuple[Int64s, Int64s]:
-    """First and last unit of the page that each claimed slot is to be in; all ascending by offset.
+    """First and last unit of the page of each claimed slot; all ascending by offset.
 
-    A stretch of the grid with slots of one size, side by side from its beginning, is one page. Elsewhere units that
+    A stretch of the grid is one page if all its slots have one size and lie at multiples of it. Elsewhere units that
     share a slot are one page.
     """
     group = table.group[first]
@@ -75,7 +75,7 @@ def _pages_around(
     fits = (sizes == size) & (inside % size == 0)
     across = table.group[last] != group
     whole = np.logical_and.reduceat(fits & ~across, begins)
-    # What comes into a group from the one before spoils it too.
+    # A slot that reaches into the next group makes that one irregular too.
     whole &= ~np.isin(group[begins], table.group[last[across]])
     whole = np.repeat(whole, counts)
     reach = np.maximum.accumulate(last)

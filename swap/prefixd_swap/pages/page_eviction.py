@@ -17,8 +17,8 @@ from prefixd_swap.slots import round_to_slot
 Worths = npt.NDArray[np.float64]
 
 Allow = Callable[[Int64s], bool]
-"""Called once for each slot or page in eviction order, with the positions of its slots: whether they may be evicted
-together with those allowed before."""
+"""Called once for each slot or page in eviction order, with the positions of its slots; tells whether they may be
+evicted together with those that it allowed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Victims:
     positions: Int64s
     """[m] positions in the given `offsets`, ascending."""
     slots: int
-    """Slots of the wanted size that this frees; fewer than wanted where no more can be evicted. If the page size
-    changed while slots were allocated, or at a restart, a page may give one slot less; then choose again."""
+    """Slots of the wanted size that this frees; fewer than wanted if no more can be evicted. After a change of the page
+    size or a restart, a page may free one slot less; then choose again."""
 
 
 class ChooseVictims(Protocol):
@@ -59,22 +59,22 @@ def choose_victims(
     """Choose among the slots at `offsets`, so that `count` more slots for `nbytes` bytes each become free.
 
     A slot of the wanted size is evicted alone. A page of another size is evicted whole, if all its slots are evictable;
-    its worth is that of its most valuable slot (Jenga, section 5.4). Slots and pages are evicted in order of worth,
-    slots before pages of equal worth; then slots are kept again if the last page frees more than was missing. So at
-    most `count` slots and one page are evicted (and the remainders of the pages, if the wanted size leaves one).
+    its worth is the worth of its most valuable slot (Jenga, section 5.4). Slots and pages are evicted in order of
+    worth, slots before pages of equal worth; if the last page frees more than was missing, chosen slots are kept after
+    all. So at most `count` slots and one page are evicted (and the rests of the pages, if the wanted size leaves one).
 
     While free slots in pages of other sizes exceed 1/32 of the capacity, pages at most half full are evicted first:
     those sizes may never be requested again.
 
     Example: 2 slots of 64 KiB are wanted; slots of 64 KiB are worth 5 and 9, and a page of 128 KiB with slots of 4 KiB
-    is worth 7. The first slot and the page are chosen, which gives 3 slots; then the slot is kept again.
+    is worth 7. The first slot and the page are chosen, which gives 3 slots; then the slot is kept after all.
 
     Args:
         offsets: int64 [n], allocated slots, each once. A page with a slot that is not given is not evicted whole.
-        worth: float64 [n], finite; the lowest is evicted first. A slot that must follow others is worth at least as
-            much as they are.
-        evictable: bool [n], which may be evicted; all by default.
-        allow: decides from what is evicted already; see `Allow`.
+        worth: float64 [n], finite; the lowest is evicted first. A slot that must be evicted after others has at least
+            their worth.
+        evictable: bool [n], the slots that may be evicted; all by default.
+        allow: see `Allow`.
 
     Raises:
         MemoryMisuseError: `nbytes` is not positive, or an offset is in no range.
@@ -112,7 +112,7 @@ def choose_victims(
 def _allowed(
     order: Int64s, count: int, gains: Int64s, singles: Int64s, whole: _Whole, page: Int64s, allow: Allow
 ) -> Int64s:
-    """Those of `order` that `allow` accepts, up to `count` slots."""
+    """The entries of `order` that `allow` accepts, up to `count` slots."""
     by_page = np.argsort(page, kind="stable")
     borders = np.searchsorted(page[by_page], np.arange(whole.pages + 1))
     taken, gained = [], 0
@@ -149,7 +149,7 @@ class _Whole:
         self.gain = np.concatenate([fits[alone], group_gain])
         """[m] slots of the wanted size that its eviction frees."""
         self.worth = np.concatenate([top[alone], group_worth])
-        """[m] of the most valuable slot in it."""
+        """[m] worth of its most valuable slot."""
         self.sparse = np.zeros(len(self._first), np.bool_)
         """[m] whether it is at most half full and evicted first."""
         stranded = int((now.nbytes - now.used_bytes)[other].sum())
@@ -167,9 +167,9 @@ class _Whole:
 def _stretches(
     pages: PageAllocator, now: Pages, slot: int, may: Bools, top: Worths, short: Bools
 ) -> tuple[Int64s, Int64s, Worths]:
-    """Groups of pages that are each too short for the wanted size, and form one page when all are empty.
+    """Groups of pages that are each too short for the wanted size, and become one page when all are empty.
 
-    Their numbers as in `Pages.groups`, gains and worths.
+    Returns their numbers as in `Pages.groups`, gains and worths.
     """
     nothing = np.zeros(0, np.int64)
     if not short.any():

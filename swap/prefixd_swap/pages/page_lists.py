@@ -1,4 +1,4 @@
-"""Which pages can give out slots: the empty ones by their bytes, those with free slots by the size of these."""
+"""Lists of pages to allocate from: empty pages by their bytes, pages with free slots by the slots' bytes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from prefixd_swap.pages.page_table import EMPTY, Int64s, PageTable
 
 
 class PageLists:
-    """Pages of open ranges that can be used, ascending, and how many free slots they have.
+    """The usable pages of open ranges, ascending, and their free slots.
 
-    It follows from a table; whoever changes the table says so here.
+    All of it follows from a table; a caller that changes the table calls the methods here too.
     """
 
     def __init__(self) -> None:
         self.empty: dict[int, list[int]] = {}
         """Bytes of the page -> pages."""
         self.partial: dict[int, list[int]] = {}
-        """Bytes of a slot -> pages that have slots taken and slots free."""
+        """Bytes of a slot -> pages with taken and free slots."""
         self.free: Counter[int] = Counter()
         """Bytes of a slot -> free slots in `partial`."""
         self.free_bytes = 0
-        """Of these."""
+        """Bytes of the free slots in `partial`."""
         self.pages_of_size: Counter[int] = Counter()
-        """Bytes of a slot -> pages, those of closed ranges too."""
+        """Bytes of a slot -> number of pages, also of closed ranges."""
 
     def rebuild(self, table: PageTable) -> None:
-        """List what `table` has."""
+        """List the pages of `table`."""
         usable = table.open & (table.length > 0)
         self.empty = _by_value(np.flatnonzero(usable & (table.slot == EMPTY)), table.length)
         self.partial = _by_value(np.flatnonzero(usable & (table.slot > 0) & (table.used < table.count)), table.slot)
@@ -42,11 +42,11 @@ class PageLists:
         self.pages_of_size = Counter(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))
 
     def room(self, slot: int) -> int:
-        """How many slots of `slot` bytes can be had."""
+        """Number of slots of `slot` bytes that can be allocated."""
         return self.free[slot] + sum(len(pages) * (length // slot) for length, pages in self.empty.items())
 
     def best_length(self, slot: int) -> int | None:
-        """Of which empty pages slots are best cut: those with the smallest rest, of these the shortest."""
+        """The bytes of the empty pages that are best to cut into such slots: the smallest rest, then the shortest."""
         return min(
             (length for length in self.empty if length >= slot),
             key=lambda length: (length % slot / length, length),
@@ -58,11 +58,11 @@ class PageLists:
         insort(self.empty.setdefault(length, []), page)
 
     def remove_empty(self, page: int, length: int) -> None:
-        """Take an empty page off the list, if it is there."""
+        """Remove an empty page from the list, if it is there."""
         _remove(self.empty, length, page, missing_ok=True)
 
     def take_empty(self, length: int, count: int) -> list[int]:
-        """Take the lowest `count` empty pages of `length` bytes, or as many as there are, off the list."""
+        """Remove and return the lowest `count` empty pages of `length` bytes, or all if there are fewer."""
         pages = self.empty[length][:count]
         del self.empty[length][:count]
         if not self.empty[length]:
@@ -70,7 +70,7 @@ class PageLists:
         return pages
 
     def add_free(self, slot: int, count: int) -> None:
-        """Count free slots of listed pages; fewer with a negative `count`."""
+        """Count free slots of listed pages; a negative `count` removes them."""
         self.free[slot] += count
         self.free_bytes += count * slot
 
@@ -85,15 +85,14 @@ class PageLists:
         listed.sort()
 
     def remove_partial(self, page: int, slot: int) -> None:
-        """Take a page off the list, which is full now, or empty.
+        """Remove a page from the list when it is full or empty.
 
         Raises:
-            IntegrityError: it is not there.
+            IntegrityError: it is not listed.
         """
         _remove(self.partial, slot, page)
 
     def copy(self) -> PageLists:
-        """Another one with the same pages."""
         other = PageLists()
         other.empty = {length: [*pages] for length, pages in self.empty.items()}
         other.partial = {slot: [*pages] for slot, pages in self.partial.items()}
@@ -102,10 +101,10 @@ class PageLists:
         return other
 
     def check_integrity(self, table: PageTable) -> None:
-        """The lists are those of `table`.
+        """Check that the lists agree with `table`.
 
         Raises:
-            IntegrityError: they are not.
+            IntegrityError: they do not.
         """
         other = PageLists()
         other.rebuild(table)
@@ -124,7 +123,7 @@ def _by_value(pages: Int64s, column: Int64s) -> dict[int, list[int]]:
 
 
 def _remove(lists: dict[int, list[int]], key: int, page: int, *, missing_ok: bool = False) -> None:
-    """Take `page` out of a sorted list, and the list out of `lists` when it is then empty."""
+    """Remove `page` from a sorted list, and an empty list from `lists`."""
     pages = lists.get(key, [])
     at = bisect_left(pages, page)
     if at == len(pages) or pages[at] != page:

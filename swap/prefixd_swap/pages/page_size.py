@@ -1,9 +1,9 @@
-"""How large a large page is.
+"""Chooses the size of large pages.
 
-Every size that shares a tier should fill a page without a rest, so the page is the least common multiple of the sizes
-(Jenga, section 4.2) where that is at most 1/64 of the capacity. Otherwise it is a bounded size with a small rest.
-Pages begin and end at *units*, a power of two that depends on the capacity alone, so the page size may change while
-slots are taken: what is free is cut anew, what is taken stays where it is.
+Every slot size of a tier should fill a page without a rest, so the page is the least common multiple of the sizes
+(Jenga, section 4.2) if that is at most 1/64 of the capacity. Otherwise it is a bounded size with a small rest. Pages
+begin and end at *units*, a power of two that depends on the capacity alone, so the page size may change while slots are
+taken: free space is cut again, taken slots stay where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from prefixd_swap.slots import PAGE_BYTES
 
 MAX_UNITS = 1 << 16
-"""A tier has about this many units at most, so that tables by unit stay small and quick to scan."""
+"""A tier has at most about this many units, so that tables by unit stay small and fast to scan."""
 MAX_PAGES = 1 << 14
 SHARE = 64
 """A page is at most this part of the capacity, unless one slot is larger than that."""
@@ -26,21 +26,22 @@ _CANDIDATES = 1024
 
 
 def unit_bytes(capacity_bytes: int) -> int:
-    """The unit of a tier: the power of two, 4096 or more, of which the capacity has at most 65,536."""
+    """The unit of a tier: the least power of two, 4096 or more, that divides the capacity into at most 65,536 units."""
     return 1 << (max(PAGE_BYTES, -(-capacity_bytes // MAX_UNITS)) - 1).bit_length()
 
 
 def choose_page_bytes(sizes: Collection[int], capacity_bytes: int, now: int = 1) -> int:
     """Bytes of a page for slots of `sizes` (multiples of 4096, none above the capacity): whole units.
 
-    - At least 64 KiB and 1/16384 of the capacity, so that pages are few; in a small tier 1/256 of the capacity instead.
-    - The least multiple of all sizes and the unit that is so large, if it is at most 1/64 of the capacity; of `now`
-      too, if it is so then.
-    - Otherwise the size with the smallest loss, among those up to 1/64 of the capacity, or up to twice the largest
-      slot if that is more. The loss is the largest rest of a page plus, for each size, one page half used.
+    - At least 64 KiB and 1/16384 of the capacity, so that pages are few; in a small tier 1/256 of the capacity instead
+      of 64 KiB.
+    - The least common multiple of all sizes and the unit that has this minimum, if it is at most 1/64 of the capacity;
+      a multiple of `now` too, if that is also at most 1/64.
+    - Otherwise the size with the smallest loss, among sizes up to 1/64 of the capacity, or up to twice the largest slot
+      if that is more. The loss is the largest rest of a page plus, for each size, one page half used.
 
     Args:
-        now: bytes of the pages that have slots, which then lie across no border of new pages where that can be.
+        now: bytes of the present pages that have slots; a multiple of it keeps them within new pages.
     """
     unit = unit_bytes(capacity_bytes)
     limit = capacity_bytes // SHARE

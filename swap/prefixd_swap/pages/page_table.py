@@ -1,13 +1,13 @@
-"""Which pages a tier has: ranges of addresses, the grid that cuts them, and of each page what is taken in it.
+"""The pages of a tier: ranges of addresses, the grid that cuts them, and the taken slots of each page.
 
-Pages begin and end at units (`page_size`), and the table has one row a unit. A page is named by its first unit, which
-is good until a range is added or removed or the page changes hands:
+Pages begin and end at units (`page_size`), and the table has one row a unit. A page's number is its first unit, which
+is valid until a range is added or removed, or the page becomes empty and is cut again:
 
     unit     | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |
     group    |<------- 0 ------->|<------- 4 ------->|    page-sized stretches of the grid
     page     |<------- 0 ------->|<-- 4 -->|<-- 6 -->|    4 has slots of an earlier grid, 6 is free and short
 
-Nothing here decides who gets a slot; see `pages`.
+`pages` decides which slot is allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 
 EMPTY = 0
 IRREGULAR = -1
-"""A page of slots of several sizes, or not side by side, as a restart may find them: no slot of it is given out."""
+"""A page with slots of several sizes, or with gaps, as after a restart: no slot of it is allocated."""
 
 _COLUMNS = ("address", "end", "group", "open", "head", "length", "slot", "count", "used")
 
@@ -44,7 +44,7 @@ class Range:
     """Its first unit."""
     units: int
     open: bool = True
-    """Whether slots in it are given out."""
+    """Whether slots in it are allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,17 @@ class Pages:
     used_bytes: Int64s
     """[n] bytes that are taken."""
     is_open: Bools
-    """[n] whether its slots are given out once they are free."""
+    """[n] whether its free slots are allocated."""
     groups: Int64s
-    """[n] which page it becomes a part of when all in that page is free: a number to compare, see `group_bytes`."""
+    """[n] the page-sized stretch of the grid that it lies in: pages with one number become one page when all are
+    empty; see `group_bytes`."""
 
     def __len__(self) -> int:
         return len(self.nbytes)
 
 
 class Entries:
-    """The columns of a table for access by entry, which takes a third of the time that numpy takes."""
+    """The columns of a table for access by entry, in a third of numpy's time."""
 
     __slots__ = _COLUMNS
 
@@ -94,7 +95,7 @@ class PageTable:
     def __init__(self, unit_shift: int, page_bytes: int) -> None:
         """Without a range; units have `1 << unit_shift` bytes, pages `page_bytes`."""
         self.page_bytes = page_bytes
-        """Bytes of a page as it is cut now."""
+        """Bytes of a page at present."""
         self.ranges: list[Range] = []
         self.starts: list[int] = []  # of the ranges
         self._shift = unit_shift
@@ -102,7 +103,8 @@ class PageTable:
         self.address, self.end = np.zeros((2, 0), np.int64)  # of the unit
         self.group = np.zeros(0, np.int64)  # first unit of the page-sized stretch of the grid that it lies in
         self.open = np.zeros(0, np.bool_)
-        self.head = np.zeros(0, np.int64)  # first unit of its page; what follows holds at such units only
+        self.head = np.zeros(0, np.int64)  # first unit of its page
+        # By unit, but 0 or None at units that do not begin a page:
         self.length = np.zeros(0, np.int64)  # bytes of the page
         self.slot = np.zeros(0, np.int64)  # bytes of its slots, EMPTY or IRREGULAR
         self.count = np.zeros(0, np.int64)  # slots that it has
@@ -114,7 +116,7 @@ class PageTable:
     # -- ranges -------------------------------------------------------------------------------------------------
 
     def add(self, start: int, nbytes: int) -> None:
-        """Take in a range, behind all others.
+        """Add a range, behind all others.
 
         Raises:
             MemoryMisuseError: it is empty, or begins before the end of another.
@@ -137,7 +139,7 @@ class PageTable:
         self.taken += [None] * units
 
     def remove(self, start: int) -> None:
-        """Let go of the range that begins at `start`.
+        """Remove the range that begins at `start`.
 
         Raises:
             MemoryMisuseError: there is none, or slots of it are taken.
@@ -157,10 +159,10 @@ class PageTable:
         )
 
     def range_at(self, start: int) -> int:
-        """Which of the `ranges` begins at `start`.
+        """The position in `ranges` of the range that begins at `start`.
 
         Raises:
-            MemoryMisuseError: none does.
+            MemoryMisuseError: no range begins there.
         """
         at = bisect_left(self.starts, start)
         if at == len(self.starts) or self.starts[at] != start:
@@ -171,7 +173,7 @@ class PageTable:
         """Bytes taken in the range that begins at `start`.
 
         Raises:
-            MemoryMisuseError: there is none.
+            MemoryMisuseError: no range begins there.
         """
         found = self.ranges[self.range_at(start)]
         units = slice(found.first, found.first + found.units)
@@ -184,7 +186,7 @@ class PageTable:
     # -- the grid -----------------------------------------------------------------------------------------------
 
     def cut(self, page_bytes: int) -> None:
-        """Cut all that is free along a grid of pages of `page_bytes`, a multiple of the unit."""
+        """Cut all free space along a grid of pages of `page_bytes`, a multiple of the unit."""
         self.page_bytes = page_bytes
         self._numbered = None
         units = np.arange(len(self.head), dtype=np.int64)
@@ -206,16 +208,16 @@ class PageTable:
         self.one = self._entries()
 
     def is_whole(self, page: int) -> bool:
-        """Whether a page is what the grid has there: it begins and ends with a page-sized stretch."""
+        """Whether a page is exactly a page-sized stretch of the grid."""
         end = self.units_end(page)
         begin, stop = self.one.group[page], self.group_end(end - 1)
         return (begin, stop) == (page, end) and self.one.group[end - 1] == page
 
     def cut_around(self, page: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Join and cut what is free in the stretches of the grid that a page touches, as `cut` would.
+        """Join and cut free space in the stretches of the grid that a page touches, as `cut` does everywhere.
 
         Returns:
-            The empty pages (page, bytes) that are no more, `page` itself among them, and those that are instead.
+            The empty pages (page, bytes) that this removed, `page` itself included, and those that it made.
         """
         self._numbered = None
         begin, stop = self.one.group[page], self.group_end(self.units_end(page) - 1)
@@ -255,7 +257,7 @@ class PageTable:
     # -- finding ------------------------------------------------------------------------------------------------
 
     def find(self, offset: int) -> int | None:
-        """The page at an offset; None outside the ranges."""
+        """The page that an offset lies in; None outside the ranges."""
         at = bisect_right(self.starts, offset) - 1
         if at < 0:
             return None
@@ -288,7 +290,7 @@ class PageTable:
         raise no_slot(int(offsets[np.argmax(outside)]))
 
     def taken_at(self, offset: int) -> tuple[int, int]:
-        """The page of the slot that is taken at `offset`, and its index there: 0 in an irregular page.
+        """The page of the taken slot at `offset`, and the slot's index in it: 0 in an irregular page.
 
         Raises:
             MemoryMisuseError: no slot begins there, or it is free.
@@ -308,7 +310,7 @@ class PageTable:
             raise not_taken(offset)
         return page, index
 
-    # -- what there is ------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------
 
     def pages_of(self, offsets: Int64s) -> Int64s:
         """The pages that offsets lie in, [n]: positions in `pages()`.
@@ -319,7 +321,7 @@ class PageTable:
         return self._numbers()[1][self.units_of(offsets)]
 
     def pages(self) -> Pages:
-        """All pages as they are now. Takes a time that grows with their number alone."""
+        """All pages now, ascending by address. The time depends on the number of pages alone."""
         heads = self._numbers()[0]
         slots, used = self.slot[heads], self.used[heads]
         used_bytes = used * slots
@@ -328,15 +330,15 @@ class PageTable:
         return Pages(self.length[heads], slots, used, used_bytes, self.open[heads], self.group[heads])
 
     def group_bytes(self, groups: Int64s) -> Int64s:
-        """Bytes of the pages that `Pages.groups` names, [n], once all in them is free."""
+        """Bytes [n] of the stretches that `Pages.groups` names: of the pages that they become when empty."""
         nbytes: Int64s = self.end[np.searchsorted(self.group, groups, "right") - 1] - self.address[groups]
         return nbytes
 
     def occupied(self, start: int | None = None) -> tuple[Int64s, Int64s]:
-        """Offsets, ascending, and bytes of all slots that are taken, or those of the range that begins at `start`.
+        """Offsets, ascending, and bytes of all taken slots, or of those in the range that begins at `start`.
 
         Raises:
-            MemoryMisuseError: there is none.
+            MemoryMisuseError: no range begins there.
         """
         first, stop = 0, len(self.head)
         if start is not None:
@@ -359,20 +361,20 @@ class PageTable:
         return offsets, sizes
 
     def irregular(self, page: int) -> dict[int, int]:
-        """The slots of an irregular page, bytes by offset; none of another page."""
+        """The slots of an irregular page, bytes by offset; empty for another page."""
         taken = self.taken[page]
         return taken if isinstance(taken, dict) else {}
 
     # -- all of it ----------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Make every slot free; `cut` comes next."""
+        """Make every slot free; call `cut` after it."""
         for column in (self.slot, self.count, self.used):
             column[:] = 0
         self.taken = [None] * len(self.head)
 
     def copy(self) -> PageTable:
-        """Another one with the same slots taken. Takes a microsecond a page."""
+        """A copy with the same slots taken. Takes a microsecond a page."""
         other = shallow_copy(self)
         for name in _COLUMNS:
             setattr(other, name, getattr(self, name).copy())
@@ -383,7 +385,7 @@ class PageTable:
         return other
 
     def check_integrity(self) -> None:
-        """Pages cover every range once, and agree with their slots.
+        """Check that pages cover every range once, and agree with their slots.
 
         Raises:
             IntegrityError: they do not.
@@ -441,10 +443,10 @@ class PageTable:
 
 
 def no_slot(offset: int) -> MemoryMisuseError:
-    """What is raised where no slot begins at an offset."""
+    """The error for an offset where no slot begins."""
     return MemoryMisuseError(f"no slot begins at offset {offset}; free what `allocate` returned")
 
 
 def not_taken(offset: int) -> MemoryMisuseError:
-    """What is raised where a slot is free already."""
+    """The error for a slot that is free already."""
     return MemoryMisuseError(f"the slot at offset {offset} is not taken; free a slot once")

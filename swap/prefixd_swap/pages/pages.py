@@ -1,32 +1,31 @@
 """Large pages that are cut into slots of any size: the accounting that the CPU arena and the slab files share.
 
 A tier is one or more ranges of addresses (the arena is one, each slab file is one), cut into large pages of one size. A
-page has slots of one size at a time, until its last slot is free; then any size can have it (Jenga, section 4):
+page has slots of one size until its last slot is free; then it serves any size (Jenga, section 4):
 
     range   |<------ page ------>|<------ page ------>|<------ page ------>|<- page ->|   the last one may be shorter
     slots   [4K][4K][  ][4K][  ]..[   96K   ][   96K   ].       empty       [4K][4K]..
     units   |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |  |
 
-Pages begin and end at units (`page_size`); `page_table` knows which pages there are. When a size arrives for which the
-page size is changed, nothing moves: what is free is cut anew along the new grid, and pages with slots stay as they are
-until they are empty. A stretch of the grid that has such pages is mixed; its free runs of units are short pages, which
-sizes that fit may use:
+Pages begin and end at units (`page_size`); `page_table` has the pages. When a new slot size changes the page size,
+nothing moves: free space is cut again along the new grid, and pages with slots stay as they are until they are empty. A
+stretch of the grid that has old pages is mixed; its free runs of units are short pages, for sizes that fit into them:
 
     old grid   |4K |   |4K |   |   |   |   |   |
     new grid   |4K |run|4K |run|     page      |     when both 4K pages are empty, the first half is one page too
 
 `allocate` takes, in this order (Jenga, section 5.4, has its steps 3 and 4 the other way round):
 
-1. a free slot in the page of `near`, a slot of the same prefix, so that a prefix lies together and leaves together;
-2. an empty page, while the free slots inside pages are less than 1/128 of the capacity in all;
+1. a free slot in the page of `near`, a slot of the same prefix, so that a prefix is stored together and freed together;
+2. an empty page, while all free slots inside pages are less than 1/128 of the capacity;
 3. any free slot of the size;
 4. an empty page.
 
-Nothing is evicted here. Where `allocate` gives None, the caller evicts what `page_eviction.choose_victims` names (whole
-pages, Jenga's step 3, or single slots of the same size, its step 5), frees it, and allocates again. Any free slot comes
-before an eviction: in Jenga's order, each prefix would evict a page for itself while slots in the pages of others are
-free, and a full tier would hold less and less. **Making room for n bytes evicts at most n plus one page**: an emptied
-page serves any size, and with single slots exactly what was asked for is evicted.
+Nothing is evicted here. When `allocate` returns None, the caller evicts the slots that `page_eviction.choose_victims`
+chooses (whole pages, Jenga's step 3, or single slots of the same size, its step 5), frees them, and allocates again.
+Any free slot comes before an eviction: in Jenga's order, each prefix would evict a page for itself while pages of other
+prefixes have free slots, and a full tier would hold less and less. **Making room for n bytes evicts at most n plus one
+page**: an emptied page serves any size, and eviction of single slots evicts exactly n.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ from prefixd_swap.slots import round_to_slot
 
 _SPREAD_SHARE = 128
 _FEW = 16
-"""So many slots are freed sooner one by one than as arrays."""
+"""Up to this number, freeing slots one by one is faster than freeing them as arrays."""
 _MAX_SIZES = 64
-"""When so many sizes were asked for, those without a page are forgotten."""
+"""At this number of sizes, sizes without a page are forgotten."""
 
 
 class PageAllocator:
@@ -57,42 +56,34 @@ class PageAllocator:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Without a range yet. The page size depends on `capacity_bytes`, what the ranges may have together."""
+        """Without a range yet. `capacity_bytes`, the most bytes of all ranges, decides the page size."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        """Bytes of all slots that are taken."""
-        self._sizes: set[int] = set()  # that the page size was chosen for
+        """Bytes of all taken slots."""
+        self._sizes: set[int] = set()  # the page size suits these slot sizes
         shift = unit_bytes(capacity_bytes).bit_length() - 1
         self._table = PageTable(shift, choose_page_bytes((), capacity_bytes))
         self._lists = PageLists()
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page as it is cut now."""
+        """Bytes of a page at present."""
         return self._table.page_bytes
 
     # -- ranges -------------------------------------------------------------------------------------------------
 
     def add(self, start: int, nbytes: int) -> None:
-        """Take in a range, behind all others.
-
-        Raises:
-            MemoryMisuseError: it is empty, or begins before the end of another.
-        """
+        """As `PageTable.add`."""
         self._table.add(start, nbytes)
         self._cut(self.page_bytes)
 
     def remove(self, start: int) -> None:
-        """Let go of the range that begins at `start`.
-
-        Raises:
-            MemoryMisuseError: there is none, or slots of it are taken.
-        """
+        """As `PageTable.remove`."""
         self._table.remove(start)
         self._cut(self.page_bytes)
 
     def close(self, start: int) -> None:
-        """Give out no more slots of the range that begins at `start`; those that are taken can be freed.
+        """Allocate no more slots in the range that begins at `start`; its taken slots can still be freed.
 
         Raises:
             MemoryMisuseError: there is none.
@@ -101,31 +92,27 @@ class PageAllocator:
         self._cut(self.page_bytes)
 
     def reopen(self) -> None:
-        """Give out slots of closed ranges again."""
+        """Allocate slots in closed ranges again."""
         for each in self._table.ranges:
             each.open = True
         self._cut(self.page_bytes)
 
     def used_in(self, start: int) -> int:
-        """Bytes taken in the range that begins at `start`.
-
-        Raises:
-            MemoryMisuseError: there is none.
-        """
+        """As `PageTable.used_in`."""
         return self._table.used_in(start)
 
     def ranges(self) -> list[tuple[int, int, bool]]:
-        """Start, bytes, and whether slots are given out, of every range."""
+        """Start, bytes, and whether it is open, of every range."""
         return [(each.start, each.nbytes, each.open) for each in self._table.ranges]
 
     # -- allocation ---------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, near: int | None = None) -> int | None:
-        """Offset of a free slot for `nbytes` bytes, now taken; None when there is no room for this size.
+        """Take a slot for `nbytes` bytes and return its offset; None when there is no room for this size.
 
         Args:
             nbytes: rounded up to 4096.
-            near: offset of another slot of the same prefix; one that is in no range any more does no harm.
+            near: offset of another slot of the same prefix; ignored if it is in no range any more.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive.
@@ -143,8 +130,9 @@ class PageAllocator:
         return self._table.one.address[page] + index * slot
 
     def allocate_many(self, nbytes: int, count: int, near: int | None = None) -> Int64s | None:
-        """Offsets [count] of slots as by `allocate`, side by side where possible; None, and no change, when there is no
-        room for all.
+        """Take `count` slots as `allocate` does, adjacent where possible, and return their offsets [count].
+
+        None, and nothing is taken, when there is no room for all.
 
         Raises:
             MemoryMisuseError: as `allocate`.
@@ -191,7 +179,7 @@ class PageAllocator:
             self._count_freed(page, self._table.one.slot[page])
 
     def free_many(self, offsets: Int64s) -> None:
-        """Make the slots at `offsets` [n] free, or none of them where an error is raised.
+        """Make the slots at `offsets` [n] free; none of them if this raises.
 
         Raises:
             MemoryMisuseError: no slot begins at one of them, or it is free already, or given twice.
@@ -239,17 +227,17 @@ class PageAllocator:
         self._cut(self.page_bytes)
 
     def claim(self, offsets: Int64s, sizes: Int64s) -> None:
-        """Take these very slots, as they were before a restart. Nothing may be taken yet.
+        """Take the slots that were taken before a restart. Nothing may be taken yet.
 
-        They may lie across pages, and pages may have slots of several sizes. Such a page gives out no slot until it is
-        empty.
+        Slots may lie across pages, and pages may have slots of several sizes. In such a page no slot is allocated until
+        it is empty.
 
         Args:
             offsets: int64 [n], in any order.
             sizes: int64 [n], bytes, multiples of 4096.
 
         Raises:
-            MemoryMisuseError: slots are taken; or these overlap, or reach outside a range.
+            MemoryMisuseError: slots are taken already; or the given slots overlap, or reach outside a range.
         """
         if self.slots_used:
             raise MemoryMisuseError(f"{self.slots_used} slots are taken already; claim all at once, or clear first")
@@ -261,7 +249,7 @@ class PageAllocator:
         self.used_bytes = int(sizes.sum())
         self._cut(self.page_bytes)
 
-    # -- what there is ------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------
 
     @property
     def slots_used(self) -> int:
@@ -269,7 +257,7 @@ class PageAllocator:
         return int(self._table.used.sum())
 
     def room(self, nbytes: int) -> int:
-        """How many more slots for `nbytes` bytes each can be allocated now.
+        """Number of slots for `nbytes` bytes each that can be allocated now.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive.
@@ -278,7 +266,7 @@ class PageAllocator:
         return self._lists.room(slot) if self._admit(slot) else 0
 
     def slots_per_page(self, nbytes: int) -> int:
-        """How many slots for `nbytes` bytes each one page has once it is empty; 0 for a size above the capacity.
+        """Slots for `nbytes` bytes each in an empty page; 0 for a size above the capacity.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive.
@@ -287,44 +275,36 @@ class PageAllocator:
         return self.page_bytes // slot if self._admit(slot) else 0
 
     def allocated(self) -> Int64s:
-        """Offsets of all slots that are taken, ascending."""
+        """Offsets of all taken slots, ascending."""
         return self.occupied()[0]
 
     def occupied(self, start: int | None = None) -> tuple[Int64s, Int64s]:
-        """Offsets, ascending, and bytes of all slots that are taken, or those of the range that begins at `start`.
-
-        Raises:
-            MemoryMisuseError: there is none.
-        """
+        """As `PageTable.occupied`."""
         return self._table.occupied(start)
 
     def pages_of(self, offsets: Int64s) -> Int64s:
-        """The pages that offsets lie in, [n]: positions in `pages()`.
-
-        Raises:
-            MemoryMisuseError: one of them is in no range.
-        """
+        """As `PageTable.pages_of`."""
         return self._table.pages_of(offsets)
 
     def pages(self) -> Pages:
-        """All pages as they are now, ascending by address. Takes a time that grows with their number alone."""
+        """As `PageTable.pages`."""
         return self._table.pages()
 
     def group_bytes(self, groups: Int64s) -> Int64s:
-        """Bytes of the pages that `Pages.groups` names, [n], once all in them is free."""
+        """As `PageTable.group_bytes`."""
         return self._table.group_bytes(groups)
 
     # -- integrity ----------------------------------------------------------------------------------------------
 
     def copy(self) -> PageAllocator:
-        """Another one with the same slots taken, which a thread can look at. Takes a microsecond a page."""
+        """A copy with the same slots taken, which a thread can read. Takes a microsecond a page."""
         other = shallow_copy(self)
         other._sizes = {*self._sizes}
         other._table, other._lists = self._table.copy(), self._lists.copy()
         return other
 
     def check_integrity(self) -> None:
-        """Pages cover every range once; counters and lists agree with the slots.
+        """Check that pages cover every range once, and that counters and lists agree with the slots.
 
         Raises:
             IntegrityError: they do not.
@@ -335,13 +315,13 @@ class PageAllocator:
         anew = self._table.copy()
         anew.cut(self.page_bytes)
         if (wrong := np.flatnonzero(anew.head != self._table.head)).size:
-            raise IntegrityError(f"what is free at entry {wrong[0]} belongs to page {anew.head[wrong[0]]}")
+            raise IntegrityError(f"the free unit {wrong[0]} belongs to page {anew.head[wrong[0]]}")
         self._lists.check_integrity(anew)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _choose(self, slot: int, near: int | None) -> int | None:
-        """A page with a free slot of this size, by the steps that the module describes; None when there is none."""
+        """A page with a free slot of this size, by the steps in the module's docstring; None when there is none."""
         page = self._choose_partial(slot, near)
         if page is not None or not self._admit(slot):
             return page
@@ -361,7 +341,7 @@ class PageAllocator:
         return None
 
     def _admit(self, slot: int) -> bool:
-        """Choose the page size anew if it was not chosen for this size; False for a size that can never fit."""
+        """Choose the page size again if it does not suit this size yet; False for a size that can never fit."""
         if slot in self._sizes:
             return True
         if slot > self.capacity_bytes:
@@ -379,12 +359,12 @@ class PageAllocator:
             self._cut(page_bytes)
 
     def _cut(self, page_bytes: int) -> None:
-        """Cut what is free along the grid, and make all lists anew."""
+        """Cut free space along the grid, and rebuild all lists."""
         self._table.cut(page_bytes)
         self._lists.rebuild(self._table)
 
     def _open_page(self, slot: int) -> int | None:
-        """Give an empty page to slots of this size, the lowest of the best; None when there is none."""
+        """Cut an empty page into slots of this size: of the best length, the lowest; None when there is none."""
         length = self._lists.best_length(slot)
         if length is None:
             return None
@@ -400,7 +380,7 @@ class PageAllocator:
         return page
 
     def _take_pages(self, slot: int, count: int) -> Int64s:
-        """Take all slots of as many empty pages as `count` slots fill; their offsets."""
+        """Take all slots of as many empty pages as `count` slots fill; returns their offsets."""
         length = self._lists.best_length(slot)
         if length is None or count < length // slot:
             return np.zeros(0, np.int64)
@@ -479,5 +459,5 @@ class PageAllocator:
         elif is_open:
             lists.add_empty(page, table.one.length[page])
         if slot > self.capacity_bytes // SHARE and not lists.pages_of_size[slot]:
-            self._sizes.discard(slot)  # pages as large as it needed are a burden to the other sizes
+            self._sizes.discard(slot)  # the large pages that it needed are bad for the other sizes
             self._choose_page_bytes()

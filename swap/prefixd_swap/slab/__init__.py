@@ -1,1 +1,1 @@
-"""Slab files and their index: blocks on disk, durable before anybody sees them."""
+"""Slab files and their index: blocks on disk, durable before they are visible."""

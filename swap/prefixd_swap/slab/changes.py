@@ -1,6 +1,6 @@
-"""Changes of the index, durable in groups, and the slots that they make free.
+"""Changes of the index, made durable in groups, and the slots that they free.
 
-Data first, then the index, then the slots of what was replaced or removed are free.
+The order is: data, then the index, then the slots of replaced and removed blocks become free.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StoreChanges:
     """Makes changes durable, and counts those under way.
 
     Args:
-        path: the store's, for people.
-        index: names the blocks.
+        path: the store's folder, for messages.
+        index: has the records.
         slabs: have the slots.
         lock: guards the slabs and this.
         sync: makes what was written to slabs durable.
@@ -51,9 +51,9 @@ class StoreChanges:
         self.begun = 0
         """Writes and removals so far, `revive` included."""
         self.active = 0
-        """Of these, those under way."""
+        """Writes and removals under way."""
         self.orphaned = False
-        """Slots are taken that no record names any more, because theirs was damaged."""
+        """Whether slots are taken that no record names, because their record was damaged."""
         self._path = path
         self._index = index
         self._slabs = slabs
@@ -63,7 +63,7 @@ class StoreChanges:
 
     @property
     def unsure(self) -> bool:
-        """Whether it is not known what is durable."""
+        """Whether the outcome of a commit is unknown."""
         return self.commits.interrupted or self._index.broken
 
     @contextmanager
@@ -90,7 +90,7 @@ class StoreChanges:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it no other change is under way, and none begins: for `revive`.
+        """Excludes all other changes meanwhile: for `revive`.
 
         Raises:
             StorageError: the store is closed.
@@ -110,7 +110,7 @@ class StoreChanges:
                 self.lock.notify_all()
 
     def close(self) -> bool:
-        """Waits for changes under way and refuses others, for who has the lock; False when it was closed before."""
+        """Waits for changes under way and refuses later ones; False if closed before. The caller holds `lock`."""
         if self._closed:
             return False
         self._closed = True
@@ -122,7 +122,6 @@ class StoreChanges:
             raise StorageError(f"the store in {self._path} is closed; open it again")
 
     def _flush(self, batch: Sequence[Commit]) -> None:
-        """Data first, then the index, then the slots of what was replaced or removed are free."""
         self._sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
         changes: list[Change] = [change for commit in batch for change in commit.changes]
         gone = iter(self._index.apply(changes))
@@ -131,10 +130,10 @@ class StoreChanges:
             self._free_slots_of(replaced, commit.damaged)
 
     def _free_slots_of(self, replaced: Sequence[tuple[Change, bytes]], damaged: bool) -> None:
-        """Free the slots that records named before changes and do not name any more.
+        """Free the slots that records named before the changes and no longer name.
 
-        The commit is durable by now and must not fail: what a damaged record does not say, or says wrongly, stays
-        taken until the store is revived or opened again.
+        The commit is durable by now and must not fail: slots of a damaged record stay taken until the store is revived
+        or opened again.
         """
         of_records: list[list[int]] = []
         for change, old in () if damaged else replaced:
@@ -147,7 +146,7 @@ class StoreChanges:
             self.orphaned |= damaged and bool(replaced)
             try:
                 self._slabs.free(np.array(slots, np.int64))
-            except SwapError:  # none is free then: a record among them names a slot that is not its own
+            except SwapError:  # nothing was freed: one of the records names a slot of another block
                 for of_record in of_records:
                     try:
                         self._slabs.free(np.array(of_record, np.int64))
@@ -164,7 +163,7 @@ def _freed(change: Change, old: bytes) -> set[int]:
     """Slots that a record named before a change and does not name after it.
 
     Raises:
-        RecordDamagedError: it does not say.
+        RecordDamagedError: the record is damaged.
     """
     new = change[1] if change[1] is None or isinstance(change[1], bytes) else change[1](old)
     named = {slot for slot, _ in record_slots(old)}

@@ -1,7 +1,7 @@
-"""The disk tier's directory: one owner at a time, and a mark that says whose format it is.
+"""The disk tier's directory: one owner at a time, and a superblock with the format's version.
 
-`LOCK` is held with flock(2) and names its holder; `SUPERBLOCK` is written once, before anything else, and again as
-`SUPERBLOCK.copy`: either is enough to open the directory, and the other is then written anew.
+`LOCK` is held with flock(2) and names its holder. `SUPERBLOCK` is written once, before all other files, and again as
+`SUPERBLOCK.copy`: either one is enough to open the directory, and the other is then written again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DataDirectory:
 
         Raises:
             DirectoryInUseError: another store holds it.
-            FormatError: it holds another version's files, or somebody else's.
+            FormatError: it holds files of another version, or files that are not prefixd's.
             StorageError: it cannot be made, read or written.
         """
         self.path = path
@@ -65,7 +65,7 @@ class DataDirectory:
             raise
 
     def usable_io(self, wanted: DiskIo) -> DiskIo:
-        """`wanted` where the file system here and the kernel can do it, else buffered.
+        """`wanted` if the file system and the kernel support it, else buffered.
 
         Raises:
             StorageError: it cannot be read at all.
@@ -77,7 +77,7 @@ class DataDirectory:
             raise storage_error(f"reading {name}", error) from error
 
     def try_read(self, io: DiskIo) -> None:
-        """Read from the device the beginning of a file that has been here from the start.
+        """Read the beginning of the superblock from the device.
 
         Raises:
             StorageError: the device refuses.
@@ -109,7 +109,7 @@ class DataDirectory:
             raise storage_error(f"writing {name}", error) from error
 
     def close(self) -> None:
-        """Let another process take the directory."""
+        """Release the directory for other processes."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -128,27 +128,26 @@ class DataDirectory:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def _check_superblock(self) -> None:
-        """Write the superblock and its copy in a new directory; in an old one mend either from the other."""
+        """Write the superblock and its copy in a new directory; in an old one repair either from the other."""
         fields = _SUPERBLOCK.pack(MAGIC, VERSION, PAGE_BYTES)
         content = fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
         there = [name for name in SUPERBLOCKS if (self.path / name).exists()]
-        faults = {name: self._fault(self.path / name) for name in there}
-        if there and all(what for what, _ in faults.values()):
+        faults = {name: self._find_fault(self.path / name) for name in there}
+        if there and all(fault for fault, _ in faults.values()):
             raise FormatError("; ".join(faults[there[0]]))
-        # The copy comes second here. A later format's writer takes it away first, or it would undo its work.
+        # The copy is read second. A writer of a later format must delete it first, or this code would restore it.
         for name in SUPERBLOCKS:
-            what, _ = faults.get(name, (f"{self.path / name} was absent", ""))
-            if what:
+            fault, _ = faults.get(name, (f"{self.path / name} was absent", ""))
+            if fault:
                 if there:
-                    log.warning("%s; written anew from its copy", what)
+                    log.warning("%s; written anew from its copy", fault)
                 self._write_superblock(self.path / name, content)
 
-    def _fault(self, name: Path) -> tuple[str, str]:
-        """Why the superblock in the file `name` cannot be used, and what to do when its copy cannot either; empty when
-        it can.
+    def _find_fault(self, name: Path) -> tuple[str, str]:
+        """The fault of the superblock in the file `name`, and the remedy if its copy has one too; both empty if good.
 
         Raises:
-            FormatError: it is whole and says that the format is not ours.
+            FormatError: it is whole and has another format.
         """
         anew = f"delete {self.path} to start with an empty cache"
         try:
@@ -163,23 +162,23 @@ class DataDirectory:
             return f"{name} is damaged", anew
         _, version, page_bytes = _SUPERBLOCK.unpack_from(found)
         if version > VERSION:
-            what = f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}"
+            fault = f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}"
             remedy = "upgrade prefixd, choose another directory"
         elif version < VERSION:
-            what = f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}"
+            fault = f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}"
             remedy = "use the prefixd that wrote it, choose another directory"
         elif page_bytes != PAGE_BYTES:
-            what = f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}"
+            fault = f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}"
             remedy = "choose another directory"
         else:
-            what = remedy = ""
+            fault = remedy = ""
         is_whole = found[_SUPERBLOCK.size :] == _CHECK.pack(xxhash.xxh3_64_intdigest(found[: _SUPERBLOCK.size]))
-        if not what:
+        if not fault:
             return ("", "") if is_whole else (f"{name} is damaged", anew)
         remedy = f"{remedy}, or {anew}"
         if is_whole:
-            raise FormatError(f"{what}; {remedy}")
-        return what, remedy  # also what a later format looks like that has other fields after its version
+            raise FormatError(f"{fault}; {remedy}")
+        return fault, remedy  # also for a later format with other fields after the version
 
     def _write_superblock(self, name: Path, content: bytes) -> None:
         fresh = name.with_name(f"{name.name}.new")
@@ -191,12 +190,12 @@ class DataDirectory:
             os.close(fd)
         self._ops.rename(fresh, name)
         self._ops.sync_directory(self.path)
-        with contextlib.suppress(OSError):  # we may lack the right to open the parent
+        with contextlib.suppress(OSError):  # this user may lack the right to open the parent
             self._ops.sync_directory(self.path.parent)
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Leave a directory alone that was never ours: one with files in it and no superblock."""
+    """Refuse a directory that was never prefixd's: it has files and no superblock."""
     names = {entry.name for entry in path.iterdir()}
     leftovers = {f"{name}.new" for name in SUPERBLOCKS}  # of a crash, like a lone LOCK
     foreign = sorted(names - leftovers - {"LOCK"})

@@ -1,8 +1,8 @@
 """Group commit: writers that arrive while a commit is under way share the next one.
 
-The first to find nobody committing leads: it takes everything that waits, makes all of it durable at once and
-wakes the others (DeWitt et al., "Implementation Techniques for Main Memory Database Systems", SIGMOD 1984,
-section 5.2).
+When no commit is under way, the first writer leads: it takes all waiting changes, makes them durable together and wakes
+the other writers (DeWitt et al., "Implementation Techniques for Main Memory Database Systems", SIGMOD 1984, section
+5.2).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from prefixd_swap.slab.index.rows import Change
 
 @dataclass(eq=False, slots=True)
 class Commit:
-    """One caller's changes to the index and the slabs that its data went to."""
+    """One caller's changes to the index, and the slabs with its data."""
 
     changes: list[Change]
     slabs: set[SlabFile] = field(default_factory=set)
     damaged: bool = False
-    """The records that the changes remove are damaged: the slots that they name may be other blocks'."""
+    """Whether the removed records are damaged: the slots that they name may belong to other blocks."""
     done: bool = False
     error: StorageError | None = None
 
@@ -32,7 +32,7 @@ class GroupCommit:
     """Runs `flush` on batches of commits, one batch at a time."""
 
     def __init__(self, flush: Callable[[Sequence[Commit]], None]) -> None:
-        """`flush` makes a batch durable or raises a StorageError, and then nothing of the batch is."""
+        """`flush` makes a whole batch durable, or raises a StorageError with nothing of it durable."""
         self._flush = flush
         self._changed = threading.Condition()
         self._waiting: list[Commit] = []
@@ -40,7 +40,7 @@ class GroupCommit:
         self.batches = 0
         """Batches flushed so far."""
         self.interrupted = False
-        """A flush ended by anything but a StorageError: nobody knows whether its batch is durable."""
+        """Whether a flush ended with another error than a StorageError: its batch may be durable or not."""
 
     @property
     def waiting(self) -> int:
@@ -48,7 +48,7 @@ class GroupCommit:
         return len(self._waiting)
 
     def resume(self) -> None:
-        """Go on after an interruption, once the caller knows what is durable."""
+        """Accept commits again after an interruption, once the caller has reread the index."""
         self.interrupted = False
 
     def run(self, commit: Commit) -> None:

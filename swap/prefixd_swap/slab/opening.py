@@ -1,4 +1,4 @@
-"""What a store finds in its directory when it is opened, and what it makes of a crash, a lost file, a damaged index."""
+"""Opens the parts of a store, and recovers from a crash, a lost file or a damaged index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def open_parts(
     path: Path, capacity_bytes: int, slab_bytes: int | None, io: DiskIo, ops: FileOps, shrink: bool
 ) -> tuple[DataDirectory, SlabIndex, SlabFiles, Recovery, Records]:
-    """The parts of a store, for `SlabStore.open`, whose arguments and errors these are; and the blocks found."""
+    """The parts of a store and the recovered blocks; arguments and errors as `SlabStore.open`."""
     with ExitStack() as undo:
         directory = DataDirectory(path, ops)
         undo.callback(directory.close)
@@ -34,7 +34,7 @@ def open_parts(
         undo.callback(index.close)
         io = directory.usable_io(io)
         table = _read_index(index, ops)
-        # What an index that was set aside names may be brought back, and any slab may hold it.
+        # Blocks of an index that was set aside may be brought back, and any slab may hold them.
         holding = range(MAX_NUMBER + 1) if list_set_aside(directory.index) else slabs_named(table)
         slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io, holding=holding, shrink=shrink)
         recovery, recovered, dropped = recover(table, slabs, index.damage)
@@ -53,12 +53,12 @@ def open_parts(
 
 
 def _note_absent(directory: DataDirectory, ops: FileOps) -> None:
-    """Reports blocks as lost where the index is gone and the slabs are not; what they hold, nobody can say."""
+    """Reports lost blocks if the index is gone and slabs are there: without the index their blocks are unknown."""
     try:
         if (directory.index / "data.mdb").exists():
             return
         slabs = [path for path in directory.slabs.glob("*.slab") if path.stat().st_size]
-        if slabs and not list_set_aside(directory.index):  # else it was being replaced
+        if slabs and not list_set_aside(directory.index):  # else a crash interrupted its replacement
             reason = f"the index is gone, and {len(slabs)} slab files are there"
             set_copy_aside(directory.index, ops, reason, None)
     except OSError as error:
@@ -78,10 +78,10 @@ def _read_index(index: SlabIndex, ops: FileOps) -> IndexTable:
 
 
 def _bring_back(index: SlabIndex, ops: FileOps) -> IndexTable:
-    """What can be read of the index that was set aside just now, in the new one."""
+    """Enter the readable records of the index that was just set aside into the new one."""
     assert index.aside is not None, "it was replaced"
     try:
         bring_back(index, index.aside, ops)
     except StorageError as error:
-        log.error("what can be read of %s is not back, try `prefixd recover`: %s", index.aside, error)
+        log.error("the readable blocks of %s cannot be brought back, try `prefixd recover`: %s", index.aside, error)
     return IndexTable(index.chunks())

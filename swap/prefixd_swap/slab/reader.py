@@ -1,4 +1,4 @@
-"""How parts of blocks are read from the slabs: copied into memory, and verified there."""
+"""Reads parts of blocks from the slabs into memory, and verifies them there."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 
 _SMALL_BYTES = 64 << 10
-"""Slots up to this size that lie one behind the other are read together, and each is copied on from there."""
+"""Adjacent slots up to this size are read together, and each one is copied from there."""
 
 
 class SlabReader:
-    """Reads parts; any thread may.
-
-    Args:
-        slabs: where they are.
-    """
+    """Reads parts. Any thread may call it."""
 
     def __init__(self, slabs: SlabFiles) -> None:
         self._slabs = slabs
 
     def read(self, part: DiskPart, into: Span) -> None:
-        """See `SlabStore.read`."""
+        """As `SlabStore.read`."""
         buffer = host_bytes(into, part.nbytes)
         slab, index = self._slabs.find(part.slot)
         slab.read(index, buffer)
@@ -43,10 +39,10 @@ class SlabReader:
     def read_all(
         self, slots: Int64s, checksums: Sequence[int], addresses: Sequence[int], nbytes: int
     ) -> list[StorageError | None]:
-        """See `SlabStore.read_all`.
+        """As `SlabStore.read_all`.
 
-        A call for each small part costs more than a copy of it, and threads that make thousands of calls a second keep
-        the interpreter from all others.
+        Small parts are read together: a call for each costs more than a copy, and threads that make thousands of calls
+        a second delay all others by the interpreter's lock.
         """
         parts = [DiskPart(slot, nbytes, checksum) for slot, checksum in zip(slots.tolist(), checksums, strict=True)]
         slot_bytes = round_to_slot(nbytes)
@@ -62,10 +58,10 @@ class SlabReader:
     def _read_run(
         self, parts: Sequence[DiskPart], addresses: Sequence[int], slot_bytes: int
     ) -> list[StorageError | None]:
-        """Parts whose slots lie one behind the other."""
+        """Read parts in adjacent slots."""
         spans = [Span(address, part.nbytes) for part, address in zip(parts, addresses, strict=True)]
         if len(parts) > 1:
-            with contextlib.suppress(StorageError):  # then each is read alone, and says what is wrong with it
+            with contextlib.suppress(StorageError):  # then each part is read alone, for its own error
                 slab, index = self._slabs.find(parts[0].slot)
                 run = slab.read_run(index, len(parts) * slot_bytes)
                 return [
@@ -83,7 +79,7 @@ class SlabReader:
 
 
 def verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
-    """Compare the checksum `found` of the bytes in a part's slot with the one that was written down.
+    """Compare the checksum `found` of the bytes in a part's slot with the recorded one.
 
     Raises:
         ChecksumError: they differ.
@@ -96,7 +92,7 @@ def verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
 
 
 def _copy(part: DiskPart, slab: SlabFile, index: int, data: memoryview, into: Span) -> ChecksumError | None:
-    """Copies a part that was read and verifies it where it is then; what is wrong with it."""
+    """Copies a part that was read and verifies the copy; returns the error, or None."""
     buffer = host_bytes(into, part.nbytes)
     buffer[:] = data[: part.nbytes]
     try:

@@ -1,7 +1,7 @@
-"""Brings back the blocks that an index which was set aside still names, and whose bytes are still in their slots.
+"""Finds blocks of an index that was set aside, if their bytes are still in their slots.
 
-Since it was set aside, its slots were free: others may have been written there. So each block's bytes are read and
-their checksums compared, and nothing is believed that lies where a block of the index in use lies.
+Since the index was set aside, its slots were free, and other blocks may have been written there. So the bytes of each
+block are read and their checksums compared, and a block is dropped if it overlaps a block of the index in use.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ NO_PARENT = "whose parents are not there"
 
 @dataclass(slots=True)
 class Salvaged:
-    """What became of the blocks that an index named."""
+    """The blocks of an index that was set aside, by outcome."""
 
     blocks: int = 0
-    """Brought back, or to be brought back."""
+    """Blocks that can be brought back."""
     there: int = 0
-    """In the index in use already."""
+    """Blocks that the index in use has already."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Not brought back, by reason."""
+    """Blocks that cannot be brought back, by reason."""
     rows: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """Of what is brought back, parents first: key and value in the index."""
+    """Index key and value of each block to bring back, parents first."""
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
-    """What their namespaces stand for."""
+    """Specs of their namespaces, by id."""
     pins: list[bytes] = field(default_factory=list)
-    """Keys in the index of those that were pinned."""
+    """Index keys of those that were pinned."""
 
 
 def salvage(
@@ -52,13 +52,13 @@ def salvage(
     step: Callable[[int, int], None] = lambda done, total: None,
     usable: Callable[[bytes, BlockRecord], bool] = lambda spec, record: True,
 ) -> Salvaged:
-    """What can be brought back of an index that was set aside; `SlabStore.adopt` does it. Reads every byte of it.
+    """The blocks of an index that `SlabStore.adopt` can bring back. Reads every byte of them.
 
     Args:
-        found: the index.
-        store: of the same directory; nobody else uses it.
-        step: called before each block with how many are done, and of how many.
-        usable: whether a block can be one of a namespace, by what that stands for.
+        found: the index that was set aside.
+        store: the store of the same directory; no other caller uses it.
+        step: called before each block with the number of blocks done, and of all blocks.
+        usable: whether a block can belong to a namespace with this spec.
 
     Raises:
         OSError: the device refuses to read the index.
@@ -130,7 +130,7 @@ def _is_whole(record: BlockRecord, store: SlabStore) -> bool:
 
 
 def _clashing(known: Iterable[BlockRecord], found: Sequence[BlockRecord]) -> set[bytes]:
-    """Those of `found`, by their keys in the index, that name bytes which another block names too."""
+    """Index keys of the blocks in `found` that overlap another block."""
     rows: list[tuple[int, int, int]] = []  # first unit, end, place in `found` or -1
     for place, record in [*((-1, each) for each in known), *enumerate(found)]:
         rows += [(part.slot, part.slot + -(-part.nbytes // PAGE_BYTES), place) for part in record.parts if part]

@@ -147,7 +147,7 @@ class SlabStore:
         return self._changes.commits.waiting
 
     def room(self, nbytes: int) -> int:
-        """How many more parts of `nbytes` bytes each could be written now."""
+        """Number of parts of `nbytes` bytes each that could be written now."""
         with self._changed:
             return self._slabs.room(nbytes)
 

@@ -1,4 +1,4 @@
-"""Whether what the index says of blocks is so: of one block and its bytes, or of all blocks and the slots taken."""
+"""Verifies the index: one block's record and bytes, or all records against the taken slots."""
 
 from __future__ import annotations
 
@@ -17,17 +17,11 @@ from prefixd_swap.slots import PAGE_BYTES
 if TYPE_CHECKING:
     from prefixd_swap.slab.index.index import SlabIndex
 
-_CHECKS = 8  # a block that was found bad so often while others were freed is bad
+_CHECKS = 8  # after this many failed attempts a block is bad, even if slots were freed meanwhile
 
 
 class Verification:
-    """Verifies blocks where they are; any thread may.
-
-    Args:
-        index: names the blocks.
-        slabs: have their bytes.
-        changes: those under way.
-    """
+    """Verifies blocks in their slots. Any thread may call it."""
 
     def __init__(self, index: SlabIndex, slabs: SlabFiles, changes: StoreChanges) -> None:
         self._index = index
@@ -35,20 +29,20 @@ class Verification:
         self._changes = changes
 
     def check_block(self, namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
-        """Verify a stored block where it is; False when there is no such block, or no longer.
+        """Verify a stored block in its slots; False if the block is not stored, or no longer.
 
-        A slot that is freed and used again meanwhile is not taken for damage.
+        A slot that is freed and used again meanwhile does not count as damage.
 
         Args:
             namespace: its namespace.
             key: its key.
-            expected: what its record has to say, where the caller knows that.
+            expected: the record that it must have, if the caller knows it.
 
         Raises:
-            ChecksumError: a part's bytes are not those that were written.
+            ChecksumError: a part's bytes are damaged.
             RecordDamagedError: the block's record contradicts itself, or `expected`.
-            IndexUnavailableError: the index cannot be read, which says nothing about the block.
-            StorageError: they cannot be read.
+            IndexUnavailableError: the index cannot be read; the block's state is unknown.
+            StorageError: the bytes cannot be read.
         """
         name = index_key(namespace, key)
         for attempt in range(1, _CHECKS + 1):
@@ -84,11 +78,12 @@ class Verification:
             raise IndexUnavailableError(f"no block can be checked while the index cannot be read: {error}") from error
 
     def audit_index(self) -> Records | None:
-        """Every record of the index as of now, those without a parent included; the slots are checked as by
-        `check_integrity`. None while it is not known what is named, until `revive`.
+        """Every record of the index as of now, records without a parent included; also checks all taken slots.
+
+        None from a commit of unknown outcome until `revive`.
 
         Raises:
-            IntegrityError: the slots do not add up, or an entry of the index is no record.
+            IntegrityError: named and taken slots differ, or an entry of the index is not a record.
             StorageError: the index cannot be read.
         """
         with self._changes.lock:

@@ -1,4 +1,4 @@
-"""The way of new blocks into slabs: slots taken, bytes written by several threads, synced; or the slots given back."""
+"""Writes new blocks into slabs: takes slots, writes the bytes with several threads, syncs; frees slots on failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prefixd_swap.threads import started_threads
 
 log = logging.getLogger(__name__)
 
-_BYTES_AT_ONCE = 256 << 10  # of small parts: handing one over to a thread costs more than writing it
+_BYTES_AT_ONCE = 256 << 10  # of small parts in one job: submitting a job costs more than writing one small part
 
 
 class SlabWriter:
@@ -34,12 +34,12 @@ class SlabWriter:
         self._lock = lock
         self._io_threads = io_threads
         self._pool: ThreadPoolExecutor | None = None
-        self._alone = False  # the log says that there are no threads
+        self._warned = False  # that no threads can be started
 
     def take(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None]:
-        """For each block a slot for each part that is to be written; None where not all of them have room.
+        """Take a slot for each part to write of each block; None for a block without room for all parts.
 
-        They lie close to the parent's, which may be among the blocks before it.
+        The slots lie close to the parent's slots; the parent may be an earlier block of the call.
 
         Raises:
             DiskFullError: the file system has no room for a slab; nothing is taken.
@@ -54,17 +54,17 @@ class SlabWriter:
                     taken.append(self._take_block(block, near))
                     by_key[block.namespace, block.key] = taken[-1]
             except Exception:
-                self._give_back([slot for slots in taken for slot in slots or ()])
+                self._free_slots([slot for slots in taken for slot in slots or ()])
                 raise
         return taken
 
     def write(
         self, blocks: Sequence[NewBlock], slots: Sequence[Sequence[int | None] | None]
     ) -> tuple[list[BlockRecord | None], Commit]:
-        """Write blocks to the slots taken for them; their records, and what makes them durable.
+        """Write blocks to their slots; returns their records, and the commit that makes them durable.
 
         Raises:
-            StorageError: a write failed; nobody writes to the slots any more.
+            StorageError: a write failed; no thread writes to the slots any more.
         """
         commit = Commit([])
         spans = [
@@ -90,10 +90,10 @@ class SlabWriter:
         return records, commit
 
     def sync(self, slabs: set[SlabFile]) -> None:
-        """Return when what was written to these slabs is durable.
+        """Return when all bytes written to these slabs are durable.
 
         Raises:
-            StorageError: a sync failed; that slab gives out no more slots.
+            StorageError: a sync failed; no more slots of that slab are allocated.
         """
         for slab in sorted(slabs, key=lambda slab: slab.number):
             try:
@@ -106,7 +106,7 @@ class SlabWriter:
     def free(self, slots: Sequence[int]) -> None:
         """Make slots free."""
         with self._lock:
-            self._give_back(slots)
+            self._free_slots(slots)
 
     def close(self) -> None:
         """End the threads."""
@@ -123,16 +123,16 @@ class SlabWriter:
                     continue
                 slot = self._slabs.allocate(part.nbytes, other)
                 if slot is None:
-                    self._give_back(slots)
+                    self._free_slots(slots)
                     return None
                 slots.append(slot)
         except Exception:
-            self._give_back(slots)
+            self._free_slots(slots)
             raise
         return slots
 
     def _write_parts(self, spans: Sequence[tuple[Span, int, int | None]], slabs: set[SlabFile]) -> list[DiskPart]:
-        """Write each span to its slot, several at a time; `slabs` gets the slabs written to."""
+        """Write each span to its slot, several at a time; adds the slabs written to `slabs`."""
         jobs = []
         for part, slot, checksum in spans:
             slab, index = self._slabs.find(slot)
@@ -146,25 +146,25 @@ class SlabWriter:
         small = max(1, _BYTES_AT_ONCE * len(spans) // sum(part.nbytes for part, _, _ in spans))
         together = min(small, -(-len(jobs) // self._io_threads))
         futures = [pool.submit(_write_parts, jobs[at : at + together]) for at in range(0, len(jobs), together)]
-        wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
+        wait(futures)  # even if one fails: slots may be freed only when no thread writes to them
         try:
             return [part for future in futures for part in future.result()]
         finally:
-            del futures  # a failed one has its error, whose traceback has this frame: slabs would stay open until a gc
+            del futures  # else an error's traceback, this frame and the error are a cycle that keeps slabs open
 
     def _threads(self) -> ThreadPoolExecutor | None:
-        """The threads, started with the first write that needs them; None while the system gives none."""
+        """The threads, started by the first write that needs them; None while the system refuses them."""
         with self._lock:
             if self._pool is None:
                 try:
                     self._pool = started_threads(self._io_threads, "prefixd-slabs")
                 except OutOfMemoryError as error:
-                    if not self._alone:
+                    if not self._warned:
                         log.warning("parts are written one after the other for now: %s", error)
-                    self._alone = True
+                    self._warned = True
             return self._pool
 
-    def _give_back(self, slots: Sequence[int | None]) -> None:
+    def _free_slots(self, slots: Sequence[int | None]) -> None:
         self._slabs.free(np.array([slot for slot in slots if slot is not None], np.int64))
 
 

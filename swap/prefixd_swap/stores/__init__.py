@@ -1,7 +1,6 @@
-"""Stores that other hosts read and write, too: named objects behind one small interface.
+"""Stores that hosts share: named objects behind one small interface.
 
-`base` is the interface, `open` makes the store that is configured; `names` and `sealed` say what an object is called
-and how it looks.
+`base` is the interface, and `open` makes the configured store; `names` has the names of objects, `sealed` their format.
 """
 
 from prefixd_swap.stores.base import NAME_BYTES, ObjectStore, Read, Write

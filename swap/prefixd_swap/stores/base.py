@@ -1,9 +1,9 @@
-"""What prefixd asks of a store that it shares with other hosts: get, put, exists and delete, for many objects at once.
+"""The interface of a store that hosts share: get, put, exists and delete, each for many objects at once.
 
-An object is immutable and named by its content: whoever puts a name again puts an object that serves as well, so puts
-need no order, and two hosts that write the same one do no harm. A store may lose any object at any time.
+An object is immutable and named by its content: two objects of one name are equally good. So puts need no order, and
+two hosts may write the same object. A store may lose any object at any time.
 
-Nothing that comes out of a store is trusted: whoever calls verifies it.
+Callers must verify every object that they get.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Read:
 
     Args:
         name: `NAME_BYTES` bytes that look random.
-        into: writable memory, one piece after the other, that is together exactly as long as the object has to be.
-            Contiguous bytes (format "B"). They stay until the call has returned, and are garbage when it failed.
+        into: writable pieces of memory, together exactly as long as the object has to be. Contiguous bytes (format
+            "B"). They stay until the call has returned, and are garbage when it failed.
     """
 
     name: bytes
@@ -30,7 +30,7 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        """How long the object has to be."""
+        """Bytes that the object has to have."""
         return sum(piece.nbytes for piece in self.into)
 
 
@@ -40,7 +40,7 @@ class Write:
 
     Args:
         name: `NAME_BYTES` bytes that look random.
-        pieces: its bytes, one piece after the other. They stay as they are until the call has returned.
+        pieces: its bytes, in order. They must not change until the call has returned.
     """
 
     name: bytes
@@ -48,29 +48,28 @@ class Write:
 
     @property
     def nbytes(self) -> int:
-        """How long the object is."""
+        """Bytes of the object."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
 class ObjectStore(ABC):
-    """A store, whatever it is. One event loop makes all calls, several at a time; it connects with the first.
+    """A store. One event loop makes all calls, several at a time; the store connects with the first call.
 
-    Every call takes a deadline in seconds from now, and has returned or raised soon after it: whatever it waits for is
-    cancelled, and nothing is written into a `Read`'s memory any more.
+    Every call has a deadline in seconds from now, and returns or raises soon after it: then its work is cancelled, and
+    nothing is written into a `Read`'s memory any more.
 
     Raises (every call):
-        RemoteStoreError: it is away, refuses, or does not answer in time.
+        RemoteStoreError: the store cannot be reached, refuses, or does not answer in time.
     """
 
     kind: str
-    """Which store it is, in messages and metrics, for example "valkey"."""
+    """The kind of store, in messages and metrics, for example "valkey"."""
 
     address: str
-    """Where it is, in messages; without secrets."""
+    """Its address, in messages; without secrets."""
 
     copied_bytes = 0
-    """Bytes of objects that this side has copied in memory since the start, between the client library and the caller's
-    memory."""
+    """Bytes of objects copied since the start between the client library and the caller's memory."""
 
     @abstractmethod
     async def exists(self, names: Sequence[bytes], deadline_s: float) -> list[bool]:
@@ -78,7 +77,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        """Reads objects; whether each was there with the length that was expected."""
+        """Reads objects; returns whether each was there with the expected length."""
 
     @abstractmethod
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
@@ -86,8 +85,8 @@ class ObjectStore(ABC):
 
         Args:
             writes: different names.
-            ttl_s: how long the store keeps them; 0: as long as it likes.
-            deadline_s: see above.
+            ttl_s: the store keeps them for this time; 0: until it evicts them.
+            deadline_s: as for every call.
 
         Raises:
             RemoteFullError: there is no room; some may be stored.
@@ -99,14 +98,14 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def ping(self, deadline_s: float) -> None:
-        """Whether it answers."""
+        """Checks that the store answers."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Says that most reads and writes will be of this memory, so that a store that needs to know can prepare it.
+        """Announces the memory of most reads and writes, for a store that has to prepare it.
 
         Args:
-            address: where it begins in this process.
-            nbytes: how long it is. It stays mapped until the store is closed.
+            address: its address in this process.
+            nbytes: its size. It stays mapped until the store is closed.
         """
         del address, nbytes
 

@@ -1,4 +1,4 @@
-"""A call's deadline: when the time is up, what it waits for is cancelled, and the error says which store was slow."""
+"""The deadline of a call: it cancels the work of the call and raises an error that names the store."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ async def within(deadline_s: float, call: str, where: str) -> AsyncIterator[None
     """Cancels the body after `deadline_s` seconds.
 
     Args:
-        deadline_s: seconds from now; NaN and anything up to 0 has already passed.
+        deadline_s: seconds from now; NaN or 0 or less has passed already.
         call: for example "get of 16 objects".
         where: kind and address of the store.
 
     Raises:
-        RemoteStoreError: the time was up.
+        RemoteStoreError: the deadline has passed.
     """
     late = (
         f"{where}: {call} has not ended within {deadline_s:.3g} s; see whether store and network are overloaded, and "

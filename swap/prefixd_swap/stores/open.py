@@ -1,4 +1,4 @@
-"""Makes the store that is configured, and imports nothing of the others."""
+"""Makes the configured store; imports the packages of no other store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def open_store(options: StoreOptions) -> ObjectStore:
     """A store; it connects with its first call.
 
     Raises:
-        RemoteStoreError: a package that this store needs is not installed, or the options make no client.
+        RemoteStoreError: a package that this store needs is not installed, or the client refuses the options.
     """
     if isinstance(options, ValkeyOptions):
         return ValkeyStore(options)

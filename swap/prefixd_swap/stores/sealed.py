@@ -1,14 +1,14 @@
-"""Sealed objects: a part of a block as it lies in a store that others can read and write.
+"""Sealed objects: the format of a block's part in a store that others can read and write.
 
-    head      magic, version, flags, what the object is, nonce, tag, checksum     HEAD_BYTES
-    payload   the part's bytes; they and the checksum are encrypted where that is configured
+    head      magic, version, flags, identity, nonce, tag, checksum     HEAD_BYTES
+    payload   the part's bytes; they and the checksum are encrypted if that is configured
 
-What the object is: the part's number and length, the block's depth and length, its namespace, its geometry, and a keyed
-hash of its token ids. The ids themselves are not stored: who reads the store is not to learn the prompt.
+The identity is the part's number and length, the block's depth and length, its namespace, its geometry, and a keyed
+hash of its token ids. The ids themselves are not stored: a reader of the store must not learn the prompt.
 
-AES-256-GCM with a key of the object's own authenticates all of it, so who lacks the secret can neither alter an object,
-nor move it to another name, nor make one up. The checksum inside was taken when the bytes were known to be right: bytes
-that were altered in memory before they were sealed are found when they come up.
+AES-256-GCM with a key for each object authenticates everything, so without the secret an object can be neither altered,
+nor moved to another name, nor forged. The checksum inside was computed when the bytes were known to be right, so it
+finds bytes that were altered in memory before they were sealed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Seal:
     """Seals parts of blocks, and opens and verifies them.
 
     Args:
-        secret: from which all names and keys are made, `LEAST_SECRET_BYTES` or more.
-        encryption_key: where it is given, the payload is encrypted, with keys made from it; otherwise it is
-            authenticated only.
+        secret: all names and keys are derived from it; `LEAST_SECRET_BYTES` or more.
+        encryption_key: encrypts the payload, with keys derived from it; None: the payload is authenticated only.
     """
 
     def __init__(self, secret: bytes, encryption_key: bytes | None = None) -> None:
@@ -62,9 +61,9 @@ class Seal:
     def close(
         self, block: BlockIdentity, part: int, payload: memoryview, checksum: int | None
     ) -> tuple[bytes, memoryview]:
-        """The head and the payload of an object. `checksum` is xxh3_64 of the payload where it is known.
+        """The head and the payload of an object. `checksum` is xxh3_64 of the payload if known.
 
-        The payload is the caller's memory itself unless it is encrypted.
+        Without encryption the returned payload is the caller's memory itself.
         """
         if checksum is None:
             checksum = xxhash.xxh3_64_intdigest(payload)
@@ -87,9 +86,9 @@ class Seal:
         """Verifies an object, decrypts its payload in place, and returns xxh3_64 of the bytes.
 
         Raises:
-            ForeignObjectError: it is not prefixd's, or another block's.
-            StaleObjectError: another version of prefixd, or one that (does not) encrypt, has written it.
-            AlteredObjectError: its bytes are not those that were sealed. The payload is garbage.
+            ForeignObjectError: it was not written by prefixd, or belongs to another block.
+            StaleObjectError: it has another version, or its encryption differs from this daemon's.
+            AlteredObjectError: its bytes are not the bytes that were sealed. The payload is garbage.
         """
         magic, version, flags = KIND.unpack_from(head)
         if magic != _MAGIC:
@@ -115,7 +114,7 @@ class Seal:
         try:
             opening.finalize()
         except InvalidTag:
-            raise AlteredObjectError("the object is not what was sealed with this daemon's secret") from None
+            raise AlteredObjectError("the object was altered, or sealed with another secret") from None
         checksum = int.from_bytes(known, "little")
         if xxhash.xxh3_64_intdigest(payload) != checksum:
             raise AlteredObjectError("the object's bytes were altered before they were sealed")
@@ -136,5 +135,5 @@ def _identity(block: BlockIdentity, part: int, nbytes: int) -> bytes:
 
 
 def _key(block: BlockIdentity, part: int) -> bytes:
-    """Of the object's own, so that no number of objects uses one key too often, and the name is authenticated."""
+    """The object's own key: so no key is used for too many objects, and the name is authenticated."""
     return hashlib.blake2b(object_name(block.digest, part), key=block.keys.sealing, digest_size=32).digest()

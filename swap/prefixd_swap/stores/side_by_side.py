@@ -1,4 +1,4 @@
-"""Several jobs at a time, and none left running when one has failed."""
+"""Runs several jobs at a time; after a failure no job is left running."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _T = TypeVar("_T")
 
 
 async def side_by_side(jobs: Sequence[Callable[[], Awaitable[_T]]], most: int) -> list[_T]:
-    """Results of jobs of which `most` run at a time. After a failure the others are cancelled and waited for.
+    """Runs `jobs`, `most` at a time, and returns their results. After a failure it cancels the others and waits for
+    them.
 
     Raises:
-        Exception: what the first job that failed raised.
+        Exception: the error of the first job that failed.
     """
     if len(jobs) == 1:
         return [await jobs[0]()]

@@ -1,6 +1,6 @@
-"""The contract of a tier between the memory below and the cache above, which knows no tier by its number.
+"""The contract of a tier, between the memory below and the cache above, which does not depend on tier numbers.
 
-There are two kinds. A memory tier (`memory`) gives out slots with an address, and blocks are copied there. A store tier
+There are two kinds. A memory tier (`memory`) allocates slots with an address, and blocks are copied there. A store tier
 (`store`) is read and written by calls, and chooses the slots itself.
 
 Blocks are given in columns: n blocks of p parts each are arrays [n, p]. A missing part has slot `NO_SLOT`.
@@ -27,8 +27,8 @@ class Tier(ABC):
     """One kind of memory or storage. The event loop's thread calls it; other threads only move bytes.
 
     Args:
-        name: in metrics, messages and paths, for example "cpu"; different from every other tier's.
-        level: 0 is nearest to the engine. A block is demoted to the next level and promoted from any.
+        name: in metrics, messages and paths, for example "cpu"; unique.
+        level: 0 is nearest to the engine. A block is demoted to the next level and promoted from any level.
     """
 
     addressable: bool
@@ -38,9 +38,9 @@ class Tier(ABC):
     durable: bool
     """Whether its blocks survive the process."""
     shared: bool
-    """Whether others use its bytes: clients that map its memory, or other hosts."""
+    """Whether other processes use its bytes: clients that map its memory, or other hosts."""
     backed = True
-    """Whether its slots have memory; a plan's tiers only do the accounting."""
+    """Whether its slots have memory; the tiers of `prefixd plan` only do the accounting."""
 
     def __init__(self, name: str, level: int) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def capacity_bytes(self) -> int:
-        """The most bytes that it holds."""
+        """The most bytes of blocks."""
 
     @property
     @abstractmethod

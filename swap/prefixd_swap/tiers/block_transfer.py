@@ -12,10 +12,10 @@ R = TypeVar("R")
 
 
 class BlockTransfer(Generic[R]):
-    """Blocks on their way; `finish` says what became of each of them.
+    """A movement of blocks; `finish` returns one result a block.
 
-    A piece that ends with a `StorageError` gives it to each of its blocks, and so do blocks that were not tried after
-    it. Any other error of a piece is raised.
+    If a piece ends with a `StorageError`, that is the result of each of its blocks, and of later blocks that were not
+    tried. Any other error of a piece is raised.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class BlockTransfer(Generic[R]):
 
         Args:
             transfers: starts them.
-            path: where the blocks go.
+            path: the path of the blocks.
             pieces: made when they start.
             urgency: see `Urgency`.
             blocks: blocks of all pieces.
             nbytes: bytes of all pieces.
             count: number of pieces.
-            deadline_s: when the blocks are wanted.
-            in_order: one piece after the other, none after one that failed.
+            deadline_s: time at which the blocks are needed.
+            in_order: start each piece after the one before, and none after one that failed.
         """
         self.blocks = blocks
-        self._first: list[int] = []  # of each piece that has started, its first block
+        self._first: list[int] = []  # the first block of each piece that has started
         self._next = 0
         self.transfer: Transfer[list[R]] = transfers.submit(
             path,
@@ -58,31 +58,31 @@ class BlockTransfer(Generic[R]):
         )
 
     async def finish(self) -> list[R | SwapError]:
-        """Waits for the end; what became of each block, in order.
+        """Waits for the end; returns the result of each block, in order.
 
-        If the caller is cancelled, the transfer is cancelled and this raises when no piece touches memory any more.
-        Blocks that somebody else's `cancel` has dropped are `TransferDroppedError`.
+        If the caller is cancelled, the transfer is cancelled, and this raises when no piece touches memory any more.
+        The result of a block that another task's `cancel` has dropped is a `TransferDroppedError`.
 
         Raises:
-            BaseException: what a piece raised that was no `StorageError`.
+            BaseException: the error of a piece, unless it is a `StorageError`.
         """
         return self._results(await self.transfer.finish())
 
     async def cancel(self) -> list[R | SwapError]:
-        """Drops what has not started and waits for the rest; what became of each block, as by `finish`."""
+        """Drops pieces that have not started and waits for the others; returns the results as `finish` does."""
         return self._results(await self.transfer.cancel())
 
     async def arrived(self) -> AsyncIterator[tuple[int, list[R]]]:
         """Yields the results of each piece as soon as it has ended, with the number of its first block.
 
-        Pieces that ended with an error are left out; `finish` has them.
+        Pieces that ended with an error are left out; `finish` returns them.
         """
         async for position, outcome in self.transfer.outcomes():
             if outcome.error is None:
                 yield self._first[position], outcome.get()
 
     def raise_to(self, urgency: Urgency) -> None:
-        """Makes it more urgent; one that is so urgent already stays as it is."""
+        """As `Transfer.raise_to`."""
         self.transfer.raise_to(urgency)
 
     def _take(self, pieces: Iterable[tuple[int, Piece[list[R]]]]) -> Iterator[Piece[list[R]]]:

@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 REMOVED_AT_ONCE = 1024
 PINNED_AT_ONCE = 8192
-_CONTROL_THREADS = 2  # one that looks at the files, and one for a writer who cannot wait for the next look
+_CONTROL_THREADS = 2  # one that checks the files, and one for a writer that cannot wait for the check
 
 
 class DiskTier(StoreTier):
-    """The disk tier's blocks. The store stays its maker's to close; for the other arguments see `StoreTier`.
+    """The disk tier's blocks. The caller closes the store; for the other arguments see `StoreTier`.
 
     Args:
-        threads: pieces under way ahead of demand. What is ahead of demand in the device's own queue costs demand time,
-            so there are half as many again for demand alone.
+        threads: pieces under way of all urgencies; half as many again are for demand alone. Pieces that are ahead of
+            demand in the device's own queue delay it.
     """
 
     durable = True
@@ -54,12 +54,10 @@ class DiskTier(StoreTier):
 
     @property
     def capacity_bytes(self) -> int:
-        """The most that slab files take together."""
         return self.store.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots taken."""
         return self.store.used_bytes
 
     async def remove(self, names: Sequence[Identity], urgency: Urgency, *, damaged: bool = False) -> None:
@@ -74,7 +72,7 @@ class DiskTier(StoreTier):
         (await transfer.finish()).values()
 
     async def drop_parts(self, parts: Sequence[tuple[bytes, bytes, Collection[int]]], urgency: Urgency) -> None:
-        """Gives back the slots of some parts of blocks that stay, `REMOVED_AT_ONCE` blocks in one transaction."""
+        """Removes parts, `REMOVED_AT_ONCE` blocks in one durable transaction."""
         await self._change(self.store.drop_parts, parts, urgency)
 
     @property
@@ -83,74 +81,59 @@ class DiskTier(StoreTier):
         return self.store.choose_victims
 
     def room(self, nbytes: int) -> int:
-        """How many more parts of `nbytes` bytes each could be written now."""
         return self.store.room(nbytes)
 
     def load(self) -> Records:
-        """Every block, in columns."""
         return self.store.load()
 
     def namespaces(self) -> dict[bytes, bytes]:
-        """What every namespace stands for, by its id."""
         return self.store.namespaces()
 
     def discard(self, names: Sequence[Identity], reason: str) -> None:
-        """Removes blocks that cannot be used, and blocks the caller meanwhile."""
         self.store.remove_unusable(names, reason)
 
     def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
-        """Forgets what namespaces stood for, and blocks the caller meanwhile."""
         self.store.remove_namespaces(namespaces)
 
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
-        """Stores durably what a namespace stands for."""
         await self._in_thread(self.store.put_namespace, namespace, spec)
 
     async def remove_namespaces(self, namespaces: Collection[bytes]) -> None:
-        """Forgets durably what namespaces stood for."""
         await self._in_thread(self.store.remove_namespaces, namespaces)
 
     async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
-        """Stores that blocks are pinned, or not any more, `PINNED_AT_ONCE` in one durable transaction."""
+        """Pins or unpins blocks, `PINNED_AT_ONCE` in one durable transaction."""
         there = 0
         for start in range(0, len(names), PINNED_AT_ONCE):
             there += await self._in_thread(self.store.pin, names[start : start + PINNED_AT_ONCE], pinned)
         return there
 
     def pins(self) -> list[Identity]:
-        """Every block that is pinned."""
         return self.store.pins()
 
     async def try_read(self) -> None:
-        """Whether the device can be read."""
         await self._in_thread(self.store.try_read)
 
     async def try_write(self) -> None:
-        """Whether the index takes changes."""
         await self._in_thread(self.store.try_commit)
 
     async def audit(self) -> Records | None:
-        """Every record of the index as of now; see `SlabStore.audit`."""
         return await self._in_thread(self.store.audit)
 
     async def revive(self, known: Int64s) -> Int64s:
-        """Tries whether the disk takes writes again; see `SlabStore.revive`."""
         return await self._in_thread(self.store.revive, known)
 
     async def lost_slots(self) -> Int64s:
-        """Slots whose bytes are gone because their file was deleted or cut off."""
         return await self._in_thread(self.store.lost_slots)
 
     async def has_shrunk(self) -> bool:
-        """Whether the file system has refused a slab and not gained room for one since."""
         return await self._in_thread(lambda: self.store.shrunk)
 
     def check_integrity(self) -> None:
-        """Count again."""
         self.store.check_integrity()
 
     def close(self) -> None:
-        """Ends the thread for everything that moves no blocks."""
+        """Ends the control threads."""
         self._control.shutdown()
 
     def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[StorageError | None]]:
@@ -163,7 +146,7 @@ class DiskTier(StoreTier):
         return Piece(nbytes, partial(_verify, self.store, expected))
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """For everything that moves no blocks: a probe must not wait behind a thousand reads."""
+        """Runs a call that moves no blocks in a control thread: a probe must not wait behind a thousand reads."""
         return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
 
 
@@ -190,7 +173,7 @@ def _verify(store: SlabStore, expected: Sequence[BlockRecord]) -> list[StorageEr
     """Runs in a thread.
 
     Raises:
-        IndexUnavailableError: nothing can be said about any block.
+        IndexUnavailableError: the state of every block is unknown.
     """
     results: list[StorageError | None] = []
     for record in expected:

@@ -1,7 +1,7 @@
 """The GPU tier: frames of one pool, all of one size. A slot is a frame's number, and a part of a block takes one frame.
 
-So any frame serves any part of any block: what Jenga (section 4) gets by pages whose size is a common multiple, mapped
-chunks give without a size in common.
+So any frame serves any part of any block. Jenga (section 4) needs pages of a common multiple of all sizes for that;
+mapped chunks do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefixd_swap.vmem import FrameId, FramePool, NewFrames
 
 
 class GpuTier(MemoryTier):
-    """The GPU tier's blocks. The pool stays its maker's to close."""
+    """The GPU tier's blocks. The caller closes the pool."""
 
     shared = False
 
@@ -25,7 +25,6 @@ class GpuTier(MemoryTier):
         super().__init__(name, level)
         self.pool = pool
         self.frame_bytes = pool.frame_bytes
-        """Bytes of one frame."""
         self.on_device = pool.memory.on_device
         self.backed = pool.memory.backed
         self.addressable = not pool.memory.on_device
@@ -33,46 +32,41 @@ class GpuTier(MemoryTier):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all frames."""
         return self.pool.capacity * self.frame_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the frames taken."""
         return self.pool.used_count * self.frame_bytes
 
     def ever_fits(self, nbytes: Sequence[int]) -> bool:
-        """Whether each part fits into a frame, and there are frames enough for a block."""
         return 0 < len(nbytes) <= self.pool.capacity and max(nbytes) <= self.frame_bytes
 
     def footprint(self, nbytes: Sequence[int]) -> int:
-        """A frame for each part, whatever of it the part uses."""
+        """One whole frame for each part."""
         return len(nbytes) * self.frame_bytes
 
     def room(self, nbytes: int) -> int:
-        """How many more frames can be allocated now, if a part of `nbytes` bytes fits into one."""
         return self.pool.free_count if nbytes <= self.frame_bytes else 0
 
     @property
     def stranded_bytes(self) -> int:
-        """Bytes that are free and that not every part can have: none, as any frame serves any part."""
+        """Free bytes that not every part can use: none, as any frame serves any part."""
         return 0
 
     def frames_of(self, slots: Iterable[int]) -> int:
-        """How many frames these slots, which are taken, have: one each."""
+        """Frames of these taken slots: one each."""
         return sum(1 for _ in slots)
 
     def admit(self, new: NewFrames) -> None:
-        """Have frames that the pool has created; see `FramePool.admit`."""
+        """As `FramePool.admit`."""
         self.pool.admit(new)
 
     def withdraw(self, frames: Sequence[FrameId]) -> None:
         """Take frames in flight out of the tier for good; see `FramePool.withdraw`."""
         self.pool.withdraw(frames)
-        self._landed(frames)
+        self._end_flight(frames)
 
     def addresses(self, slots: Int64s) -> Int64s:
-        """Where the frames' bytes begin in the pool's window."""
         if slots.size and int(slots.max()) >= self.pool.table.size:
             raise MemoryMisuseError(
                 f"frame {int(slots.max())} does not exist; the {self.name} tier has frames 0 to "
@@ -81,15 +75,13 @@ class GpuTier(MemoryTier):
         return slots * self.frame_bytes + self._base
 
     def allocated(self) -> Int64s:
-        """Every frame that is taken, ascending."""
         return self.pool.allocated()
 
     def check_integrity(self) -> None:
-        """Count again."""
         self.pool.check_integrity()
 
     def _allocate(self, nbytes: Sequence[int], count: int, near: Int64s | None) -> Int64s:
-        del near  # every frame is as good as any other: a request maps them side by side
+        del near  # any frame will do: a request maps them side by side
         if not nbytes or max(nbytes) > self.frame_bytes:
             raise MemoryMisuseError(
                 f"a block with parts of {list(nbytes)} bytes does not fit into frames of {self.frame_bytes} bytes; "

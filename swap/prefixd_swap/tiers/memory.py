@@ -19,15 +19,15 @@ class Account:
     """The bytes of slots that are in flight for one purpose.
 
     Attributes:
-        whole: an account of which this one is a part.
-        nbytes: bytes of its slots, and of its parts'.
+        whole: the account that includes this one.
+        nbytes: bytes of its slots, and of the accounts that it includes.
     """
 
     whole: Account | None = None
     nbytes: int = 0
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more, or fewer."""
+        """Add bytes; a negative number removes them."""
         account: Account | None = self
         while account is not None:
             account.nbytes += nbytes
@@ -41,7 +41,7 @@ Charge = tuple[Account, int]
 class MemoryTier(Tier):
     """A tier whose blocks lie at addresses.
 
-    A slot is allocated by the caller, who fills it and then enters it into the trie; in between it is *in flight*.
+    The caller allocates a slot, fills it and then enters it into the trie; in between the slot is *in flight*.
 
         allocate ──> in flight ──entered──> in the trie ──free──> free
                          └────────────────free──────────────────────┘
@@ -52,10 +52,10 @@ class MemoryTier(Tier):
     def __init__(self, name: str, level: int) -> None:
         super().__init__(name, level)
         self.in_flight: dict[int, Charge] = {}
-        """Slots that are allocated and in no trie: reservations, blocks that a request fills, copies under way; with
-        each who accounts for it."""
+        """Slots that are allocated and in no trie (reservations, blocks that a request fills, copies under way), with
+        the account and the bytes of each."""
         self.unassigned = Account()
-        """Of slots that were allocated for nobody in particular."""
+        """The account of slots that were allocated without one."""
 
     @final
     def allocate(
@@ -66,14 +66,14 @@ class MemoryTier(Tier):
         Args:
             nbytes: bytes of each of the p parts of a block.
             count: blocks.
-            near: slots [p] of the block that these continue; a tier may place them close to it.
-            account: has their bytes while they are in flight; `unassigned` by default.
+            near: slots [p] of the parent block; a tier may place the new slots close to them.
+            account: counts their bytes while they are in flight; `unassigned` by default.
 
         Returns:
             [m, p], m <= count. They are in flight.
 
         Raises:
-            MemoryMisuseError: no such block can lie here, whatever is free.
+            MemoryMisuseError: such a block never fits, even into the empty tier.
         """
         slots = self._allocate(nbytes, count, near)
         account = self.unassigned if account is None else account
@@ -84,12 +84,12 @@ class MemoryTier(Tier):
 
     @final
     def entered(self, slots: Int64s) -> None:
-        """These slots are in a trie now; NO_SLOT is skipped."""
-        self._landed(slots.ravel().tolist())
+        """End the flight of slots that are in a trie now; NO_SLOT is skipped."""
+        self._end_flight(slots.ravel().tolist())
 
     @final
     def free(self, slots: Int64s | Iterable[int]) -> None:
-        """Gives slots back, in flight or just dropped from a trie; NO_SLOT is skipped.
+        """Free slots that are in flight or were just removed from a trie; NO_SLOT is skipped.
 
         Raises:
             MemoryMisuseError: a slot is not allocated.
@@ -97,10 +97,10 @@ class MemoryTier(Tier):
         flat = np.array(slots if isinstance(slots, np.ndarray) else list(slots), np.int64).ravel()
         given = flat[flat != NO_SLOT]
         self._free(given)
-        self._landed(given.tolist())
+        self._end_flight(given.tolist())
 
-    def _landed(self, slots: Iterable[int]) -> None:
-        """These are in flight no more, if they were."""
+    def _end_flight(self, slots: Iterable[int]) -> None:
+        """Take slots out of `in_flight` if they are in it."""
         for charge, count in Counter(map(self.in_flight.pop, slots, repeat(None))).items():
             if charge is not None:
                 account, slot_bytes = charge
@@ -108,19 +108,19 @@ class MemoryTier(Tier):
 
     @abstractmethod
     def ever_fits(self, nbytes: Sequence[int]) -> bool:
-        """Whether an empty tier has room for a block with such parts; if not, nothing need be evicted for it."""
+        """Whether a block with parts of these sizes fits into the empty tier; if not, evicting cannot help."""
 
     @abstractmethod
     def footprint(self, nbytes: Sequence[int]) -> int:
-        """Bytes of the slots that a block with such parts takes."""
+        """Bytes of the slots of a block with parts of these sizes."""
 
     @abstractmethod
     def room(self, nbytes: int) -> int:
-        """How many more parts of `nbytes` bytes each could be allocated now."""
+        """Number of parts of `nbytes` bytes each that could be allocated now."""
 
     @abstractmethod
     def addresses(self, slots: Int64s) -> Int64s:
-        """Where the slots' bytes begin, in an array of the same shape; meaningless for NO_SLOT.
+        """The addresses of the slots, in an array of the same shape; meaningless for NO_SLOT.
 
         Raises:
             MemoryMisuseError: a slot lies outside the tier.
@@ -128,7 +128,7 @@ class MemoryTier(Tier):
 
     @abstractmethod
     def allocated(self) -> Int64s:
-        """Every slot that is allocated, ascending."""
+        """All allocated slots, ascending."""
 
     @abstractmethod
     def _allocate(self, nbytes: Sequence[int], count: int, near: Int64s | None) -> Int64s:

@@ -24,11 +24,11 @@ class MemoryCopies:
     """Moves blocks between memory tiers, each direction on a device of its own: a GPU copies both ways at once.
 
     Args:
-        engine: copies the bytes. It stays its maker's to close.
+        engine: copies the bytes; the caller closes it.
         transfers: orders and limits the pieces.
-        limits: of each direction.
-        piece_bytes: bytes of a piece of several blocks, at most. One that starts before more urgent ones has at most
-            PIECE_BYTES.
+        limits: the limits of each direction.
+        piece_bytes: the most bytes of a piece of several blocks. A piece that starts before more urgent ones has at
+            most PIECE_BYTES.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class MemoryCopies:
         """Starts to copy n blocks of p parts.
 
         Args:
-            source: where they are.
-            out: their slots there, [n, p].
-            target: where they go.
-            into: their slots there, [n, p]. A part that has NO_SLOT on either side is not copied.
+            source: the tier to copy from.
+            out: the slots in it, [n, p].
+            target: the tier to copy to.
+            into: the slots in it, [n, p]. A part with NO_SLOT on either side is not copied.
             nbytes: bytes of each part, [p].
             urgency: see `Urgency`.
-            deadline_s: when they are wanted.
+            deadline_s: time at which the blocks are needed.
 
         Raises:
             MemoryMisuseError: the arrays have different shapes, or a slot lies outside its tier.
@@ -86,7 +86,7 @@ class MemoryCopies:
         blocks, block_bytes = len(out), sum(nbytes)
         at_least = self._limits.in_flight
         small = piece_items(block_bytes, blocks, at_least=at_least, most_bytes=min(PIECE_BYTES, self._piece_bytes))
-        # A block costs the loop time beside its bytes, so there are no more of them in a piece than elsewhere.
+        # Each block costs the event loop time besides its bytes, so a large piece has no more blocks than others.
         large = min(PIECE_ITEMS, piece_items(block_bytes, blocks, at_least=at_least, most_bytes=self._piece_bytes))
         large -= large % small
         there = (out != NO_SLOT) & (into != NO_SLOT)

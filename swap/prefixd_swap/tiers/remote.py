@@ -1,10 +1,10 @@
 """The remote tier: blocks in a store that other hosts read and write, too.
 
-The store names its objects by content, so the tier has no slots of its own to give out. What stands in the index as a
-slot is a number by which this process knows the block's digest (`names`).
+The store names its objects by content, so the tier allocates no slots. In the index a slot of this tier is a number,
+which stands for the block's digest (`names`) in this process.
 
-All calls of the store run on an event loop of their own, in a thread: what a client library does with a megabyte is not
-done on the daemon's.
+All calls of the store run on an event loop of their own, in a thread: a client library's work on a megabyte must not
+hold the daemon's loop.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ T = TypeVar("T")
 
 PIECE_BYTES = 1 << 20
 _LEAST_BYTES_PER_S = 1 << 20
-"""A store that moves less is out of service: what a call may take grows with its bytes at this rate."""
+"""A slower store is out of service: the deadline of a call grows with its bytes at this rate."""
 _RESERVED = 2  # pieces that only demand may start
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLoad:
-    """Parts of a block to read: of each its number, and where its bytes go."""
+    """Parts of a block to read: the number and the target memory of each."""
 
     block: BlockIdentity
     parts: tuple[tuple[int, Span], ...]
@@ -59,24 +59,24 @@ class RemoteLoad:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSave:
-    """Parts of a block to write: of each its number, its bytes, and xxh3_64 of them where it is known."""
+    """Parts of a block to write: the number, the bytes, and their xxh3_64 if known, of each."""
 
     block: BlockIdentity
     parts: tuple[tuple[int, Span, int | None], ...]
 
 
 class RemoteTier(Tier):
-    """Blocks in a shared store. The store is closed with the tier.
+    """Blocks in a shared store. Closing the tier closes the store.
 
     Args:
-        store: where the objects are.
+        store: has the objects.
         transfers: orders and limits the pieces; a device and two paths are added to it.
         seal: makes and verifies objects.
         name: see `Tier`.
         level: see `Tier`.
-        timeout_s: how long a call may take, besides what its bytes take at 1 MiB/s.
-        ttl_s: how long the store keeps an object; 0: as long as it likes.
-        in_flight: pieces under way at a time, ahead of demand.
+        timeout_s: the time for a call, plus the time of its bytes at 1 MiB/s.
+        ttl_s: the store keeps an object for this time; 0: until it evicts the object.
+        in_flight: pieces under way at a time of all urgencies; two more are for demand alone.
 
     Raises:
         OutOfMemoryError: the system gives this process no more threads.
@@ -103,21 +103,21 @@ class RemoteTier(Tier):
         self.store = store
         self.transfers = transfers
         self.ttl_s = ttl_s
-        self.takes = True
-        """Whether it is written to; False from a failure until it is known to work again."""
-        self.gives = True
-        """Likewise, whether it is asked and read."""
+        self.writable = True
+        """Whether blocks are written to it; False from a failure until a probe succeeds."""
+        self.readable = True
+        """Whether it is asked for blocks and read; likewise."""
         self.on_failure: Callable[[RemoteStoreError, bool], None] = lambda error, writing: None
-        """Told at once of a call that failed, and whether it was a write; whoever sets it may turn `gives` off."""
+        """Called at once with the error of a call, and whether it was a write; it may set `readable` to False."""
         self.bad_objects: Counter[str] = Counter()
-        """Objects that were read and not used, by kind."""
+        """Objects that were read and must not be used, by kind."""
         self.read_bytes = 0
         self.written_bytes = 0
         self.seal = seal
         self._timeout_s = timeout_s
         self._parallel = in_flight
         self._digests = np.empty((0, DIGEST_BYTES), np.uint8)
-        self._parts = array("i")  # of each number, the slots in the index that are it
+        self._parts = array("i")  # for each number, the slots in the index that have it
         self._free = array("q")
         transfers.add_device(name, DeviceLimits(in_flight=in_flight + _RESERVED, reserved=_RESERVED), threads=False)
         transfers.add_path(self.read_path, name)
@@ -126,12 +126,10 @@ class RemoteTier(Tier):
 
     @property
     def read_path(self) -> str:
-        """The name of the path of reads."""
         return f"{self.name} read"
 
     @property
     def write_path(self) -> str:
-        """The name of the path of writes."""
         return f"{self.name} write"
 
     @property
@@ -147,11 +145,11 @@ class RemoteTier(Tier):
     # -- numbers that stand for digests ---------------------------------------------------------------------------
 
     def enter(self, digests: Sequence[bytes], parts: Int64s) -> Int64s:
-        """Numbers for blocks with these digests, to stand in the index for each part, until `free`.
+        """Numbers for blocks with these digests: the slots of their parts in the index, until `free`.
 
         Args:
             digests: [m].
-            parts: [m]: how many parts of each are entered, 1 or more.
+            parts: [m]: number of parts of each block that are entered, 1 or more.
         """
         count = len(digests)
         while len(self._free) < count:
@@ -170,12 +168,12 @@ class RemoteTier(Tier):
         return numbers
 
     def add_parts(self, numbers: Int64s, parts: Int64s) -> None:
-        """More parts of blocks that have a number are entered."""
+        """Count more entered parts of blocks that have a number."""
         for number, more in zip(numbers.tolist(), parts.tolist(), strict=True):
             self._parts[number] += more
 
     def free(self, slots: Int64s) -> None:
-        """The index names these slots no more; `NO_SLOT` is ignored."""
+        """Uncount slots that the index no longer names; `NO_SLOT` is ignored."""
         for number in slots[slots != NO_SLOT].tolist():
             self._parts[number] -= 1
             if not self._parts[number]:
@@ -183,7 +181,7 @@ class RemoteTier(Tier):
 
     @property
     def entered_parts(self) -> int:
-        """Slots in the index that are some number."""
+        """Slots in the index that are a number of this tier."""
         return sum(self._parts)
 
     def digest(self, number: int) -> bytes:
@@ -192,7 +190,6 @@ class RemoteTier(Tier):
         return digest
 
     def check_integrity(self) -> None:
-        """Counts the numbers again."""
         free = set(self._free.tolist())
         named = {number for number, parts in enumerate(self._parts) if parts}
         if len(free) != len(self._free) or free & named or len(free) + len(named) != len(self._parts):
@@ -207,7 +204,7 @@ class RemoteTier(Tier):
         """Whether each object is in the store; see `object_name`.
 
         Raises:
-            RemoteStoreError: it does not say so in time.
+            RemoteStoreError: the store does not answer in time.
         """
         return await self._loop.run(lambda: self.store.exists(names, self._timeout_s))
 
@@ -222,11 +219,10 @@ class RemoteTier(Tier):
     def submit_read(
         self, loads: Sequence[RemoteLoad], nbytes: int, urgency: Urgency, *, deadline_s: float | None = None
     ) -> BlockTransfer[tuple[int, ...] | StorageError]:
-        """Starts to read blocks of `nbytes` bytes each and to verify them; for each the checksums of its parts, or why
-        it cannot be used.
+        """Starts to read and verify blocks of `nbytes` bytes each; the result of each is its parts' checksums or error.
 
-        `LostBytesError`: it is not there any more. `BadObjectError`: what is there is not it. A block whose read failed
-        has garbage at its addresses. The memory stays until the transfer has ended.
+        `LostBytesError`: an object is gone. `BadObjectError`: the object is not the block's. After an error there is
+        garbage at the block's addresses. The memory must stay until the transfer has ended.
         """
         step = piece_items(nbytes, len(loads), at_least=self._parallel, most_bytes=PIECE_BYTES)
         pieces: Iterator[tuple[int, Piece[list[tuple[int, ...] | StorageError]]]] = (
@@ -249,7 +245,7 @@ class RemoteTier(Tier):
     ) -> BlockTransfer[bool]:
         """Starts to write `count` blocks of `nbytes` bytes each, piece after piece; True for each that is stored.
 
-        The bytes stay as they are until the transfer has ended.
+        The bytes must not change until the transfer has ended.
         """
         step, given = piece_items(nbytes, count, most_bytes=PIECE_BYTES), iter(saves)
         pieces: Iterator[tuple[int, Piece[list[bool]]]] = (
@@ -268,7 +264,7 @@ class RemoteTier(Tier):
         )
 
     async def try_out(self) -> None:
-        """Whether the store answers, also to the question that every prompt asks.
+        """Check that the store answers, also to `exist`, which every prompt calls.
 
         Raises:
             RemoteStoreError: it does not.
@@ -281,7 +277,7 @@ class RemoteTier(Tier):
         await self._loop.close(self.store.close)
 
     async def _read(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
-        if not self.gives:  # an earlier piece has failed: the others need not wait for their deadlines, too
+        if not self.readable:  # after one failed piece, the others do not wait for their deadlines
             raise RemoteStoreError(f"{self.store.address} is out of service")
         try:
             return await self._loop.run(lambda: self._read_there(loads))
@@ -354,10 +350,10 @@ class _LoopThread:
             ) from error
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What `call` returns there. It runs to its end even if the caller is cancelled: it may write into memory.
+        """Runs `call` there. It runs to its end even if the caller is cancelled: it may write into memory.
 
         Raises:
-            RemoteStoreError: `call` raised it, or something that no store may raise.
+            RemoteStoreError: `call` raised it, or an error that a store must not raise.
         """
 
         async def guarded() -> T:
@@ -374,7 +370,7 @@ class _LoopThread:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             await asyncio.wait([waiting])
-            waiting.exception()  # seen: nobody is there any more to be told
+            waiting.exception()  # mark it as retrieved: the caller is gone
             raise
 
     async def close(self, last: Callable[[], Awaitable[None]]) -> None:

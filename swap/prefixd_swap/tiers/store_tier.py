@@ -72,12 +72,12 @@ class StoreTier(Tier):
         self, name: str, level: int, transfers: Transfers, limits: DeviceLimits, *, writes: int, threads: bool
     ) -> None:
         super().__init__(name, level)
-        self.takes = True
-        """Whether it is written to; False after a failure until a probe succeeds."""
-        self.gives = True
-        """Whether it is read; likewise."""
+        self.writable = True
+        """Whether blocks are written to it; False from a failure until a probe succeeds."""
+        self.readable = True
+        """Whether blocks are read from it; likewise."""
         self.least_piece_bytes = 0
-        """Fewer bytes are not worth a separate write, if there are more to write."""
+        """A separate write should have at least these bytes, unless nothing more is to be written."""
         self.transfers = transfers
         self._parallel = limits.in_flight
         transfers.add_device(name, limits, threads=threads)
@@ -100,7 +100,7 @@ class StoreTier(Tier):
     ) -> BlockTransfer[StorageError | None]:
         """Starts to read blocks and verify them at their addresses; the result is each block's error, or None.
 
-        The addresses of a block that could not be read have garbage. The memory must stay until the transfer has ended.
+        After an error there is garbage at the block's addresses. The memory must stay until the transfer has ended.
         """
         nbytes = sum(loads.nbytes)
         step = piece_items(nbytes, len(loads), at_least=self._parallel, most_bytes=READ_PIECE_BYTES)
@@ -286,7 +286,7 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def remove_namespaces(self, namespaces: Collection[bytes]) -> None:
-        """Forgets durably what namespaces stood for, of which there is no block; unknown ones are ignored.
+        """Removes namespaces without blocks durably; unknown ones are ignored.
 
         Raises:
             StorageError: I/O failed.
@@ -294,9 +294,9 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
-        """Stores durably that blocks are pinned, or that they are not any more; returns how many of them are stored.
+        """Pins or unpins blocks durably; returns the number of them that are stored.
 
-        Blocks that are not are ignored. A pin goes with its block.
+        Blocks that are not stored are ignored. A pin is removed with its block.
 
         Raises:
             StorageError: I/O failed; some or all of the pins are as they were.
@@ -314,7 +314,7 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def try_read(self) -> None:
-        """Whether the device can be read.
+        """Checks that the device can be read.
 
         Raises:
             StorageError: it cannot.
@@ -322,7 +322,7 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def try_write(self) -> None:
-        """Whether it takes changes.
+        """Checks that the index accepts changes.
 
         Raises:
             StorageError: it does not.
@@ -330,9 +330,9 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def audit(self) -> Records | None:
-        """Every record as of now, those without a parent included; slots are checked as by `check_integrity`.
+        """Every record as of now, records without a parent included; checks slots as `check_integrity` does.
 
-        None while it is not known what is stored, until `revive`.
+        None from a commit of unknown outcome until `revive`.
 
         Raises:
             IntegrityError: the accounting contradicts itself.
@@ -341,16 +341,16 @@ class StoreTier(Tier):
 
     @abstractmethod
     async def revive(self, known: Int64s) -> Int64s:
-        """Tries whether it takes writes again, and clears up what failed ones have left.
+        """Checks that it accepts writes again, and cleans up after failed ones.
 
         Args:
-            known: every slot of the blocks that the caller takes to be stored. It must not write or remove meanwhile.
+            known: all slots of blocks that the caller considers stored. It must not write or remove meanwhile.
 
         Returns:
             Those of `known` that are not stored: the bytes are lost.
 
         Raises:
-            StorageError: it refuses still; try again later.
+            StorageError: it still refuses; try again later.
         """
 
     @abstractmethod
@@ -358,20 +358,20 @@ class StoreTier(Tier):
         """Slots whose bytes are gone.
 
         Raises:
-            StorageError: that cannot be told.
+            StorageError: a file cannot be inspected.
         """
 
     @abstractmethod
     async def has_shrunk(self) -> bool:
-        """Whether it was refused room that its capacity promises, and has not gained it since."""
+        """Whether the file system has refused a slab within the capacity, and has not gained room for one since."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what this object has started; every call must have returned."""
+        """Ends the threads of this object; every call must have returned."""
 
 
 def can_move(source: Tier, target: Tier) -> bool:
-    """Whether blocks go from one tier to the other directly: a store reads and writes only what a CPU can address."""
+    """Whether blocks move between the tiers directly: a store reads and writes only memory that a CPU can address."""
     if isinstance(source, MemoryTier) and isinstance(target, MemoryTier):
         return True
     memory = source if isinstance(source, MemoryTier) else target

@@ -1,13 +1,15 @@
 """Transfers: every movement of blocks between tiers, in the order of its urgency.
 
-`transfers` starts pieces and collects their outcomes, `device_queue` decides which piece a device starts next,
-`pieces` says what a piece is and cuts work into pieces, `estimate` measures what a path moves.
+`transfers` starts pieces and collects their outcomes, `transfer_handle` is one movement as its owner sees it,
+`device_queue` decides which piece a device starts next, `pieces` cuts work into pieces, `path_stats` counts, and
+`estimate` measures the throughput of a path.
 """
 
 from __future__ import annotations
 
 from prefixd_swap.transfers.device_queue import DeviceLimits
 from prefixd_swap.transfers.estimate import PathEstimate
+from prefixd_swap.transfers.path_stats import PathStats, UrgencyStats
 from prefixd_swap.transfers.pieces import (
     PIECE_BYTES,
     PIECE_ITEMS,
@@ -18,7 +20,8 @@ from prefixd_swap.transfers.pieces import (
     grouped,
     piece_items,
 )
-from prefixd_swap.transfers.transfers import PathStats, Transfer, Transfers, UrgencyStats
+from prefixd_swap.transfers.transfer_handle import Transfer
+from prefixd_swap.transfers.transfers import Transfers
 
 __all__ = [
     "PIECE_BYTES",

@@ -1,17 +1,17 @@
-"""Which piece a device starts next. Pure: time is passed in, nothing is started here.
+"""Chooses the piece that a device starts next. Pure: time is passed in, and nothing is started here.
 
 The rules, for one device (a disk with its read and its write path, a direction of the GPU's copies):
 
-1. At most `in_flight` pieces are under way, and at most so many a path as the path allows.
+1. At most `in_flight` pieces are under way on the device, and at most the path's own limit on each path.
 2. The waiting transfer of the highest urgency comes first; among equals the one that is due first.
 3. While a DEMAND transfer waits or is under way, nothing else starts. A piece that is under way is not interrupted: a
-   DEMAND piece waits for the end of one piece at most, and for none while one of the `reserved` slots is free, which
-   only DEMAND uses.
+   DEMAND piece waits for the end of at most one piece, and does not wait while one of the `reserved` slots is free,
+   which only DEMAND uses.
 4. Nothing starves. A transfer that has waited for its next piece for `patience_s` may be let through against rules 2
-   and 3: one such piece at a time, the longest waiting first, and after a piece that took d seconds none for
+   and 3: one piece at a time, the longest waiting first, and after a piece that took d seconds none for
    max(patience_s, (1 / share - 1) * d) seconds. So each of n waiting transfers starts a piece about every
-   n * max(patience_s, d / share) seconds, and they take at most `share` of one slot's time from DEMAND.
-   DEMAND itself needs no such rule: among equals a transfer is due `LATEST_DUE_S` after its submission at the latest.
+   n * max(patience_s, d / share) seconds, and they take at most `share` of one slot's time from DEMAND. DEMAND needs
+   no such rule: among equals a transfer is due `LATEST_DUE_S` after its submission at the latest.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ LATEST_DUE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """How much one device does at once."""
+    """The limits of one device."""
 
     in_flight: int
     """Pieces under way at once."""
     reserved: int = 1
-    """How many of those only DEMAND may be; 0 if `in_flight` is 1."""
+    """Slots of `in_flight` that only DEMAND uses; 0 if `in_flight` is 1."""
     patience_s: float = 0.1
-    """Seconds that a transfer is held back before one of its pieces is let through."""
+    """Seconds that a transfer waits before one of its pieces is let through."""
     share: float = 1 / 8
-    """The most that pieces that are let through take of one slot's time; above 0, at most 1."""
+    """The most of one slot's time that pieces take which are let through; above 0, at most 1."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Check the values.
 
         Raises:
-            MemoryMisuseError: nothing but DEMAND could ever start, or a value is out of its range.
+            MemoryMisuseError: only DEMAND could ever start, or a value is out of its range.
         """
         if self.in_flight < 1 or not 0 <= self.reserved < self.in_flight:
             raise MemoryMisuseError(
@@ -74,9 +74,9 @@ class Waiter:
     waiting: bool = False
     """Whether it waits to start a piece; the queue keeps it."""
     since_s: float = 0.0
-    """Since when it waits for its next piece."""
+    """Time since which it waits for its next piece."""
     entry: int = 0
-    """Which entry of its path's heap is the valid one."""
+    """Number of its valid entry in its path's heap; older entries are out of date."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class _Path:
     heap: list[tuple[tuple[int, float, int], int, Waiter]] = field(default_factory=list)
     """(order, entry, transfer); out of date where the entry is not the transfer's."""
     patient: OrderedDict[int, Waiter] = field(default_factory=OrderedDict)
-    """By number: what waits and is not DEMAND, the longest waiting first."""
+    """Waiting transfers that are not DEMAND, by number, the longest waiting first."""
 
     def head(self) -> Waiter | None:
         """The waiting transfer that comes first."""
@@ -105,19 +105,19 @@ class DeviceQueue:
     """The transfers that wait for one device."""
 
     def __init__(self, limits: DeviceLimits, *, urgency: bool = True) -> None:
-        """`urgency=False` leaves rule 1 alone and makes the rest one queue, first in, first out."""
+        """`urgency=False` keeps only rule 1: one queue, first in, first out."""
         self.limits = limits
         self._urgency = urgency
         self._paths: dict[str, _Path] = {}
         self._in_flight = 0
         self._demand_waiting = 0
         self._demand_in_flight = 0
-        self._turn: Waiter | None = None  # has a piece under way that was let through
+        self._turn: Waiter | None = None  # the transfer whose piece was let through and is under way
         self._turn_began_s = 0.0
         self._next_turn_s = -math.inf
 
     def add_path(self, name: str, in_flight: int) -> None:
-        """Makes a path with at most `in_flight` pieces under way; some of them stay free for DEMAND, as on the device.
+        """Adds a path with at most `in_flight` pieces under way; some slots stay free for DEMAND, as on the device.
 
         Raises:
             MemoryMisuseError: nothing could ever start on the path.
@@ -127,22 +127,31 @@ class DeviceQueue:
         background = max(1, in_flight - self.limits.reserved) if self._urgency else in_flight
         self._paths[name] = _Path(in_flight, background)
 
-    # -- what waits -----------------------------------------------------------------------------------------------
+    # -- waiting --------------------------------------------------------------------------------------------------
 
     def add(self, waiter: Waiter, now_s: float) -> None:
-        """Has a transfer wait for its next piece."""
+        """Adds a transfer that waits for its next piece."""
         waiter.waiting = True
         waiter.since_s = now_s
-        self._enter(waiter)
+        path = self._paths[waiter.path]
+        if waiter.urgency is Urgency.DEMAND:
+            self._demand_waiting += 1
+        else:
+            path.patient[waiter.number] = waiter
+        self._push(path, waiter)
 
     def remove(self, waiter: Waiter) -> None:
-        """Ends the waiting of a transfer, if it waits."""
-        if waiter.waiting:
-            self._leave(waiter)
-            waiter.waiting = False
+        """Removes a transfer, if it waits."""
+        if not waiter.waiting:
+            return
+        waiter.waiting = False
+        if waiter.urgency is Urgency.DEMAND:
+            self._demand_waiting -= 1
+        else:
+            del self._paths[waiter.path].patient[waiter.number]
 
     def raise_to(self, waiter: Waiter, urgency: Urgency) -> None:
-        """Gives a transfer a higher urgency, also to its pieces under way."""
+        """Gives a transfer and its pieces under way a higher urgency."""
         path = self._paths[waiter.path]
         if urgency is Urgency.DEMAND:
             path.background -= waiter.in_flight
@@ -154,22 +163,8 @@ class DeviceQueue:
         if waiter.waiting:
             self._push(path, waiter)
 
-    def _enter(self, waiter: Waiter) -> None:
-        path = self._paths[waiter.path]
-        if waiter.urgency is Urgency.DEMAND:
-            self._demand_waiting += 1
-        else:
-            path.patient[waiter.number] = waiter
-        self._push(path, waiter)
-
-    def _leave(self, waiter: Waiter) -> None:
-        if waiter.urgency is Urgency.DEMAND:
-            self._demand_waiting -= 1
-        else:
-            del self._paths[waiter.path].patient[waiter.number]
-
     def _push(self, path: _Path, waiter: Waiter) -> None:
-        # Entries that are out of date go when they come to the front, and here when they are most of the heap.
+        # `head` removes entries that are out of date; here they are removed when they are most of the heap.
         if len(path.heap) > 64 and len(path.heap) > 4 * (len(path.patient) + self._demand_waiting):
             path.heap = [item for item in path.heap if item[2].waiting and item[2].entry == item[1]]
             heapq.heapify(path.heap)
@@ -179,10 +174,10 @@ class DeviceQueue:
     def _order(self, waiter: Waiter) -> tuple[int, float, int]:
         return (waiter.urgency, waiter.due_s, waiter.number) if self._urgency else (0, 0.0, waiter.number)
 
-    # -- what starts ----------------------------------------------------------------------------------------------
+    # -- starting -------------------------------------------------------------------------------------------------
 
     def choose(self, now_s: float) -> tuple[Waiter, bool] | None:
-        """The transfer whose next piece starts now, and whether rule 4 lets it through; None when none may start."""
+        """The transfer to start a piece of now, and whether rule 4 lets it through; None when none may start."""
         if self._in_flight >= self.limits.in_flight:
             return None
         regular = self._regular()
@@ -193,7 +188,7 @@ class DeviceQueue:
         return None if regular is None else (regular, False)
 
     def started(self, waiter: Waiter, let_through: bool, now_s: float) -> None:
-        """Counts a piece of a waiting transfer that has just started; the transfer waits for its next one."""
+        """Counts a piece that has just started; its transfer goes on waiting for the next one."""
         path = self._paths[waiter.path]
         self._in_flight += 1
         path.in_flight += 1
@@ -223,7 +218,7 @@ class DeviceQueue:
             self._next_turn_s = now_s + max(self.limits.patience_s, (1 / self.limits.share - 1) * took_s)
 
     def _regular(self) -> Waiter | None:
-        """By the rules 1 to 3."""
+        """The transfer that comes first by rules 1 to 3; None when none may start."""
         heads = (path.head() for path in self._paths.values() if path.in_flight < path.in_flight_limit)
         first = min(filter(None, heads), key=self._order, default=None)
         if first is None or not self._urgency or first.urgency is Urgency.DEMAND:

@@ -1,4 +1,4 @@
-"""What a path moves, measured."""
+"""The measured throughput of a path."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PIECE_WEIGHT = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class PathEstimate:
-    """What a path has moved lately; exponentially weighted."""
+    """The recent throughput of a path; exponentially weighted."""
 
     pieces: int
-    """Pieces measured since the start; 0 means that the rest is unknown."""
+    """Pieces measured since the start; 0: the other figures are unknown."""
     bytes_per_s: float | None
     """Bytes per second while at least one piece was under way, all pieces together."""
     piece_s: float | None
@@ -34,7 +34,7 @@ class PathMeter:
 
     def ended(self, began_s: float, ended_s: float, nbytes: int) -> None:
         """Counts a piece of `nbytes` bytes that was under way from `began_s` to `ended_s`."""
-        # The time since the last end is this piece's, the time in which it ran beside that one is counted already.
+        # Only the time since the last end is new: time beside another piece was counted with that piece.
         busy_s = max(0.0, ended_s - max(began_s, self._counted_until_s))
         self._counted_until_s = max(self._counted_until_s, ended_s)
         decay = math.exp(-busy_s / _MEMORY_S)
@@ -45,5 +45,4 @@ class PathMeter:
         self._pieces += 1
 
     def estimate(self) -> PathEstimate:
-        """What was measured so far."""
         return PathEstimate(self._pieces, self._bytes / self._seconds if self._seconds > 0 else None, self._piece_s)

@@ -42,7 +42,7 @@ class Piece(NamedTuple, Generic[T]):
     on_loop: bool = False
     """Whether `work` is a coroutine function that runs on the event loop; otherwise it runs in a thread."""
     joined: int = 1
-    """How many of the submitted pieces this one stands for: an iterator may join some when they start; see
+    """Number of the submitted pieces in this one: an iterator may join some when they start; see
     `Transfers.out_of_turn`."""
 
 
@@ -69,9 +69,9 @@ class Result(Generic[T]):
     """How a transfer ended. Each piece counts once: in `outcomes` or in `dropped`."""
 
     outcomes: Sequence[Outcome[T]]
-    """Of the started pieces, in the order given."""
+    """Outcomes of the started pieces, in the order given."""
     dropped: int
-    """Later pieces, which never started; each counts as one, even if it might have been joined."""
+    """Pieces that never started; each counts as one, even if it might have been joined."""
 
     def values(self) -> list[T]:
         """The return values of all pieces.
@@ -90,13 +90,13 @@ class Result(Generic[T]):
 
 
 def piece_items(item_bytes: int, items: int, *, at_least: int = 1, most_bytes: int = PIECE_BYTES) -> int:
-    """How many of `items` items of `item_bytes` bytes each belong in one piece.
+    """Items of one piece, if `items` items of `item_bytes` bytes each are cut into pieces.
 
     Args:
         item_bytes: bytes of one item; an item larger than a piece is a piece by itself.
         items: number of items.
         at_least: pieces to make if there are enough items, so that several slots of a device work on them.
-        most_bytes: bytes of a piece of several items; n times PIECE_BYTES may be of n times PIECE_ITEMS.
+        most_bytes: the most bytes of a piece of several items; n * PIECE_BYTES allows n * PIECE_ITEMS items.
     """
     most_items = PIECE_ITEMS * max(1, most_bytes // PIECE_BYTES)
     return max(1, min(most_items, most_bytes // max(1, item_bytes), -(-items // max(1, at_least))))
@@ -111,8 +111,8 @@ def grouped(
 ) -> Iterator[tuple[list[Item], int]]:
     """Groups consecutive items into pieces; yields each group with its bytes.
 
-    Takes items from `items` when their group is requested, and one item more. Only a single item may have more than
-    `most_bytes`.
+    Reads the items of a group when the group is requested, and one item more. Only a group of one item may have more
+    than `most_bytes`.
     """
     group: list[Item] = []
     total = 0

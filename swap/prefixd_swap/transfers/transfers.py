@@ -9,151 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sized
+from collections.abc import Callable, Coroutine, Iterable, Sized
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.threads import started_threads
 from prefixd_swap.transfers.device_queue import LATEST_DUE_S, DeviceLimits, DeviceQueue, Waiter
 from prefixd_swap.transfers.estimate import PathEstimate, PathMeter
+from prefixd_swap.transfers.path_stats import PathStats, UrgencyStats
 from prefixd_swap.transfers.pieces import Outcome, Piece, Result, Urgency
+from prefixd_swap.transfers.transfer_handle import Transfer
 
 T = TypeVar("T")
 
 Threads = Callable[[int, str], Executor]
-"""Number of threads, what their names begin with: a pool whose threads run already."""
-
-
-@dataclass(slots=True)
-class UrgencyStats:
-    """What one path does at one urgency. A transfer that is raised takes what is left of it along."""
-
-    waiting_transfers: int = 0
-    """Transfers with pieces that have not started."""
-    waiting_pieces: int = 0
-    waiting_bytes: int = 0
-    in_flight: int = 0
-    """Pieces under way."""
-    started: int = 0
-    """Pieces started since the beginning."""
-    moved_bytes: int = 0
-    """Bytes of pieces that have ended without an error since the beginning."""
-    failed: int = 0
-    """Pieces that have ended with an error since the beginning."""
-    dropped: int = 0
-    """Pieces that were cancelled before they started, since the beginning."""
-    waits: int = 0
-    """Transfers whose first piece has started, since the beginning."""
-    waited_s: float = 0.0
-    """Seconds from their submission to that start, summed."""
-    longest_wait_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PathStats:
-    """What one path does."""
-
-    path: str
-    device: str
-    by_urgency: dict[Urgency, UrgencyStats]
-    estimate: PathEstimate
-
-
-class Transfer(Generic[T]):
-    """One movement of blocks; made by `Transfers.submit`."""
-
-    def __init__(
-        self, transfers: Transfers, waiter: Waiter, pieces: Iterator[Piece[T]], count: int, nbytes: int
-    ) -> None:
-        """For `Transfers`."""
-        self._transfers = transfers
-        self._waiter = waiter
-        self._pieces: Iterator[Piece[T]] | None = pieces
-        self._in_order = False
-        self._waiting_pieces = count
-        self._waiting_bytes = nbytes
-        self._submitted_s = 0.0
-        self._outcomes: list[Outcome[T] | None] = []
-        self._ended: list[int] = []
-        self._news = asyncio.Event()
-        self._finished: asyncio.Future[Result[T]] = asyncio.get_running_loop().create_future()
-
-    @property
-    def path(self) -> str:
-        """The path that the blocks take."""
-        return self._waiter.path
-
-    @property
-    def urgency(self) -> Urgency:
-        """The urgency now."""
-        return self._waiter.urgency
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing of it waits or is under way any more."""
-        return self._finished.done()
-
-    @property
-    def done(self) -> Awaitable[Result[T]]:
-        """Wait for it to learn how the transfer ended. The transfer goes on if a waiting task is cancelled."""
-        return asyncio.shield(self._finished)
-
-    async def outcomes(self) -> AsyncIterator[tuple[int, Outcome[T]]]:
-        """Yields each piece's position and outcome as soon as it has ended; ends with the transfer."""
-        seen = 0
-        while True:
-            while seen < len(self._ended):
-                position = self._ended[seen]
-                seen += 1
-                yield position, self._outcome(position)
-            if self.finished:
-                return
-            self._news.clear()
-            await self._news.wait()
-
-    async def finish(self) -> Result[T]:
-        """Waits for the end. If the caller is cancelled, so is the transfer, as by `cancel`.
-
-        So when this returns or raises, no piece touches its memory any more.
-        """
-        try:
-            return await self.done
-        except asyncio.CancelledError:
-            await self.cancel()
-            raise
-
-    def drop(self) -> None:
-        """Drops the pieces that have not started; those under way run to their end."""
-        self._transfers._drop(self)
-
-    async def cancel(self) -> Result[T]:
-        """Drops the pieces that have not started and waits for the end of those under way.
-
-        A piece that has started cannot be stopped: its thread writes into memory. If the caller is cancelled
-        meanwhile, that is raised after this end, too.
-        """
-        self.drop()
-        cancelled: asyncio.CancelledError | None = None
-        while not self._finished.done():
-            try:
-                await asyncio.wait([self._finished])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        return self._finished.result()
-
-    def raise_to(self, urgency: Urgency) -> None:
-        """Makes the transfer more urgent; one that is so urgent already stays as it is."""
-        self._transfers._raise(self, urgency)
-
-    def _outcome(self, position: int) -> Outcome[T]:
-        outcome = self._outcomes[position]
-        if outcome is None:
-            raise MemoryMisuseError(f"piece {position} is still under way; wait for the end of the transfer")
-        return outcome
+"""(number of threads, prefix of their names) -> a pool whose threads run already."""
 
 
 class _Device:
@@ -178,7 +49,7 @@ class Transfers:
 
     Args:
         urgency_enabled: False makes each device one queue, first in, first out: a benchmark's baseline.
-        clock: seconds; passed in so that tests own the time. Threads call it, too.
+        clock: seconds; passed in so that tests control the time. Threads call it, too.
         threads: makes each device's threads.
     """
 
@@ -209,7 +80,7 @@ class Transfers:
         `threads=False` starts none: all its pieces run on the event loop.
 
         Raises:
-            MemoryMisuseError: there is a device of that name, or this is closed.
+            MemoryMisuseError: a device of that name exists, or this is closed.
             OutOfMemoryError: the system gives this process no more threads.
         """
         self._check_open()
@@ -220,10 +91,10 @@ class Transfers:
         self._devices[name] = _Device(name, queue, pool)
 
     def add_path(self, name: str, device: str, in_flight: int | None = None) -> None:
-        """Adds a path, for example "disk read"; by default as many pieces may be under way on it as on its device.
+        """Adds a path, for example "disk read"; `in_flight` is the device's by default.
 
         Raises:
-            MemoryMisuseError: there is a path of that name or no such device, or nothing could start on the path.
+            MemoryMisuseError: a path of that name exists, or no such device, or nothing could start on the path.
         """
         self._check_open()
         if name in self._paths:
@@ -235,7 +106,6 @@ class Transfers:
         self._paths[name] = _Path(name, on)
 
     def has_path(self, name: str) -> bool:
-        """Whether there is such a path."""
         return name in self._paths
 
     # -- transfers ------------------------------------------------------------------------------------------------
@@ -254,13 +124,13 @@ class Transfers:
         """Starts a transfer as soon as its path is free for it.
 
         Args:
-            path: where the blocks go.
-            pieces: taken one by one when they start, in order, on the event loop; so an iterator may make each piece
-                then. If it raises, that is the outcome of the piece in question, and the rest is dropped.
+            path: the path of the blocks.
+            pieces: an iterator makes each piece when it starts, in order, on the event loop. If it raises, the error is
+                the outcome of that piece, and the rest is dropped.
             urgency: see `Urgency`.
-            deadline_s: by the clock, when the blocks are wanted; orders transfers of one urgency.
+            deadline_s: time, by the clock, at which the blocks are needed; orders transfers of one urgency.
             in_order: start each piece after the end of the one before, and none after one that failed.
-            count: how many pieces to take; needed unless `pieces` has a length.
+            count: number of pieces; needed unless `pieces` has a length.
             nbytes: bytes of all pieces together, likewise.
 
         Raises:
@@ -271,7 +141,7 @@ class Transfers:
             raise MemoryMisuseError(f"there is no path {path!r}; there are {', '.join(self._paths) or 'none'}")
         if count is None or nbytes is None:
             if not isinstance(pieces, Sized):
-                raise MemoryMisuseError("how much an iterator of pieces moves is unknown; give `count` and `nbytes`")
+                raise MemoryMisuseError("the size of an iterator of pieces is unknown; give `count` and `nbytes`")
             count = len(pieces) if count is None else count
             nbytes = sum(piece.nbytes for piece in pieces) if nbytes is None else nbytes
         if count < 0 or nbytes < 0:
@@ -295,9 +165,9 @@ class Transfers:
         return transfer
 
     def out_of_turn(self, path: str) -> bool:
-        """Whether the piece that an iterator is asked for starts before more urgent ones, by rule 4 of `device_queue`.
+        """Whether the piece that an iterator makes now starts before more urgent ones, by rule 4 of `device_queue`.
 
-        Such a piece should be small, as those wait for its end. It may be large otherwise: nothing more urgent waits.
+        More urgent pieces wait for the end of this piece, so it should be small. Otherwise it may be large.
         """
         return self._paths[path].device.out_of_turn
 
@@ -306,7 +176,7 @@ class Transfers:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Drops what has not started, waits for what is under way, and ends the threads. Can be called twice."""
+        """Drops pieces that have not started, waits for the others, and ends the threads. Can be called twice."""
         self._closed = True
         for transfer in list(self._live.values()):
             transfer.drop()
@@ -318,7 +188,7 @@ class Transfers:
     # -- figures --------------------------------------------------------------------------------------------------
 
     def estimate(self, path: str) -> PathEstimate:
-        """What the path moves, measured.
+        """The measured throughput of the path.
 
         Raises:
             KeyError: there is no such path.
@@ -326,7 +196,7 @@ class Transfers:
         return self._paths[path].meter.estimate()
 
     def stats(self) -> list[PathStats]:
-        """What every path does."""
+        """The figures of every path."""
         return [
             PathStats(path.name, path.device.name, path.by_urgency, path.meter.estimate())
             for path in self._paths.values()
@@ -335,8 +205,8 @@ class Transfers:
     # -- starting and ending --------------------------------------------------------------------------------------
 
     def _start_next(self, device: _Device) -> None:
-        """Starts what the device has room for."""
-        if device.starting:  # an iterator of pieces has submitted or cancelled something: the loop below goes on
+        """Starts as many pieces as the device has free slots for."""
+        if device.starting:  # an iterator of pieces has submitted or cancelled a transfer: the loop below goes on
             return
         device.starting = True
         try:
@@ -358,7 +228,7 @@ class Transfers:
             transfer._news.set()
             path.by_urgency[waiter.urgency].failed += 1
             piece = None
-        if piece is None or not waiter.waiting:  # there is no more, or taking it has cancelled the transfer
+        if piece is None or not waiter.waiting:  # no piece left, or the iterator has cancelled the transfer
             self._drop(transfer)
             return
         position = len(transfer._outcomes)
@@ -377,7 +247,7 @@ class Transfers:
             path.device.queue.remove(waiter)
         self._launch(transfer, position, piece, let_through)
         if not transfer._waiting_pieces:
-            self._drop(transfer)  # there is nothing left to drop: it must not wait in the queue to find that out
+            self._drop(transfer)  # all pieces have started: take it out of the queue at once
 
     def _launch(self, transfer: Transfer[T], position: int, piece: Piece[T], let_through: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -391,7 +261,7 @@ class Transfers:
             task = loop.create_task(_outcome_of(work))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda task: ended(_result_of(task), self._clock()))
+            task.add_done_callback(lambda task: ended(_task_outcome(task), self._clock()))
             return
 
         def run() -> tuple[Outcome[T], float]:
@@ -450,7 +320,7 @@ class Transfers:
         self._start_next(path.device)
 
     def _drop(self, transfer: Transfer[Any]) -> None:
-        """Nothing more of the transfer starts: it has no more pieces, or it is cancelled."""
+        """Start no more pieces of the transfer: it has none left, or it is cancelled."""
         if transfer._pieces is None:
             return
         transfer._pieces = None
@@ -459,7 +329,7 @@ class Transfers:
         self._paths[transfer.path].by_urgency[transfer.urgency].dropped += transfer._waiting_pieces
         self._count_waiting(transfer, -1)
         self._finish_if_ended(transfer)
-        self._start_next(device)  # if it was DEMAND, others are held back no more
+        self._start_next(device)  # if it was DEMAND, other transfers may start now
 
     def _finish_if_ended(self, transfer: Transfer[Any]) -> None:
         if transfer._pieces is not None or transfer._waiter.in_flight or transfer.finished:
@@ -495,7 +365,7 @@ class Transfers:
         stats.waiting_bytes += sign * transfer._waiting_bytes
 
     def _take_waiting(self, transfer: Transfer[Any], count: int, nbytes: int) -> None:
-        """So many pieces wait no more; an iterator may give more pieces and bytes than were declared."""
+        """Count pieces as waiting no more; an iterator may give more pieces and bytes than were declared."""
         stats = self._paths[transfer.path].by_urgency[transfer.urgency]
         pieces, nbytes = min(count, transfer._waiting_pieces), min(nbytes, transfer._waiting_bytes)
         transfer._waiting_pieces -= pieces
@@ -509,10 +379,10 @@ class Transfers:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Empties the frames that an error has passed, and those of what caused it.
+    """Clears the stack frames of an error and of its causes.
 
-    An outcome is kept in the thread's frames, and its error keeps these: files and memory in their variables would be
-    in use until the garbage collector comes.
+    The thread's frames keep the outcome, and the outcome's error keeps the frames: without this, files and memory in
+    their variables stay in use until the garbage collector runs.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -527,7 +397,7 @@ async def _outcome_of(work: Callable[[], Coroutine[Any, Any, T]]) -> Outcome[T]:
         return Outcome(None, error)
 
 
-def _result_of(task: asyncio.Task[Outcome[T]]) -> Outcome[T]:
+def _task_outcome(task: asyncio.Task[Outcome[T]]) -> Outcome[T]:
     if task.cancelled():
         return Outcome(None, asyncio.CancelledError("the piece's task was cancelled from outside"))
     error = task.exception()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from prefixd_swap.errors import DeviceError
-from prefixd_swap.vmem.base import ChunkId, Export, FrameId, VirtualMemory, VirtualRange
+from prefixd_swap.vmem.base import ChunkId, Export, FrameId, VirtualMemory
 from prefixd_swap.vmem.cuda import CudaMemory
+from prefixd_swap.vmem.cuda_driver import cuda_ordinal
 from prefixd_swap.vmem.fence import Fence
 from prefixd_swap.vmem.frame_table import FrameTable
 from prefixd_swap.vmem.frames import FramePool, NewFrames
 from prefixd_swap.vmem.host import HostMemory
 from prefixd_swap.vmem.transfer import attach_memory, recv_export, send_export
+from prefixd_swap.vmem.virtual_range import VirtualRange
 
 __all__ = [
     "ChunkId",
@@ -32,11 +33,7 @@ __all__ = [
 def create_memory(device: str, chunk_bytes: int | None = None) -> VirtualMemory:
     """A memory on `device`: "cpu", "cuda" or "cuda:N"; `chunk_bytes` is the device's smallest if not given.
 
-    Raises DeviceError for another device or one that is not there, MemoryMisuseError for an impossible chunk.
+    Raises DeviceError for an unknown or absent device, MemoryMisuseError for an impossible chunk.
     """
-    kind, _, ordinal = device.partition(":")
-    if device == "cpu":
-        return HostMemory(chunk_bytes)
-    if kind == "cuda" and (not ordinal or ordinal.isdecimal()):
-        return CudaMemory(int(ordinal or 0), chunk_bytes)
-    raise DeviceError(f'device {device!r} is not supported; use "cpu", "cuda" or "cuda:N"')
+    ordinal = cuda_ordinal(device)
+    return HostMemory(chunk_bytes) if ordinal is None else CudaMemory(ordinal, chunk_bytes)

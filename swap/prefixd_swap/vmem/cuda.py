@@ -1,12 +1,13 @@
 """Virtual memory on a GPU through CUDA's driver API.
 
-One chunk is one allocation, since `cuMemMap` takes no offset into an allocation. What costs (`benchmarks.gpu`, on an
-H100) is `cuMemSetAccess` (24 to 32 us a chunk), `cuMemUnmap` (16 to 19) and creating (12 to 18), for chunks of 2 MiB as
-of 128: a call for a run of chunks saves nothing but Python's time, and larger chunks map as many bytes in fewer of
-them. Releasing takes 13 us, and 95 for 128 MiB. Chunks are created once and recycled by the pool above.
+One chunk is one allocation, since `cuMemMap` takes no offset into an allocation. The expensive calls (`benchmarks.gpu`,
+on an H100) are `cuMemSetAccess` (24 to 32 us a chunk), `cuMemUnmap` (16 to 19) and creating (12 to 18). They take as
+long for chunks of 2 MiB as for 128 MiB, so larger chunks map the same bytes in fewer calls; one call for a run of
+chunks saves only Python's time. Releasing takes 13 us, and 95 for 128 MiB. Chunks are created once and recycled by the
+pool above.
 
-The device has a chunk's memory back when every process that attached it has released its handle and unmapped it:
-after `destroy` here, `drop` there.
+The device gets a chunk's memory back when every process that attached it has unmapped it and released its handle: by
+`destroy` in the owner, by `drop` in the others.
 
 `make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver.
 """
@@ -24,8 +25,7 @@ from prefixd_swap.vmem.fence import CudaFence, Fence
 
 
 class CudaMemory(VirtualMemory):
-    """Chunks on one GPU; `chunk_bytes` is a multiple of the device's granularity (2 MiB), by default just
-    that.
+    """Chunks on one GPU; `chunk_bytes` is a multiple of the device's granularity (2 MiB), which is the default.
 
     Raises DeviceError without a usable GPU, MemoryMisuseError for a chunk the device cannot allocate.
     """
@@ -45,7 +45,7 @@ class CudaMemory(VirtualMemory):
 
     @classmethod
     def attach(cls, ordinal: int, chunk_bytes: int, runs: Sequence[Sequence[int]], fds: Iterable[int]) -> CudaMemory:
-        """The chunks of another process; takes each descriptor from `fds` when its turn comes and closes it.
+        """The chunks of another process; imports and closes the descriptors of `fds` one by one.
 
         Raises TransferError when there are fewer descriptors than chunks.
         """
@@ -57,19 +57,19 @@ class CudaMemory(VirtualMemory):
         try:
             for first, count in runs:
                 memory._import(range(first, first + count), descriptors)
-            memory._adopt(runs)
+            memory._enter_runs(runs)
         except BaseException:
             memory.close()
             raise
         return memory
 
     def available_bytes(self) -> int:
-        """See `VirtualMemory.available_bytes`: cuMemGetInfo's free bytes."""
+        """cuMemGetInfo's free bytes."""
         self._cuda.use_context()
         return int(self._cuda.call("cuMemGetInfo")[0])
 
     def total_bytes(self) -> int:
-        """See `VirtualMemory.total_bytes`: cuMemGetInfo's total bytes."""
+        """cuMemGetInfo's total bytes."""
         self._cuda.use_context()
         return int(self._cuda.call("cuMemGetInfo")[1])
 
@@ -111,7 +111,7 @@ class CudaMemory(VirtualMemory):
         for chunk in chunks:
             if chunk in self._handles:
                 self._cuda.call("cuMemRelease", self._handles[chunk])
-                del self._handles[chunk]  # not before: a call that failed is made again
+                del self._handles[chunk]  # only now: after a failure, the next call releases it again
 
     def _import(self, chunks: range, fds: Iterable[int]) -> None:
         self._cuda.use_context()
@@ -152,10 +152,10 @@ class CudaMemory(VirtualMemory):
             raise
 
     def _take_mappings(self, count: int) -> None:
-        """The driver keeps its mappings out of the kernel's count."""
+        """The kernel does not count the driver's mappings."""
 
     def _give_mappings(self, count: int) -> None:
-        """See `_take_mappings`."""
+        """The kernel does not count the driver's mappings."""
 
     def _unmap(self, address: int, count: int) -> None:
         # One call unmaps a run, as long as it covers whole mappings and nothing else; NVIDIA's sample vectorAddMMAP
@@ -182,8 +182,7 @@ class CudaMemory(VirtualMemory):
 
 
 def _shareable(cuda: CudaDevice) -> Any:
-    """Properties of an allocation on this device that can be exported; that must be asked for when it is
-    created."""
+    """Properties of an allocation that can be exported; the driver needs them when it creates the allocation."""
     api = cuda.api
     properties = api.CUmemAllocationProp()
     properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

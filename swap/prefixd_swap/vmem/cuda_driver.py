@@ -45,7 +45,7 @@ def ck(call: str, result: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def load_driver() -> Any:
-    """The module `cuda.bindings.driver`, initialised. Raises DeviceError without the package or a driver."""
+    """The module `cuda.bindings.driver`, initialised. Raises DeviceError if the package or the driver is missing."""
     try:
         api = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -54,7 +54,7 @@ def load_driver() -> Any:
         ) from error
     try:
         result = api.cuInit(0)
-    except RuntimeError as error:  # how cuda-bindings says that libcuda.so.1 is not there
+    except RuntimeError as error:  # cuda-bindings raises it when libcuda.so.1 is missing
         raise DeviceError(
             f"no CUDA driver on this machine ({error}); install NVIDIA's, or use the device cpu"
         ) from error
@@ -85,18 +85,18 @@ class CudaDevice:
 
     @property
     def tensor_device(self) -> str:
-        """Where torch sees this device's memory: host memory if the driver is the tests' stand-in."""
+        """The device of torch tensors in this memory: "cpu" if the driver is the tests' stand-in."""
         return "cpu" if self.name == STAND_IN_NAME else f"cuda:{self.ordinal}"
 
     def use_context(self) -> None:
-        """Make the primary context current in the calling thread; a fresh thread has none."""
+        """Make the primary context current in the calling thread; a new thread has none."""
         self.call("cuCtxSetCurrent", self._context)
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Has the primary context current in the calling thread, and afterwards what was current before.
+        """Make the primary context current in the calling thread, and restore the previous one afterwards.
 
-        For threads that are not this package's: what computes there may be on another GPU.
+        For threads of other packages, which may compute on another GPU.
         """
         self.call("cuCtxPushCurrent", self._context)
         try:
@@ -105,7 +105,7 @@ class CudaDevice:
             self.call("cuCtxPopCurrent")
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver function `name`; see `ck` for what it returns and raises."""
+        """Call the driver function `name`; returns and raises as `ck`."""
         return ck(name, getattr(self.api, name)(*arguments))
 
     def create_event(self) -> Any:
@@ -114,17 +114,27 @@ class CudaDevice:
         return self.call("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
 
     def destroy_event(self, event: Any) -> None:
-        """Give an event back, in any thread; the driver destroys it once it has happened. Raises DeviceError."""
+        """Give an event back, in any thread; the driver destroys it once it has completed. Raises DeviceError."""
         with self.context():
             self.call("cuEventDestroy", event)
 
     def event_done(self, event: Any) -> bool:
-        """Whether what was recorded in `event` has happened. Raises DeviceError if it failed."""
+        """Whether the work recorded in `event` has ended. Raises DeviceError if it failed."""
         result = self.api.cuEventQuery(event)
         if result[0] == self.api.CUresult.CUDA_ERROR_NOT_READY:
             return False
         ck("cuEventQuery", result)
         return True
+
+
+def cuda_ordinal(device: str) -> int | None:
+    """The ordinal of "cuda" (0) or "cuda:N"; None for "cpu". Raises DeviceError for another device."""
+    kind, _, ordinal = device.partition(":")
+    if device == "cpu":
+        return None
+    if kind == "cuda" and (not ordinal or ordinal.isdecimal()):
+        return int(ordinal or 0)
+    raise DeviceError(f'device {device!r} is not supported; use "cpu", "cuda" or "cuda:N"')
 
 
 @functools.cache
@@ -136,7 +146,7 @@ def open_device(ordinal: int) -> CudaDevice:
 def register_host(address: int, nbytes: int, ordinal: int = 0) -> None:
     """Pin host memory for every context of this process, so that copies run at full speed and overlap.
 
-    Raises OutOfMemoryError when the system will not lock that much, DeviceError when it is pinned already.
+    Raises OutOfMemoryError when the system refuses to lock that much, DeviceError when the memory is pinned already.
     """
     device = open_device(ordinal)
     device.use_context()

@@ -1,7 +1,7 @@
 """Tensors over memory that torch did not allocate.
 
-DLPack carries the device type, so torch never asks the driver about the pointer: a view can cover addresses
-on which nothing is mapped yet, and it can hold bfloat16, which the array interfaces of numpy and CUDA cannot.
+DLPack names the device type, so torch never asks the driver about the pointer: a view can cover addresses on which
+nothing is mapped yet. It can also hold bfloat16, which the array interfaces of numpy and CUDA cannot.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 def tensor_at(
     address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: str
 ) -> torch.Tensor:
-    """A tensor over `address`, `strides` in elements. It borrows the memory and keeps nothing alive.
+    """A tensor over `address`, `strides` in elements. It does not own the memory.
 
-    Raises TypeError for a dtype or device that DLPack or this module does not know, DeviceError when torch
-    cannot use CUDA.
+    Raises TypeError for an unknown dtype or device, DeviceError when torch cannot use CUDA.
     """
     if dtype not in _TYPE_CODES:
         raise TypeError(f"no view of {dtype}; supported are {', '.join(map(str, _TYPE_CODES))}")
@@ -79,8 +78,8 @@ def tensor_at(
         torch.cuda.init()
     ndim = len(shape)
     header = ctypes.sizeof(_ManagedTensor)
-    # One block from malloc holds everything that the consumer reads, and free() itself is the deleter: it can
-    # run in any thread and after the interpreter is gone, where a Python callback would crash.
+    # One block of malloc holds everything that the consumer reads, and free() itself is the deleter: it can run in any
+    # thread and after the interpreter has ended, where a Python callback would crash.
     block = int(_libc.malloc(header + 16 * max(ndim, 1)))
     managed = _ManagedTensor.from_address(block)
     sizes = (ctypes.c_int64 * (2 * ndim)).from_address(block + header)

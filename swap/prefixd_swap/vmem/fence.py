@@ -1,7 +1,7 @@
-"""Work that must wait until the GPU is done with an address range.
+"""Work that waits until the GPU no longer uses an address range.
 
-CUDA's map and unmap are not ordered with streams: unmapping under a running kernel faults, and remapping
-under it corrupts without a word. So every unmapping waits behind an event of each stream that used the range.
+CUDA's map and unmap are not ordered with streams: unmapping under a running kernel faults, and remapping under it
+corrupts data silently. So every unmapping waits for an event of each stream that used the range.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ Work = Callable[[], None]
 
 
 class Fence(ABC):
-    """Runs work once everything that was submitted to some streams has ended. Not thread-safe: one thread
-    owns it."""
+    """Runs work once everything that was submitted to some streams has ended. Not thread-safe: one thread owns it."""
 
     @abstractmethod
     def retire(self, streams: Iterable[int], work: Work) -> None:
-        """Run `work` in `poll` after all that `streams` hold now; at once if there is nothing to wait for.
+        """Run `work` in `poll` after everything that `streams` hold now; at once if there is nothing to wait for.
 
-        `streams` are stream handles, such as `torch.cuda.current_stream().cuda_stream`; 0 is the default
-        stream.
+        `streams` are stream handles, such as `torch.cuda.current_stream().cuda_stream`; 0 is the default stream.
         """
 
     @abstractmethod
     def poll(self, wait: bool = False) -> int:
-        """Run the work that is due, or with `wait` all of it; returns how many pieces of work are left."""
+        """Run the work that is due, or with `wait` all of it; returns the number of pieces of work left."""
 
     @abstractmethod
     def close(self) -> None:
@@ -41,18 +39,16 @@ class Fence(ABC):
 
 
 class HostFence(Fence):
-    """Host memory: a call that has returned has ended, so there is never anything to wait for."""
+    """Runs all work at once: on host memory a call has ended when it returns."""
 
     def retire(self, streams: Iterable[int], work: Work) -> None:
-        """Run `work` at once."""
         work()
 
     def poll(self, wait: bool = False) -> int:
-        """Nothing is ever left."""
         return 0
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        pass
 
 
 class CudaFence(Fence):
@@ -83,8 +79,8 @@ class CudaFence(Fence):
             work()
 
     def poll(self, wait: bool = False) -> int:
-        """Run the work whose events have all happened. An error of the driver or of a piece of work leaves the work
-        behind it waiting."""
+        """Run the work whose events have all completed. After an error of the driver or of a piece of work, the work
+        behind it stays waiting."""
         if not self._waiting:
             return 0
         self._device.use_context()

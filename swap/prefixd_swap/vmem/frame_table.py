@@ -1,4 +1,4 @@
-"""Which chunks a frame is made of."""
+"""The chunks of each frame."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NONE = -1
 
 
 class FrameTable:
-    """The chunks of every frame: a frame is a number, and its memory is whatever the table names for it.
+    """The chunks of every frame: a frame is a number, and the table names the chunks that are its memory.
 
     ```
     frame     0          1          2        3
     chunks    [0 1]      [2 3]      -        [6 7]       2 was removed; 6 and 7 were created later
     ```
 
-    Frames come and go one by one, so a tier can grow and shrink while others use it, and its frame numbers (the slots
-    of the index) do not change. A number that was removed is given out again.
+    Frames are added and removed one by one, so a tier can grow and shrink while others use it, and the numbers of its
+    other frames (the slots of the index) do not change. The number of a removed frame is used again.
 
     Args:
         frame_chunks: chunks of one frame, at least 1.
@@ -33,7 +33,7 @@ class FrameTable:
         self.frame_chunks = frame_chunks
         self._chunks: ChunkIds = np.empty((0, frame_chunks), np.int64)
         self.count = 0
-        """How many frames exist."""
+        """Frames that exist."""
 
     @property
     def size(self) -> int:
@@ -45,19 +45,19 @@ class FrameTable:
         return np.flatnonzero(self._exists)
 
     def exists(self, frame: int) -> bool:
-        """Whether there is such a frame."""
+        """Whether the frame exists."""
         return 0 <= frame < len(self._chunks) and bool(self._chunks[frame, 0] != _NONE)
 
     def unused(self, count: int) -> list[FrameId]:
-        """The `count` lowest numbers that are no frame's, ascending."""
+        """The `count` lowest numbers that no frame has, ascending."""
         holes = np.flatnonzero(~self._exists)[:count]
         fresh = range(self.size, self.size + count - len(holes))
         return [FrameId(frame) for frame in (*holes.tolist(), *fresh)]
 
     def add(self, frames: Sequence[FrameId], chunks: Sequence[int] | ChunkIds) -> None:
-        """Make frames of `chunks`, `frame_chunks` for each one in order.
+        """Make frames of `chunks`, `frame_chunks` chunks for each frame in order.
 
-        Raises MemoryMisuseError, and adds none, if a frame exists or the chunks are too few or too many.
+        Raises MemoryMisuseError, and adds none, if a frame exists or the number of chunks is wrong.
         """
         ids = np.asarray(chunks, np.int64)
         numbers = np.asarray(frames, np.int64)
@@ -69,8 +69,8 @@ class FrameTable:
             return
         taken = [frame for frame in frames if self.exists(frame)]
         if taken or int(numbers.min()) < 0 or len(np.unique(numbers)) != len(numbers):
-            worst = taken[0] if taken else frames[0]
-            raise MemoryMisuseError(f"frame {worst} exists already or is named twice; use numbers that are free")
+            wrong = taken[0] if taken else frames[0]
+            raise MemoryMisuseError(f"frame {wrong} exists already or is named twice; use numbers that are free")
         missing = int(numbers.max()) + 1 - len(self._chunks)
         if missing > 0:
             empty = np.full((missing, self.frame_chunks), _NONE, np.int64)
@@ -79,7 +79,7 @@ class FrameTable:
         self.count += len(numbers)
 
     def remove(self, frames: Iterable[FrameId]) -> ChunkIds:
-        """Remove frames; returns their chunks, which are free now. Raises MemoryMisuseError, and removes none."""
+        """Remove frames; returns their chunks. Raises MemoryMisuseError, and removes none, if one does not exist."""
         numbers = list(frames)
         chunks = self.chunks(numbers).reshape(-1)
         if len(set(numbers)) != len(numbers):

@@ -1,4 +1,4 @@
-"""The GPU tier's memory as frames, all of one size: any of them serves any KV group."""
+"""The GPU tier's memory as frames of one size: any frame serves any KV group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
 from prefixd_swap.geometry import chunks_per_frame
+from prefixd_swap.number_runs import consecutive_runs
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem.base import ChunkIds, FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
@@ -18,7 +19,7 @@ from prefixd_swap.vmem.free_runs import FreeRuns
 
 @dataclass(frozen=True, slots=True)
 class NewFrames:
-    """Frames whose memory is there and that the pool does not have yet; `chunks` are theirs, in order."""
+    """Frames with memory that the pool has not admitted yet; `chunks` are their chunks, in order."""
 
     frames: list[FrameId]
     chunks: ChunkIds
@@ -27,9 +28,9 @@ class NewFrames:
 class FramePool:
     """The daemon's side of the GPU tier: frames of one size, recycled for as long as they exist.
 
-    Every frame is mapped on one window at its number, so a frame is contiguous there. What a freed frame held stays in
-    it. The pool grows and shrinks while frames are in use: creating and destroying memory takes long and may be done in
-    any thread, the rest belongs to the thread that owns the pool:
+    Frame n is mapped in one window at offset n * frame_bytes, so a frame is contiguous there. A freed frame keeps its
+    bytes. The pool grows and shrinks while frames are in use. Creating and destroying memory takes long and may run in
+    any thread; only the thread that owns the pool makes the other calls:
 
     ```
     grow      new = create(count)  (any thread)     admit(new)
@@ -39,8 +40,8 @@ class FramePool:
     Args:
         memory: where frames are created.
         frame_bytes: bytes of a frame, whole chunks.
-        frames: how many to create now; the time that takes is the caller's.
-        most: how many there can ever be: addresses are reserved for so many.
+        frames: frames to create now; the caller waits for that.
+        most: the most frames that can ever exist: addresses are reserved for them.
 
     Raises GeometryError if a frame is not made of whole chunks, OutOfMemoryError if there is not enough memory.
     """
@@ -66,32 +67,31 @@ class FramePool:
 
     @property
     def capacity(self) -> int:
-        """How many frames can be free or allocated."""
+        """Frames that exist and are not withdrawn: free or allocated."""
         return self.table.count - len(self._leaving)
 
     @property
     def lasting(self) -> int:
-        """How many frames one can count on: `capacity`, or fewer while the pool is about to shrink."""
+        """Frames that stay: `capacity`, or fewer while the pool is about to shrink."""
         return self.capacity if self._plan is None else min(self.capacity, self._plan)
 
     @property
     def free_count(self) -> int:
-        """How many frames can be allocated."""
+        """Frames that can be allocated."""
         return len(self._free)
 
     @property
     def used_count(self) -> int:
-        """How many frames are allocated."""
+        """Frames that are allocated."""
         return self.capacity - len(self._free)
 
     @property
     def first_address(self) -> int:
-        """Where frame 0 begins, or would begin, in the window."""
+        """The address of frame 0 in the window, even if frame 0 does not exist."""
         return self._window.base
 
     def allocate(self, count: int) -> list[FrameId] | None:
-        """Take `count` frames, consecutive if possible and in ascending runs; None, and nothing taken, if too
-        few."""
+        """Take `count` frames, consecutive if possible and in ascending runs; None, and nothing taken, if too few."""
         if count < 0:
             raise MemoryMisuseError(f"cannot allocate {count} frames")
         runs = self._free.take(count)
@@ -102,35 +102,30 @@ class FramePool:
         return [FrameId(frame) for run in runs for frame in run]
 
     def allocated(self) -> npt.NDArray[np.int64]:
-        """All frames that are taken, ascending."""
+        """All allocated frames, ascending."""
         return np.flatnonzero(self._used)
 
     def free(self, frames: Iterable[FrameId]) -> None:
-        """Give frames back. Raises MemoryMisuseError, and frees none, if one is not allocated or named
-        twice."""
-        for run in _runs(self._check_allocated(frames)):
+        """Give frames back. Raises MemoryMisuseError, and frees none, if one is not allocated or named twice."""
+        for run in consecutive_runs(self._check_allocated(frames)):
             self._used[run.start : run.stop] = False
             self._free.give(run)
 
     def span(self, frame: FrameId) -> Span:
-        """The bytes of `frame` in the daemon's window: its pieces one after the other."""
+        """The bytes of `frame` in the daemon's window. Raises MemoryMisuseError if the frame does not exist."""
         self.table.chunks([frame])
-        return Span(
-            self._window.base + frame * self.frame_bytes,
-            self.frame_bytes,
-            self.memory.on_device,
-        )
+        return Span(self._window.base + frame * self.frame_bytes, self.frame_bytes, self.memory.on_device)
 
     # -- growing and shrinking ----------------------------------------------------------------------------------
 
     def plan(self, count: int | None) -> None:
-        """Say that no more than `count` frames will be left soon; None: all that there are stay. See `lasting`."""
+        """Announce that the pool shrinks to `count` frames; None: all frames stay. See `lasting`."""
         self._plan = count
 
     def create(self, count: int) -> NewFrames:
         """Create memory for `count` more frames, in any thread; one call at a time.
 
-        Raises MemoryMisuseError above `most`, OutOfMemoryError when the device has not so much, with nothing created.
+        Raises MemoryMisuseError above `most`, OutOfMemoryError without enough memory, with nothing created.
         """
         if count < 1 or self.table.count + count > self.most:
             raise MemoryMisuseError(
@@ -142,28 +137,28 @@ class FramePool:
         per_frame = self.table.frame_chunks
         done = 0
         try:
-            for run in _runs(frames):
+            for run in consecutive_runs(frames):
                 self._window.map(run.start * self.frame_bytes, ids[done * per_frame : (done + len(run)) * per_frame])
                 done += len(run)
         except SwapError:
-            for run in _runs(frames[:done]):
+            for run in consecutive_runs(frames[:done]):
                 self._window.unmap(run.start * self.frame_bytes, len(run) * self.frame_bytes)
             self.memory.destroy(chunks)
             raise
         return NewFrames(frames, ids)
 
     def admit(self, new: NewFrames) -> None:
-        """Have frames that `create` made."""
+        """Enter frames that `create` made; they are free."""
         self.table.add(new.frames, new.chunks)
         if self.table.size > len(self._used):
             self._used = np.append(self._used, np.zeros(self.table.size - len(self._used), bool))
-        for run in _runs(new.frames):
+        for run in consecutive_runs(new.frames):
             self._free.give(run)
 
     def withdraw(self, frames: Sequence[FrameId]) -> None:
-        """Allocated frames are about to be destroyed: nobody allocates them any more, and `capacity` is less.
+        """Take allocated frames out of the pool before they are destroyed; `capacity` falls.
 
-        Raises MemoryMisuseError, and withdraws none, if one is not allocated or it were the last.
+        Raises MemoryMisuseError, and withdraws none, if one is not allocated or no frame would stay.
         """
         ordered = self._check_allocated(frames)
         if len(ordered) >= self.capacity:
@@ -172,30 +167,34 @@ class FramePool:
         self._leaving.update(ordered)
 
     def destroy(self, frames: Sequence[FrameId]) -> None:
-        """Give the memory of withdrawn frames back to the device, in any thread; `forget` them then.
+        """Give the memory of withdrawn frames back to the device, in any thread; call `forget` after it.
 
-        No other process may map them, nor keep handles of their chunks. Raises OutOfMemoryError when the process has no
-        mapping left, which taking a part out of a run needs, DeviceError when the device does not take the memory: call
-        it again, and it goes on with what is left.
+        No other process may map them, nor keep handles of their chunks. Raises OutOfMemoryError if unmapping splits a
+        mapping of the kernel and the process has no mapping left, DeviceError if the device refuses. Call it again to
+        destroy the rest.
         """
         ordered = sorted(frames)
         if not self._leaving.issuperset(ordered):
             raise MemoryMisuseError(f"frames {ordered[:8]} were not withdrawn; withdraw them before they are destroyed")
         frame_bytes = self.frame_bytes
-        for run in _runs([frame for frame in ordered if self._window.chunks(frame * frame_bytes, frame_bytes)[0] >= 0]):
+        # An earlier call, which failed, may have unmapped some of them.
+        mapped = [frame for frame in ordered if self._window.chunks(frame * frame_bytes, frame_bytes)[0] >= 0]
+        for run in consecutive_runs(mapped):
             self._window.unmap(run.start * frame_bytes, len(run) * frame_bytes)
         self._destroy_chunks(self.table.chunks(ordered).reshape(-1))
 
     def forget(self, frames: Sequence[FrameId]) -> None:
-        """Destroyed frames are no more; their numbers may come again."""
+        """Remove destroyed frames; new frames may get their numbers."""
         self._leaving.difference_update(frames)
         self.table.remove(frames)
 
     # -- end ----------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every frame is free, used or leaving and the window maps every chunk in its
-        place. Of frames that are being created or destroyed the window is not looked at."""
+        """Raise IntegrityError unless every frame is free, used or leaving and the window maps every chunk in place.
+
+        The window is not checked for frames that are being created or destroyed.
+        """
         self._free.check_integrity()
         found = np.zeros(len(self._used), np.int64)
         for run in self._free.runs():
@@ -214,8 +213,7 @@ class FramePool:
         self.memory.check_integrity()
 
     def close(self) -> None:
-        """Unmap the window and destroy the chunks; every use of the frames must have ended. Can be called
-        twice."""
+        """Unmap the window and destroy the chunks; every use of the frames must have ended. Can be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -224,24 +222,15 @@ class FramePool:
         self._free = FreeRuns(0)
 
     def _destroy_chunks(self, chunks: ChunkIds) -> None:
-        """Destroy those of `chunks` that an earlier call, which failed, has not destroyed."""
-        for run in _runs(sorted(chunks[self.memory.exist(chunks)].tolist())):
+        """Destroy those of `chunks` that still exist after an earlier call failed."""
+        for run in consecutive_runs(sorted(chunks[self.memory.exist(chunks)].tolist())):
             self.memory.destroy(run)
 
     def _check_allocated(self, frames: Iterable[FrameId]) -> list[FrameId]:
         ordered = sorted(frames)
         for previous, frame in zip([None, *ordered], ordered, strict=False):
             if not self.table.exists(frame):
-                self.table.chunks([frame])
+                self.table.chunks([frame])  # raises
             if frame == previous or not self._used[frame]:
                 raise MemoryMisuseError(f"frame {frame} is not allocated, or freed twice; free what allocate() gave")
         return ordered
-
-
-def _runs(ordered: Sequence[int]) -> Iterable[range]:
-    """Ascending numbers as runs of consecutive ones."""
-    start = 0
-    for stop in range(1, len(ordered) + 1):
-        if stop == len(ordered) or ordered[stop] != ordered[stop - 1] + 1:
-            yield range(ordered[start], ordered[stop - 1] + 1)
-            start = stop

@@ -1,4 +1,4 @@
-"""Free numbers, kept as runs of consecutive ones."""
+"""Free numbers, kept as runs of consecutive numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from prefixd_swap.errors import IntegrityError
 
 
 class FreeRuns:
-    """A set of integers in ``range(0, size)`` that hands out consecutive ones where it can.
+    """A set of integers in ``range(0, size)`` that gives out consecutive numbers where it can.
 
-    Best fit: the shortest run that is long enough is cut from its start, so long runs last; without one that
-    is long enough, the longest ones are used up first, which gives the fewest runs.
+    Best fit: numbers come from the start of the shortest run that is long enough, so long runs stay whole. If no run is
+    long enough, the longest runs are used up first, which gives the fewest runs.
     """
 
     def __init__(self, size: int) -> None:

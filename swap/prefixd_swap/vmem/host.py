@@ -1,7 +1,7 @@
 """Virtual memory in host memory: one memory file, mapped at chosen addresses.
 
-A chunk is a part of the file, so its id is its offset divided by the chunk size. Neighbouring chunks with
-consecutive ids merge into one mapping of the kernel, of which a process may have 65,530 by default.
+A chunk is a part of the file, so its id is its offset divided by the chunk size. Neighbouring chunks with consecutive
+ids merge into one mapping of the kernel. A process may have 65,530 mappings by default.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from prefixd_swap.errors import CreationStoppedError, MemoryMisuseError, OutOfMemoryError
+from prefixd_swap.memory_limit import memory_bytes
 from prefixd_swap.vmem import linux
 from prefixd_swap.vmem.base import ChunkIds, Export, VirtualMemory
 from prefixd_swap.vmem.fence import Fence, HostFence
 from prefixd_swap.vmem.mapping_budget import PROCESS_MAPPINGS
 
 _HUGE_PAGE_BYTES = 2 << 20
-_ALLOCATE_BYTES = 256 << 20  # at a time; in between, `stop_creating` is looked at
+_ALLOCATE_BYTES = 256 << 20  # of one call; between two calls `stop_creating` is checked
 
 
 class HostMemory(VirtualMemory):
@@ -37,20 +38,20 @@ class HostMemory(VirtualMemory):
 
     @classmethod
     def attach(cls, chunk_bytes: int, runs: Sequence[Sequence[int]], fd: int) -> HostMemory:
-        """The memory of another process through its file, which this object owns from now on."""
+        """The memory of another process, through its file; this object owns the descriptor from now on."""
         memory = cls.__new__(cls)
         VirtualMemory.__init__(memory, chunk_bytes, "cpu", on_device=False, owner=False)
         memory._fd = fd
-        memory._adopt(runs)
+        memory._enter_runs(runs)
         return memory
 
     def available_bytes(self) -> int:
-        """See `VirtualMemory.available_bytes`: what the system, or the control group, can give without swapping."""
+        """Bytes that the system, or the control group, can give without swapping."""
         return linux.available_bytes()
 
     def total_bytes(self) -> int:
-        """See `VirtualMemory.total_bytes`: the machine's memory."""
-        return linux.total_bytes()
+        """The machine's memory, or less where a control group allows less."""
+        return memory_bytes()
 
     def _make_fence(self) -> Fence:
         return HostFence()
@@ -64,7 +65,7 @@ class HostMemory(VirtualMemory):
                 "make the tier (or memory_limit) smaller"
             )
         try:
-            # Allocates and zeroes every page now: the first writer would pay 0.4 ms a 2 MiB for it otherwise.
+            # Allocates and zeroes every page now: otherwise the first write to 2 MiB takes 0.4 ms longer.
             for done in range(0, nbytes, _ALLOCATE_BYTES):
                 self._check_creating()
                 os.posix_fallocate(self._fd, offset + done, min(_ALLOCATE_BYTES, nbytes - done))
@@ -82,13 +83,13 @@ class HostMemory(VirtualMemory):
         linux.punch_hole(self._fd, chunks.start * self.chunk_bytes, len(chunks) * self.chunk_bytes)
 
     def _drop(self, chunks: range) -> None:
-        """The file is the owner's to cut."""
+        """Nothing to release: only the owner cuts the file."""
 
     def _import(self, chunks: range, fds: Iterable[int]) -> None:
-        """The file is here already, and has the chunks in it."""
+        """Nothing to import: the file, which this process has, contains the chunks."""
 
     def _reserve(self, nbytes: int) -> int:
-        # Aligned as huge pages are, so that a large run can be mapped with them where the system does that.
+        # Aligned to huge pages, so that the system can map a large run with them.
         return linux.reserve_addresses(nbytes, _HUGE_PAGE_BYTES)
 
     def _free(self, address: int, nbytes: int) -> None:
@@ -126,7 +127,7 @@ class HostMemory(VirtualMemory):
 
 
 def _runs(chunks: ChunkIds) -> Iterator[tuple[int, int]]:
-    """Split ids into (first, count) of consecutive ones, in order."""
+    """Ids as (first, count) of consecutive ones, in order: `[5, 6, 2]` -> `(5, 2), (2, 1)`."""
     starts = np.flatnonzero(np.diff(chunks, prepend=chunks[0] - 2) != 1)
     counts = np.diff(starts, append=len(chunks))
     yield from zip(chunks[starts].tolist(), counts.tolist(), strict=True)

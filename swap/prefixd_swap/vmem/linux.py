@@ -1,4 +1,4 @@
-"""The few memory calls of Linux that Python's `mmap` module cannot make: mappings at chosen addresses."""
+"""Memory calls of Linux that Python's `mmap` module does not have: mappings at chosen addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from prefixd_swap.errors import DeviceError, OutOfMemoryError
-from prefixd_swap.memory_limit import cgroup_limit, memory_bytes
+from prefixd_swap.memory_limit import cgroup_limit
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -22,7 +22,7 @@ _FALLOC_FL_PUNCH_HOLE = 2
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _FAILED = ctypes.c_void_p(-1).value
 
-# A CDLL releases the GIL for the length of a call, so populating memory does not stop other threads.
+# A CDLL releases the GIL during a call, so populating memory does not stop other threads.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -39,7 +39,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def reserve_addresses(nbytes: int, align: int) -> int:
-    """Reserve `nbytes` addresses that fault when touched; returns the first one, a multiple of `align`.
+    """Reserve `nbytes` addresses that fault when touched; returns the first address, a multiple of `align`.
 
     Raises OutOfMemoryError when the address space or the mappings of the process are used up.
     """
@@ -54,15 +54,15 @@ def reserve_addresses(nbytes: int, align: int) -> int:
 
 
 def release_addresses(address: int, nbytes: int) -> None:
-    """Give a reservation back, with whatever is mapped in it."""
+    """Give a reservation back, and unmap everything in it."""
     _munmap(address, nbytes)
 
 
 def map_file(address: int, nbytes: int, fd: int, offset: int) -> None:
     """Map a part of a file, shared and writable, over reserved addresses.
 
-    The page tables are filled at once: a prefix is read whole as soon as it is mapped, and one populating
-    call costs a quarter of the faults it saves.
+    The call fills the page tables: a prefix is read whole as soon as it is mapped, and populating costs a quarter of
+    the faults that it saves.
     """
     flags = mmap.MAP_SHARED | _MAP_FIXED | mmap.MAP_POPULATE
     _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
@@ -78,13 +78,13 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> None:
     if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes) != 0:
         reason = os.strerror(ctypes.get_errno())
         raise DeviceError(
-            f"the system did not take back {nbytes} bytes at {offset} of a memory file ({reason}); they stay taken "
+            f"the system did not take back {nbytes} bytes at {offset} of a memory file ({reason}); they stay allocated "
             "until they are given back again, or the process ends"
         )
 
 
 def advise_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages behind shared memory where the system gives them to who asks; elsewhere nothing happens."""
+    """Request huge pages for shared memory if the system gives them on request ("advise"); otherwise do nothing."""
     try:
         if "[advise]" not in _SHMEM_ENABLED.read_text():
             return
@@ -94,27 +94,17 @@ def advise_huge_pages(address: int, nbytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can still be filled before the kernel starts to kill: the system's, or the control group's
-    if less.
+    """Bytes that can be allocated before the kernel kills a process: the system's, or the control group's if less.
 
-    A memory file of the kernel has no size limit of its own, so asking first is the only way to be refused
-    politely.
+    A memory file of the kernel has no size limit of its own, so check this before allocating.
     """
-    available = _meminfo_available()
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    if kilobytes is None:
+        raise OSError(errno.ENOENT, "/proc/meminfo names no MemAvailable; Linux 3.14 or newer is needed")
+    available = kilobytes * 1024
     limit = cgroup_limit()
     return available if limit is None else min(available, max(0, limit.nbytes - limit.used_bytes))
-
-
-def total_bytes() -> int:
-    """The machine's memory, or less where a control group allows less."""
-    return memory_bytes()
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(errno.ENOENT, "/proc/meminfo names no MemAvailable; Linux 3.14 or newer is needed")
 
 
 def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:

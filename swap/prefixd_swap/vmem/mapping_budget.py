@@ -1,8 +1,7 @@
-"""How many kernel mappings this process may still make.
+"""The number of kernel mappings that this process may still make.
 
-A process that reaches `vm.max_map_count` cannot even give mappings back, since that may take splitting one,
-and every allocator and thread in it fails too. So the limit is kept from here, with an eighth of it left to
-everything else.
+A process that reaches `vm.max_map_count` cannot even give mappings back, since that may split one, and every allocator
+and thread in it fails too. So this package stays below seven eighths of the limit, and leaves the rest to other code.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ class MappingBudget:
 
     @property
     def used(self) -> int:
-        """How many mappings are counted now."""
+        """Mappings that are counted now."""
         return self._used
 
     def take(self, count: int) -> None:
-        """Count `count` more, or fewer if it is negative. Raises OutOfMemoryError if that is over the
-        limit."""
+        """Count `count` more mappings, or fewer if negative. Raises OutOfMemoryError above the limit."""
         with self._lock:
             if count > 0 and self._used + count > self.limit:
                 raise OutOfMemoryError(
@@ -45,8 +43,7 @@ class MappingBudget:
             self._used += count
 
     def give(self, count: int) -> None:
-        """Count `count` fewer, or more if it is negative: unmapping may split a mapping, and is never
-        refused."""
+        """Count `count` fewer mappings. May be negative: unmapping may split a mapping, and is never refused."""
         with self._lock:
             self._used -= count
 

@@ -1,8 +1,8 @@
-"""Handing a memory to another process: descriptors over a unix socket, and attaching them there.
+"""Passing a memory to another process: descriptors go over a unix socket, and the other process attaches them.
 
-The order on the wire: the caller sends `Export.meta` and `Export.count` in a message of its own; then one
-byte a batch follows, with up to 253 descriptors beside it. The receiver must have read exactly up to that
-byte: descriptors that a buffering reader swallows are lost.
+The order on the wire: the caller sends `Export.meta` and `Export.count` in a message of its own. Then each batch is one
+byte with up to 253 descriptors. The receiver must have read exactly up to that byte: a reader that buffers more loses
+the descriptors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def send_export(
 ) -> None:
     """Send every descriptor of `export`. Blocks, also on a non-blocking socket: call it in a thread.
 
-    Raises TransferError when the peer is gone or does not take them within `timeout_s`.
+    Raises TransferError when the peer is gone or does not receive them within `timeout_s`.
     """
     deadline = clock() + timeout_s
     for start in range(0, export.count, BATCH):
@@ -46,7 +46,7 @@ def send_export(
 def recv_export(
     sock: socket.socket, count: int, timeout_s: float = 60.0, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[int]:
-    """Receive `count` descriptors, batch by batch as they are consumed; the consumer owns and closes each.
+    """Receive `count` descriptors; a batch is received when the consumer needs it. The consumer closes each one.
 
     Raises TransferError when the peer is gone, sends something else, or takes longer than `timeout_s`.
     """
@@ -70,11 +70,10 @@ def recv_export(
 
 
 def attach_memory(meta: bytes, fds: Iterable[int]) -> VirtualMemory:
-    """Rebuild, from `Export.meta` and the descriptors, a memory whose chunks have the same ids.
+    """Rebuild a memory from `Export.meta` and the descriptors; its chunks have the same ids.
 
-    `fds` is what `recv_export` gives, or a list; every descriptor taken from it belongs to the memory. Chunks
-    cannot be created or destroyed on an attached memory. Raises TransferError, and DeviceError when the GPU
-    is not there.
+    `fds` is an iterator of `recv_export`, or a list; the memory owns every descriptor that it takes. Chunks cannot be
+    created or destroyed on an attached memory. Raises TransferError, and DeviceError when the GPU is absent.
     """
     try:
         told = json.loads(meta)
@@ -93,7 +92,7 @@ def attach_memory(meta: bytes, fds: Iterable[int]) -> VirtualMemory:
 
 
 def _owned(fds: list[int]) -> Iterator[int]:
-    """Hand out descriptors one by one; those not taken when the consumer stops are closed."""
+    """Yield descriptors one by one; close the rest when the consumer stops."""
     try:
         while fds:
             yield fds.pop(0)
@@ -121,15 +120,14 @@ def _send_batch(sock: socket.socket, fds: list[int], deadline: float, clock: Cal
         except BlockingIOError:
             continue
         except OSError as error:
-            # Descriptors under way count against the sender's limit; they stop counting as the peer takes
-            # them.
+            # Descriptors under way count against the sender's limit until the peer receives them.
             if error.errno != errno.ETOOMANYREFS or clock() > deadline:
                 raise TransferError(f"sending {len(fds)} descriptors failed: {error}") from error
             time.sleep(_RETRY_S)
 
 
-def _wait(sock: socket.socket, what: int, deadline: float, clock: Callable[[], float]) -> None:
+def _wait(sock: socket.socket, event: int, deadline: float, clock: Callable[[], float]) -> None:
     poller = select.poll()
-    poller.register(sock, what)
+    poller.register(sock, event)
     if not poller.poll(max(0.0, deadline - clock()) * 1000):
         raise TransferError("the peer did not answer in time while descriptors were passed")

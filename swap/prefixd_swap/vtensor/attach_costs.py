@@ -1,4 +1,4 @@
-"""What it costs to give a request a prefix that another one has: by mapping it, or by copying it."""
+"""The measured costs of giving a request another request's prefix: by mapping it, or by copying it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _WEIGHT = 0.2  # of a new observation
 
 
 class AttachCosts:
-    """Seconds a block, measured: the mapping of a block, and the copy of its bytes on the device.
+    """Measured seconds to map a block, and to copy its bytes on the device.
 
-    Mapping costs a driver's call a chunk and saves memory. A copy costs bandwidth and needs memory of its own, but no
-    call where that is mapped already, as it is where a request has ended (vAttention, 6.2.2). Which one is faster
-    depends on the device, so it is measured.
+    Mapping costs a call of the driver for each chunk, and saves memory. A copy costs bandwidth and needs memory of its
+    own, but no call where memory is still mapped from an ended request (vAttention, 6.2.2). The faster way depends on
+    the device.
     """
 
     def __init__(self) -> None:
@@ -18,18 +18,17 @@ class AttachCosts:
         self.copy_s: float | None = None
 
     def observe_map(self, blocks: int, seconds: float) -> None:
-        """`blocks` blocks were mapped at once."""
+        """Enter that mapping `blocks` blocks took `seconds`."""
         self.map_s = _moved(self.map_s, seconds / blocks)
 
     def observe_copy(self, blocks: int, seconds: float) -> None:
-        """`blocks` blocks were copied, and the device was waited for."""
+        """Enter that copying `blocks` blocks took `seconds`, until the device had finished."""
         self.copy_s = _moved(self.copy_s, seconds / blocks)
 
     def copy_pays(self, blocks: int, *, to_map: int, to_map_for_copy: int) -> bool:
-        """Whether a prefix of `blocks` blocks is attached faster by a copy.
+        """Whether a copy attaches a prefix of `blocks` blocks faster. False while one of the costs is unknown.
 
-        to_map: blocks that are to be mapped to share it; to_map_for_copy: those that its copy lacks memory for. False
-        as long as one of the costs is unknown.
+        to_map: blocks to map if the prefix is shared.  to_map_for_copy: blocks to map for its copy.
         """
         if self.map_s is None or self.copy_s is None:
             return False

@@ -1,4 +1,4 @@
-"""vTensor's manager: what requests ask of their memory, done with virtual addresses and physical chunks (section 5)."""
+"""vTensor's manager: gives requests memory by mapping physical chunks on virtual addresses (section 5)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.number_runs import consecutive_runs, true_runs
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
 from prefixd_swap.vtensor.physical_set import PhysicalSet
-from prefixd_swap.vtensor.virtual_set import Row, VirtualSet, runs
+from prefixd_swap.vtensor.virtual_set import Row, VirtualSet
 from prefixd_swap.vtensor.virtual_tensor import VirtualTensor
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ _NO_FRAME = FrameId(-1)
 
 @dataclass(slots=True)
 class MappingCounts:
-    """How blocks came to be where requests read them, since the start.
+    """Blocks that requests got since the start.
 
-    mapped: blocks that had to be mapped.  reused: blocks that were still mapped there from a request before.
+    mapped: blocks that were mapped.  reused: blocks that were still mapped there by an earlier request.
     copied: blocks whose bytes were copied (copy on write, tails).
     """
 
@@ -41,9 +42,9 @@ class MappingCounts:
 class VirtualTensorManager:
     """Creates, extends, shares and releases virtual tensors.
 
-    The three parts of vTensor's pool (5.2) are `virtual` (vSet), `physical` (pSet), and the prefix tree, which is not
-    here: whoever keeps prefixes says which frames hold one (`match`), and which frames are to stay as one (`record`,
-    `forget`). vTensor's operations (5.3) are `virtual.v_alloc`, `physical.p_alloc`, `virtual.map`, `virtual.unmap`,
+    vTensor's pool (5.2) has three parts: `virtual` (vSet), `physical` (pSet), and the prefix tree. The caller keeps the
+    prefix tree: it passes the frames of a cached prefix to `match`, and keeps frames by `record` until `forget`.
+    vTensor's operations (5.3) are `virtual.v_alloc`, `physical.p_alloc`, `virtual.map`, `virtual.unmap`,
     `virtual.v_free` and `physical.p_free`; its scheduling (5.4) is `create`, `extend`, `match` (Prefix Match),
     `record` (Prefix Record) and `release`.
 
@@ -53,18 +54,18 @@ class VirtualTensorManager:
     b                [7]  [3]  [4]  [12]    after writable(b, 3, 12): its last block is a copy of its own
     ```
 
-    Not thread-safe: one thread owns it. With `background`, mappings are made there, in order, while the owner computes;
-    `wait` before a virtual tensor's memory is touched.
+    Not thread-safe: one thread owns it. `background` makes the mappings in order while the owner computes; call `wait`
+    before touching a virtual tensor's memory.
 
     Args:
         memory: the memory of all frames.
         table: the frames' chunks.
         geometry: the shape of the KV.
-        requests: most virtual tensors at a time.
+        requests: the most virtual tensors at a time.
         max_tokens: the longest virtual tensor.
-        limit: most frames that `physical.p_alloc` creates; 0 where frames come from another process.
-        background: a single thread that maps; None maps at once.
-        frames_per_block: see `VirtualSet`; what is said here of blocks is then true of frames.
+        limit: the most frames that `physical.p_alloc` creates; 0 if frames come from another process.
+        background: a single thread that makes mappings; None: the caller's thread makes them at once.
+        frames_per_block: as in `VirtualSet`; "block" here then means one of its frames.
 
     Raises GeometryError for a frame that is not whole chunks, OutOfMemoryError without address space.
     """
@@ -92,7 +93,7 @@ class VirtualTensorManager:
         self._recorded: Counter[FrameId] = Counter()
         self._last: Future[None] | None = None  # the last mapping in the background
         self.neighbours: Sequence[VirtualTensorManager] = ()
-        """All managers, this one among them, that share the process's mappings and one `background`."""
+        """All managers, this one included, that share the process's mappings and one `background`."""
 
     @property
     def kv(self) -> torch.Tensor:
@@ -106,16 +107,16 @@ class VirtualTensorManager:
 
     @property
     def releasing_count(self) -> int:
-        """How many released virtual tensors wait for a stream."""
+        """Released virtual tensors that still wait for a stream."""
         return len(self.virtual.rows) - self.virtual.idle_count - len(self._live)
 
     # -- scheduling (vTensor 5.4) -------------------------------------------------------------------------------
 
     def create(self, wanted: Sequence[FrameId] = ()) -> VirtualTensor:
-        """A virtual tensor without memory, on addresses where most of `wanted` are still mapped.
+        """A virtual tensor without memory, on the addresses where most of `wanted` are still mapped.
 
         Without `wanted`: where most of this manager's own free frames are still mapped (vAttention, 6.2.2), else where
-        nothing is. Raises OutOfMemoryError when all addresses are taken.
+        nothing is mapped. Raises OutOfMemoryError when all addresses are in use.
         """
         if self.virtual.idle_count == 0:
             self.poll()
@@ -129,17 +130,17 @@ class VirtualTensorManager:
         return tensor
 
     def match(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
-        """Prefix Match: map `frames`, which hold a prefix and which others may have too, as the next blocks."""
+        """Prefix Match: map `frames`, which hold a prefix and may be shared, as the next blocks."""
         self.extend(tensor, frames)
 
     def extend(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
-        """Extend: map `frames` as the next blocks, each with one reference more.
+        """Extend: map `frames` as the next blocks, each with one more reference.
 
-        A block for which -1 stands has no memory: nothing reads or writes it.
+        A block with -1 in `frames` has no memory: nothing reads or writes it.
 
-        All of them or, when this raises, none. Raises MemoryMisuseError past the longest virtual tensor or for a frame
-        that does not exist, OutOfMemoryError when the process has no mapping left; with `background` that is raised by
-        `wait`.
+        Maps all of them or, when this raises, none. Raises MemoryMisuseError past the longest virtual tensor or for a
+        frame that does not exist, OutOfMemoryError when the process has no mapping left; with `background`, `wait`
+        raises that.
         """
         first = len(tensor._frames)
         if first + len(frames) > self.virtual.blocks:
@@ -147,13 +148,7 @@ class VirtualTensorManager:
                 f"{len(frames)} more blocks do not fit: {first} of {self.virtual.blocks} are mapped; "
                 "reserve virtual tensors for more tokens"
             )
-        present = _present(frames)
-        self.physical.retain(present)
-        try:
-            self._map(tensor, first, list(frames))
-        except BaseException:
-            self.physical.release(present)
-            raise
+        self._retain_and_map(tensor, first, list(frames), _present(frames))
         tensor._frames.extend(frames)
 
     def grow(self, tensor: VirtualTensor, tokens: int) -> bool:
@@ -163,11 +158,10 @@ class VirtualTensorManager:
     def grow_all(self, tokens: Mapping[VirtualTensor, int]) -> bool:
         """Extend each virtual tensor with frames of `physical.p_alloc` until it has memory for its tokens.
 
-        False, and nothing changed, when there would be more frames than the limit. Raises as `extend`, with nothing
-        changed.
+        False, and nothing changed, if that exceeds the limit of frames. Raises as `extend`, with nothing changed.
         """
         lacking: list[tuple[VirtualTensor, int]] = []
-        slots: list[FrameId] = []  # what is mapped on the blocks to come
+        slots: list[FrameId] = []  # the frames that are mapped now on the new blocks
         for tensor, wanted in tokens.items():
             first = len(tensor._frames)
             stop = max(first, self._blocks(wanted))
@@ -197,24 +191,24 @@ class VirtualTensorManager:
         return True
 
     def truncate(self, tensor: VirtualTensor, tokens: int) -> None:
-        """Give back the memory of the blocks behind the first `tokens`, which nothing on the device uses.
+        """Give back the memory of the blocks behind the first `tokens` tokens, which nothing on the device uses.
 
         The mappings stay, as after `release`.
         """
         self._give_back(tensor, self._blocks(tokens))
 
     def prepare(self, tokens: int, most: int) -> int:
-        """Eager allocation (vAttention, 6.2.2): map free frames where the next `create` begins, for `tokens`.
+        """Eager allocation (vAttention, 6.2.2): map free frames for `tokens` tokens on the row of the next `create`.
 
-        They stay free, so whoever lacks memory can still take them. `most` frames are taken at most, none when
-        there would be more frames than the limit; returns how many were. Raises as `extend`.
+        The frames stay free, so other requests can still take them. Maps at most `most` frames, and none if that
+        exceeds the limit of frames; returns the number mapped. Raises as `extend`.
         """
         row = self.virtual.next_row(is_free=self.physical.is_free)
         if row is None:
             return 0
         first = row.leading(self.physical.is_free)
         stop = min(self._blocks(tokens), self.virtual.blocks, first + most)
-        # From the first block on: what is mapped there already must not be taken for the blocks behind.
+        # From block 0 on: frames that are mapped on its leading blocks must not be used for later blocks.
         frames = self.physical.p_alloc(stop, row.mapped[:stop]) if stop > first else None
         if frames is None:
             return 0
@@ -227,7 +221,7 @@ class VirtualTensorManager:
     def record(self, tensor: VirtualTensor, first: int, stop: int) -> Sequence[FrameId]:
         """Prefix Record: the frames of blocks [first, stop), which are full and are not written again.
 
-        They get a reference more each, so that they stay when the request ends, until `forget`.
+        Each frame gets one more reference, which keeps it after the end of the request, until `forget`.
         """
         if not 0 <= first <= stop <= len(tensor._frames):
             raise MemoryMisuseError(f"blocks {first} to {stop} of {len(tensor._frames)} cannot be recorded")
@@ -237,7 +231,7 @@ class VirtualTensorManager:
         return frames
 
     def forget(self, frames: Sequence[FrameId]) -> None:
-        """Give back the references that `record` took: the prefix tree has these frames no more."""
+        """Give back the references that `record` took, after the prefix tree has dropped these frames."""
         if not Counter(frames) <= self._recorded:
             raise MemoryMisuseError(f"frames {list(frames)[:8]} were not all recorded; forget what record() returned")
         self.physical.release(frames)
@@ -246,7 +240,7 @@ class VirtualTensorManager:
     def fork(self, tensor: VirtualTensor) -> VirtualTensor:
         """A second virtual tensor with the same memory, the last block included; see `writable`.
 
-        Raises OutOfMemoryError when all addresses are taken or the process has no mapping left.
+        Raises OutOfMemoryError when all addresses are in use or the process has no mapping left.
         """
         other = self.create(tensor._frames)
         try:
@@ -257,40 +251,36 @@ class VirtualTensorManager:
         return other
 
     def assign(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
-        """Give `tensor` these frames in place of those it has: only blocks that differ are mapped anew (beam search).
+        """Replace the frames of `tensor` (beam search); only the blocks from the first difference on are mapped.
 
         Nothing on the device uses `tensor`. Raises as `extend`; `tensor` can then only be released.
         """
         before, after = tensor._frames, list(frames)
         pairs = zip(before, after, strict=False)
         same = next((block for block, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(before), len(after)))
-        present = _present(after)
-        self.physical.retain(present)
-        try:
-            self._map(tensor, same, after[same:])
-        except BaseException:
-            self.physical.release(present)
-            raise
+        self._retain_and_map(tensor, same, after[same:], _present(after))
         tensor._frames = after
         self.physical.release(_present(before))
 
     def pass_by(self, tensor: VirtualTensor, blocks: int) -> None:
-        """Give up the memory of the first `blocks` blocks, which nothing reads or writes any more: a sliding window has
-        left them behind. Their mappings stay, as after `release`."""
+        """Give up the memory of the first `blocks` blocks, which a sliding window has left behind.
+
+        Nothing reads or writes them any more. Their mappings stay, as after `release`.
+        """
         passed = range(tensor._passed, min(blocks, len(tensor._frames)))
         self.physical.release(_present(tensor._frames[passed.start : passed.stop]))
         tensor._frames[passed.start : passed.stop] = [_NO_FRAME] * len(passed)
         tensor._passed = max(tensor._passed, passed.stop)
 
     def is_shared(self, tensor: VirtualTensor, block: int) -> bool:
-        """Whether another virtual tensor has the block's frame too."""
+        """Whether the block's frame has another reference: another virtual tensor's, or a recorded prefix's."""
         return self.physical.references(tensor._frames[block]) > 1
 
     def writable(self, tensor: VirtualTensor, block: int, frame: FrameId, tokens: int) -> None:
-        """Copy on write: make `frame` the memory of a block that is shared, with a copy of its first `tokens` tokens.
+        """Copy on write: make `frame` the memory of a shared block, with a copy of the block's first `tokens` tokens.
 
-        Nothing on the device uses `tensor`; the copy is queued on the current stream. `frame` holds nothing that is
-        needed and gets a reference. Raises as `extend`; `tensor` can then only be released.
+        Nothing on the device uses `tensor`; the copy is queued on the current stream. `frame` gets a reference; its old
+        bytes are overwritten. Raises as `extend`; `tensor` can then only be released.
         """
         shared = tensor._frames[block]
         source = next(
@@ -306,9 +296,8 @@ class VirtualTensorManager:
                 f"block {block} is shared with no other virtual tensor: write to it as it is if it has one reference, "
                 "or forget the recorded prefix that it is part of"
             )
-        self.physical.retain([frame])
+        self._retain_and_map(tensor, block, [frame], [frame])
         try:
-            self._map(tensor, block, [frame])
             self.wait([tensor, source])
         except BaseException:
             self.physical.release([frame])
@@ -318,7 +307,7 @@ class VirtualTensorManager:
         self.copy_tokens(source, tensor, block * self.geometry.block_tokens, tokens)
 
     def copy_tokens(self, source: VirtualTensor, target: VirtualTensor, first: int, count: int) -> None:
-        """Copy `count` tokens from `first` on, on the current stream: the tail of a prefix, which fills no chunk."""
+        """Copy `count` tokens from `first` on, on the current stream: the tail of a prefix that fills no block."""
         if count > 0:
             target.kv[first : first + count].copy_(source.kv[first : first + count])
             block = self.geometry.block_tokens
@@ -331,34 +320,34 @@ class VirtualTensorManager:
         streams: Iterable[int] = (),
         on_released: Callable[[], None] | None = None,
     ) -> None:
-        """Release: give references and addresses back once `streams` are done with what they hold now.
+        """Release: give references and addresses back once the work that `streams` hold now has ended.
 
-        Nothing is unmapped (lazy deallocation): the mappings stay until other frames are wanted on these addresses, or
-        until `reclaim`. `on_released` is called then; only after it may the frames hold something else. On host memory
-        that is at once; on CUDA `poll` runs what had to wait. Raises DeviceError when the driver takes no event: the
-        tensor is not released then, and can be released again.
+        On host memory that is at once; on CUDA `poll` does it later. `on_released` is called then; only after it may
+        the frames get other bytes. Nothing is unmapped (lazy deallocation): the mappings stay until other frames are
+        mapped on these addresses, or until `reclaim`. Raises DeviceError when the driver records no event: the tensor
+        is then not released, and can be released again.
         """
         if self._live.get(tensor.row) is not tensor:
             raise MemoryMisuseError(f"virtual tensor {tensor.row} is released already; release it once")
-        self._settle(tensor)
+        for _, job in tensor._mapping:
+            job.exception()  # waits; after a failure the blocks are just not mapped
 
         def give_back() -> None:
-            self._end(tensor)
+            self._remove_live(tensor)
             self._give_back(tensor, 0)
             self.virtual.v_free(tensor._row)
             if on_released is not None:
                 on_released()
 
         self._fence.retire(streams, give_back)
-        self._end(tensor)
+        self._remove_live(tensor)
 
-    # -- time ---------------------------------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, tensors: Iterable[VirtualTensor], tokens: int | None = None) -> None:
-        """Wait until `tensors` are mapped, or their first `tokens` tokens.
+        """Wait until `tensors`, or their first `tokens` tokens, are mapped.
 
-        Raises what a mapping of them in the background raised, and again each time: blocks that could not be mapped
-        never count as mapped.
+        Raises the error of a background mapping of them, in every call: blocks that could not be mapped stay unmapped.
         """
         needed = self.virtual.blocks if tokens is None else self._blocks(tokens)
         for tensor in tensors:
@@ -368,21 +357,22 @@ class VirtualTensorManager:
             tensor._mapping = [(block, job) for block, job in tensor._mapping if block >= needed]
 
     def poll(self, wait: bool = False) -> int:
-        """Finish the releases that are due, or with `wait` all; returns how many are left."""
+        """Finish the releases that are due, or with `wait` all; returns the number left."""
         return self._fence.poll(wait)
 
-    # -- memory -------------------------------------------------------------------------------------------------
+    # -- unused mappings ----------------------------------------------------------------------------------------
 
     def unmap_unused(self, tensor: VirtualTensor) -> int:
-        """Unmap what is mapped behind the last block of `tensor`; returns how many blocks were."""
+        """Unmap everything behind the last block of `tensor`; returns the number of blocks unmapped."""
         self._drain()
         return self.virtual.unmap(tensor._row, len(tensor._frames))
 
     def reclaim(self, frames: Iterable[FrameId] | None = None) -> int:
-        """Unmap what no request uses: everything, or what lies from one of `frames` on; returns blocks unmapped.
+        """Unmap blocks that no request uses; returns the number of blocks unmapped.
 
-        That is on idle rows, and on rows in use behind the last block and where there is no memory any more. Before
-        frames cease to exist they must not be mapped anywhere (`physical.p_free`, a tier that shrinks).
+        Those are blocks of idle rows, and blocks of rows in use that are behind the last block or have no memory. With
+        `frames`: on each row only from the first block with one of them on. Frames must be mapped nowhere before they
+        are destroyed (`physical.p_free`, a tier that shrinks).
         """
         self._drain()
         if frames is None:
@@ -397,18 +387,18 @@ class VirtualTensorManager:
             behind = blocks[blocks >= len(tensor._frames)]
             if len(behind):
                 unmapped += self.virtual.unmap(row, int(behind[0]))
-            # Of what a window has left behind these blocks only: a pass that still runs may read their neighbours.
+            # Of the blocks that a window has left behind, only these: a pass that still runs may read their neighbours.
             passed = [block for block in blocks.tolist() if block < len(tensor._frames)]
             empty = [block for block in passed if tensor._frames[block] == _NO_FRAME]
-            unmapped += sum(self.virtual.unmap(row, start, stop) for start, stop in runs(empty))
+            unmapped += sum(self.virtual.unmap(row, run.start, run.stop) for run in consecutive_runs(empty))
         return unmapped
 
     def reclaim_until(self, unmapped: int) -> int:
-        """Reclamation below a watermark (vAttention, 6.2.2): unmap what no request uses until that many free frames
-        are mapped nowhere, or nothing is left to unmap; returns blocks unmapped.
+        """Reclamation below a watermark (vAttention, 6.2.2); returns the number of blocks unmapped.
 
-        Rows that have been idle longest come first, each from its end; then what rows in use do not use. The row that
-        the next `create` takes keeps its mappings.
+        Unmaps unused blocks until `unmapped` free frames are mapped nowhere, or nothing is left to unmap. The longest
+        idle rows come first, each from its end; then unused blocks of rows in use. The row of the next `create` keeps
+        its mappings.
         """
         self._drain()
         spared = self.virtual.next_row(is_free=self.physical.is_free)
@@ -424,7 +414,7 @@ class VirtualTensorManager:
         return done
 
     def still_mapped(self, frames: Iterable[FrameId]) -> set[FrameId]:
-        """Those of `frames` of which any row still maps a piece."""
+        """Those of `frames` that are held by a block of any row."""
         self._drain()
         found = self.virtual.find(frames).items()
         return {FrameId(frame) for number, blocks in found for frame in self.virtual.rows[number].held[blocks].tolist()}
@@ -454,8 +444,16 @@ class VirtualTensorManager:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _map(self, tensor: VirtualTensor, first: int, frames: list[FrameId]) -> None:
-        job = self._run(tensor._row, first, frames)
+    def _retain_and_map(
+        self, tensor: VirtualTensor, first: int, frames: list[FrameId], retained: Sequence[FrameId]
+    ) -> None:
+        """Add a reference to `retained` and map `frames` from block `first` on; when this raises, neither."""
+        self.physical.retain(retained)
+        try:
+            job = self._run(tensor._row, first, frames)
+        except BaseException:
+            self.physical.release(retained)
+            raise
         if job is not None:
             tensor._mapping.append((first, job))
 
@@ -470,7 +468,7 @@ class VirtualTensorManager:
         try:
             mapped = self.virtual.map(row, first, frames)
         except OutOfMemoryError:
-            # The process has no mapping left: those that idle rows keep for later go first.
+            # The process has no mapping left: unmap the idle rows of all managers, and try again.
             for manager in self.neighbours or (self,):
                 for idle in list(manager.virtual.idle()):
                     manager.virtual.unmap(idle)
@@ -479,50 +477,50 @@ class VirtualTensorManager:
         self.counts.reused += len(frames) - mapped
 
     def _give_back(self, tensor: VirtualTensor, first: int) -> None:
-        """Give up the frames from block `first` on. The last one becomes free first, hence is the first that another
-        takes: the next request on this row begins where the memory is still mapped."""
+        """Give up the frames from block `first` on.
+
+        The last frame becomes free first, so `p_alloc` takes it first: the leading frames stay free the longest for the
+        next request on this row, where they are still mapped.
+        """
         self.physical.release(reversed(_present(tensor._frames[first:])))
         del tensor._frames[first:]
         tensor._passed = min(tensor._passed, first)
 
     def _unused(self, idle: Iterable[Row]) -> list[tuple[Row, int, int]]:
-        """On which blocks of which rows what is mapped serves nobody: on rows that are idle, and on rows in use behind
-        the last block and where there is no memory."""
+        """(row, first, stop): the blocks of `idle` rows, and of rows in use the blocks without memory and those behind
+        the last block."""
         unused = [(row, 0, self.virtual.blocks) for row in idle]
         for tensor in self._live.values():
             frames = tensor._frames
             if tensor._passed or _NO_FRAME in frames:
-                empty = np.flatnonzero(np.array(frames) == _NO_FRAME).tolist()
-                unused += [(tensor._row, start, stop) for start, stop in runs(empty)]
+                unused += [(tensor._row, run.start, run.stop) for run in true_runs(np.array(frames) == _NO_FRAME)]
             unused.append((tensor._row, len(frames), self.virtual.blocks))
         return unused
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.geometry.block_tokens) * self.virtual.frames_per_block
 
-    def _settle(self, tensor: VirtualTensor) -> None:
-        """Wait for a tensor's mappings; one that failed has left its blocks unmapped, and that is all."""
-        for _, job in tensor._mapping:
-            job.exception()
-
-    def _end(self, tensor: VirtualTensor) -> None:
-        """Note that `tensor` is live no more; its row may be another tensor's already."""
+    def _remove_live(self, tensor: VirtualTensor) -> None:
+        """Remove `tensor` from the live ones, unless its row is another tensor's already."""
         if self._live.get(tensor.row) is tensor:
             del self._live[tensor.row]
 
     def _drain(self) -> None:
-        """Wait for the last mapping in the background, hence for all of them."""
+        """Wait for the last background mapping, and so for all of them."""
         if self._last is not None:
             self._last.exception()
 
 
 def _present(frames: list[FrameId] | Sequence[FrameId]) -> Sequence[FrameId]:
-    """The frames but for -1, which stands where a block has no memory."""
+    """The frames without -1, which stands for a block without memory."""
     return [frame for frame in frames if frame != _NO_FRAME] if _NO_FRAME in frames else frames
 
 
 def _in_place(mapped: Sequence[FrameId], frames: Sequence[FrameId]) -> list[FrameId]:
-    """`frames` in an order that leaves those that are mapped on one of the blocks where they are."""
+    """`frames` in an order that keeps each one on its block if it is in `mapped`.
+
+    mapped [3, -1, 5], frames [5, 8, 3] -> [3, 8, 5]
+    """
     left = set(frames)
     kept = []
     for frame in mapped:

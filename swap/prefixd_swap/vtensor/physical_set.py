@@ -16,12 +16,12 @@ from prefixd_swap.vmem.frame_table import FrameTable
 class PhysicalSet:
     """Frames with their number of references, and the list of free ones.
 
-    It counts references to any frame of `table`. Frames that it created itself (`p_alloc`) become free without
-    references; others belong to another owner, such as the daemon, which allocates them.
+    It counts references to every frame of `table`. A frame that it created itself (`p_alloc`) becomes free when its
+    last reference goes; other frames belong to another owner, such as the daemon, which allocates them.
 
     ```
     frame        0   1   2   3   4   5
-    references   3   1   0   2   0   1        sharing: 7 references to 4 frames save 3 frames
+    references   3   1   0   2   0   1        7 references to 4 frames: sharing saves 3 frames
     own          x   x   x               <- created here; 2 is free
     ```
 
@@ -42,29 +42,24 @@ class PhysicalSet:
         self._free: dict[FrameId, None] = {}  # in the order in which they became free
 
     @property
-    def created_count(self) -> int:
-        """How many frames were created here and still exist."""
-        return len(self._own)
-
-    @property
     def free_count(self) -> int:
-        """How many frames without references can be allocated."""
+        """Frames without references, which can be allocated."""
         return len(self._free)
 
     @property
     def unmapped_count(self) -> int:
-        """How many free frames are not mapped: allocating one takes nothing from an idle row."""
+        """Free frames that are mapped nowhere: allocating one takes no mapping from an idle row."""
         first = self._table.chunks(list(self._free))[:, 0]
         return int(np.count_nonzero(self._memory.mapping_counts(first) == 0))
 
     @property
     def shared_count(self) -> int:
-        """How many frames sharing saves: references beyond the first of each frame."""
+        """Frames that sharing saves: references beyond the first of each frame."""
         counted = self._references[self._references > 1]
         return int(counted.sum()) - len(counted)
 
     def references(self, frame: FrameId) -> int:
-        """How many virtual tensors refer to `frame`."""
+        """Number of references to `frame`."""
         return int(self._references[frame]) if frame < len(self._references) else 0
 
     def is_free(self, frame: FrameId) -> bool:
@@ -74,9 +69,9 @@ class PhysicalSet:
     def p_alloc(self, count: int, wanted: Sequence[FrameId] = ()) -> list[FrameId] | None:
         """Allocate `count` frames with one reference each; None, and none allocated, if that exceeds `limit`.
 
-        Uses free frames first: those in `wanted` (the caller has them mapped), then the longest free. Creates the rest;
-        no other operation takes memory from the device (vTensor, pAlloc). Raises OutOfMemoryError, with none allocated,
-        if the device has no memory left.
+        Takes free frames first: those in `wanted` (the caller has them mapped), then the longest free. Creates the
+        rest; no other operation takes memory from the device (vTensor, pAlloc). Raises OutOfMemoryError, with none
+        allocated, if the device has no memory left.
         """
         if count < 0:
             raise MemoryMisuseError(f"cannot allocate {count} frames")
@@ -105,7 +100,7 @@ class PhysicalSet:
         np.add.at(self._references, np.asarray(frames, np.int64), 1)
 
     def release(self, frames: Iterable[FrameId]) -> None:
-        """Remove a reference from each frame; frames created here become free without any.
+        """Remove a reference from each frame; a frame created here becomes free with its last reference.
 
         Raises MemoryMisuseError, and removes none, if a frame has no reference left.
         """
@@ -119,7 +114,7 @@ class PhysicalSet:
                 self._free[frame] = None
 
     def p_free(self, keep: int = 0) -> list[FrameId]:
-        """Return the memory of free frames to the device, the longest free first, except `keep` of them.
+        """Return the memory of free frames to the device, the longest free first; `keep` frames stay.
 
         They must not be mapped in this process. Returns the destroyed frames.
         """
@@ -132,12 +127,8 @@ class PhysicalSet:
             self._own.discard(frame)
         return frames
 
-    def free_frames(self) -> list[FrameId]:
-        """The free frames, the longest free first."""
-        return list(self._free)
-
     def check_integrity(self, referenced: Iterable[FrameId]) -> None:
-        """Raise IntegrityError unless `referenced` has each frame as often as it is counted."""
+        """Raise IntegrityError unless each frame is in `referenced` as often as its count says."""
         numbers = list(referenced)
         size = max([len(self._references), *(frame + 1 for frame in numbers)])
         found = np.bincount(np.asarray(numbers, np.int64), minlength=size) if numbers else np.zeros(size, np.int64)

@@ -1,4 +1,4 @@
-"""vAttention's API on virtual tensors (paper, section 5.3, table 4): all that an engine needs to keep its KV cache.
+"""vAttention's API on virtual tensors (paper, section 5.3, table 4): a KV cache for an engine.
 
 It needs neither the daemon nor a GPU, and an engine can use it with its own model code:
 
@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, SupportsIndex, get_args
 
-from prefixd_swap.block_size import fill_chunks
+from prefixd_swap.block_size import chunk_rule, fill_chunks
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.geometry import KvGeometry, Layout
 from prefixd_swap.vmem import FrameTable, create_memory
@@ -45,12 +45,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KvCacheStats:
-    """Where memory is now, and how blocks came to be where requests read them since the start.
+    """Memory now, and blocks that requests got since the start.
 
-    mapped: blocks that had to be mapped.  reused: blocks that were found mapped where they were needed.
-    copied: blocks of which tokens were copied (tails of shared prefixes, copy on write).
+    mapped: blocks that were mapped.  reused: blocks that were still mapped where they were needed.
+    copied: blocks with copied tokens (tails of shared prefixes, copy on write).
     free_bytes: memory that no request has.  unmapped_bytes: the part of it that is mapped nowhere; the rest is still
-    mapped where requests have ended, or ahead of the next one.
+    mapped on rows of ended requests, or mapped ahead for the next request.
     shared_bytes: memory saved by sharing.  limit_bytes: all memory.
     """
 
@@ -76,17 +76,16 @@ class VAttention:
 
     What the engine guarantees:
 
-    - One thread calls. Background work is this class's own and ends before a call goes on.
-    - Of row `reqid` it reads and writes tokens [0, length) of the last successful `step` or `share`. The rest of the
-      row may have no memory, and touching that kills the process (host) or its context (CUDA).
-    - Memory is recycled: a token has whatever an earlier request left there until the engine writes it, NaN included.
-    - On CUDA: all kernels that use a reqid have been queued when `free_reqid` is called, on the calling thread's
-      current stream or on the streams that are passed. Nothing is synchronised then: an event on each stream says
-      when the memory can be used again (`prefixd_swap.vmem.fence`).
-
-    A request's tokens that share a block with another's (`share`) are not written again; `writable` makes them its own.
-
-    It is closed, by `close` or by a `with` block: nobody else knows when the tensors are used no more.
+    - One thread makes all calls. The class's own background work ends before a call goes on.
+    - Of row `reqid` the engine reads and writes only tokens [0, length) of the last successful `step` or `share`. The
+      rest of the row may have no memory, and touching that kills the process (host) or its context (CUDA).
+    - Memory is recycled: until the engine writes a token, it has the bytes of an earlier request, NaN included.
+    - On CUDA: when `free_reqid` is called, all kernels that use the reqid have been queued on the calling thread's
+      current stream or on the passed streams. The call does not synchronise: an event on each stream tells when the
+      memory can be used again (`prefixd_swap.vmem.fence`).
+    - Tokens in a block that is shared with another request (`share`) are not written again, except after `writable`.
+    - The engine closes the cache, by `close` or a `with` block, since only the engine knows when it stops using the
+      tensors.
 
     `make gpu-check` runs it on a GPU; elsewhere the tests run it on a stand-in driver.
     """
@@ -97,15 +96,15 @@ class VAttention:
         self._requests: dict[int, _Request] = {}
         self._background = ThreadPoolExecutor(1, "vattention")
         self._round: Future[None] | None = None  # the work in the background
-        self._prompt_tokens = 1  # of the newest request: as much is mapped ahead for the next one
+        self._prompt_tokens = 1  # of the newest request; the same number is mapped ahead for the next one
         self._watermark = 0
         self.costs = AttachCosts()
-        """What `share` with "auto" has measured."""
+        """Measured by `share` with "auto"."""
         self._max_batch = 0
         self.max_context = 0
         self.block_tokens = 0
         self.rounding: tuple[str, ...] = ()
-        """Each size that became another one, and why; also logged."""
+        """One line for each size that was rounded, with the reason; also logged."""
 
     def init_kvcache(
         self,
@@ -134,16 +133,16 @@ class VAttention:
 
         Args:
             layers, kv_heads, head_dim, dtype: the shape of the KV of one token.
-            max_batch: most requests at a time.
+            max_batch: the most requests at a time.
             max_context: the longest request, in tokens.
             memory_limit: bytes of physical memory; rounded down to whole blocks.
             device: "cuda", "cuda:N" or "cpu".
             chunk_bytes: a multiple of the device's granularity (2 MiB on CUDA, a page on a CPU).
-            layout: how a request's KV lies in its addresses; see `KvGeometry`.
+            layout: the layout of a request's KV in its addresses; see `KvGeometry`.
             watermark: memory of ended requests stays mapped while at least this part of all memory is mapped nowhere.
 
-        Returns a pair of keys and values a layer, each ``[max_batch, context, kv_heads, head_dim]`` with `context`
-        being `max_context` rounded up to whole blocks: views, valid until `close`.
+        Returns a pair of keys and values for each layer, each ``[max_batch, context, kv_heads, head_dim]``: views,
+        valid until `close`. `context` is `max_context` rounded up to whole blocks.
 
         Raises GeometryError for a shape that cannot be stored, OutOfMemoryError when the device lacks memory or
         addresses, DeviceError without the device, MemoryMisuseError for a limit below one block or a second call.
@@ -189,13 +188,13 @@ class VAttention:
         return [(manager.kv[:, :, layer, 0], manager.kv[:, :, layer, 1]) for layer in range(layers)]
 
     def alloc_reqid(self) -> int:
-        """A reqid that no request has: the row of the tensors where its KV goes.
+        """A reqid that no live request has: the row of the tensors for its KV.
 
-        It is the one where most free memory is mapped already (6.2.2). Raises OutOfMemoryError when `max_batch`
-        requests are live; waits for the streams of a freed one if need be.
+        It is the row with the most free memory still mapped (6.2.2). Raises OutOfMemoryError when `max_batch` requests
+        are live; if only freed ones are left, it waits for their streams.
         """
         manager = self._owned()
-        manager.poll()  # so that the memory of one that has just ended is found
+        manager.poll()  # finds the memory of a request that has just ended
         if manager.virtual.idle_count == 0:
             manager.poll(wait=True)
         tensor = manager.create()
@@ -210,19 +209,22 @@ class VAttention:
         """
         manager = self._owned()
         request = self._request(reqid)
-        if streams is None:
-            streams = _current_stream(manager.kv)
-        manager.release(request.tensor, streams=streams)
+        if streams is None and manager.kv.is_cuda:
+            import torch
+
+            streams = [torch.cuda.current_stream(manager.kv.device).cuda_stream]
+        manager.release(request.tensor, streams=streams or ())
         del self._requests[reqid]
 
     def step(self, lengths: Sequence[int]) -> int:
-        """Have memory mapped for the context lengths of an iteration, the tokens that it adds included.
+        """Map memory for the context lengths of an iteration, the tokens that it adds included.
 
         lengths: `max_batch` numbers; 0 for a reqid that is not live or takes no part in the iteration.
 
-        Returns 0; or -1 when there is not enough memory, with no request changed: free one and call again. Before
-        that it takes back what `step_async` mapped ahead, and waits for the streams of freed requests. Raises
-        MemoryMisuseError for a reqid that is not live, a length over `max_context`, or one less than before.
+        Returns 0; or -1 when there is not enough memory, with no request changed: free one and call again. Before it
+        returns -1, it takes back the memory that `step_async` mapped ahead, and waits for the streams of freed
+        requests. Raises MemoryMisuseError for a reqid that is not live, a length over `max_context`, or a length less
+        than before.
         """
         manager = self._owned()
         wanted = self._check(lengths)
@@ -237,11 +239,11 @@ class VAttention:
     def step_async(self, lengths: Sequence[int]) -> None:
         """Begin to map memory for the next iteration, in the background, and return at once (6.2.1).
 
-        lengths: as `step` will get them next. That call waits for the end of the mapping, and maps what is missing: so
-        this is a hint, and a wrong one costs time only. The background also maps ahead for the request to come
-        (eager allocation), and unmaps memory of ended ones when too little is unmapped (reclamation, 6.2.2).
+        lengths: the expected lengths of the next `step`, which waits for the end of the mapping and maps the rest. This
+        is a hint: a wrong one only costs time. The background also maps ahead for the next request (eager allocation),
+        and unmaps memory of ended requests when too little is unmapped (reclamation, 6.2.2).
 
-        Raises as `step`; an error of the device in the background is raised by the next call.
+        Raises as `step`; the next call raises an error of the device in the background.
         """
         manager = self._owned()
         wanted = {request.tensor: length for request, length in self._check(lengths).items()}
@@ -250,13 +252,13 @@ class VAttention:
     def share(self, reqid: int, parent: int, tokens: int, method: AttachMethod = "map") -> int:
         """Give a new request the first `tokens` tokens of `parent`: full blocks by mapping, the rest by a copy.
 
-        Shared memory is counted, so either request can be freed first. The copy is queued on the current stream;
-        the parent's tokens must be on it or ordered before it. Returns 0; or -1 when there is not enough memory, with
-        no request changed.
+        Shared memory is reference-counted, so either request can be freed first. The copy is queued on the current
+        stream; the parent's tokens must be written on it or ordered before it. Returns 0; or -1 when there is not
+        enough memory, with no request changed.
 
-        method: "copy" copies all of it, into memory of the request's own; "auto" does what takes less time by what was
-            measured (`AttachCosts`), and copies only while more than the watermark is free. The first call with "auto"
-            measures, and waits for the device.
+        method: "copy" copies all tokens into memory of the request's own; "auto" chooses the way that takes less time
+            (`AttachCosts`), and copies only while more than the watermark is free. The first call with "auto" measures,
+            and waits for the device.
 
         Raises MemoryMisuseError for a reqid that is not live or not new, or more tokens than the parent has.
         """
@@ -285,18 +287,18 @@ class VAttention:
         return 0
 
     def writable(self, reqid: int, token: int) -> int:
-        """Copy on write: make the block of `token` the request's own, if it is shared, so that it can be written again.
+        """Copy on write: if the block of `token` is shared, give the request its own copy, which it may write.
 
-        On CUDA the device is synchronised when a block is copied. Returns 0; or -1 when there is not enough memory,
-        with nothing changed. Raises MemoryMisuseError for a reqid that is not live or a token that it does not have,
-        OutOfMemoryError when the process has no mapping left: the request can then only be freed.
+        On CUDA a copy synchronises the device. Returns 0; or -1 when there is not enough memory, with nothing changed.
+        Raises MemoryMisuseError for a reqid that is not live or a token that it does not have, OutOfMemoryError when
+        the process has no mapping left: the request can then only be freed.
         """
         manager = self._owned()
         request, token = self._request(reqid), _whole("token", token)
         if not 0 <= token < request.tokens:
             raise MemoryMisuseError(f"reqid {reqid} has {request.tokens} tokens and no token {token}")
         block = token // self.block_tokens
-        manager.poll(wait=True)  # a freed request whose kernels still run counts as one that shares
+        manager.poll(wait=True)  # until its kernels have ended, a freed request still shares its blocks
         if not manager.is_shared(request.tensor, block):
             return 0
         frames = manager.physical.p_alloc(1)
@@ -314,7 +316,6 @@ class VAttention:
         return 0
 
     def stats(self) -> KvCacheStats:
-        """Counts and bytes; see `KvCacheStats`."""
         manager = self._owned()
         manager.poll()
         counts, physical, block = manager.counts, manager.physical, manager.geometry.block_bytes
@@ -354,7 +355,7 @@ class VAttention:
         self.close()
 
     def __del__(self) -> None:
-        # Its tensors may be in use still, so nothing is given back here.
+        # The engine may still use the tensors, so nothing is given back here.
         if not self._closed and self._manager is not None:
             limit = self._manager.physical.limit * self._manager.geometry.block_bytes
             warnings.warn(
@@ -367,7 +368,7 @@ class VAttention:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _owned(self) -> VirtualTensorManager:
-        """The manager, which the caller's thread owns from now on: work in the background has ended."""
+        """The manager, once the background work has ended: from then on the caller's thread owns it."""
         if self._closed:
             raise MemoryMisuseError("this KV cache is closed; make another VAttention")
         if self._manager is None:
@@ -384,7 +385,7 @@ class VAttention:
         return request
 
     def _check(self, lengths: Sequence[int]) -> dict[_Request, int]:
-        """The requests that take part, and their lengths. Raises as `step`."""
+        """The requests with a length above 0, and their lengths. Raises as `step`."""
         if len(lengths) != self._max_batch:
             raise MemoryMisuseError(f"{len(lengths)} lengths for a batch of {self._max_batch}; give one a reqid")
         wanted = {}
@@ -406,7 +407,7 @@ class VAttention:
         return wanted
 
     def _grow(self, manager: VirtualTensorManager, wanted: dict[VirtualTensor, int]) -> bool:
-        """Map memory for `wanted`, all or nothing."""
+        """Map memory for `wanted`, all or nothing; False if there is not enough."""
         manager.poll()
         with suppress(OutOfMemoryError):
             if manager.grow_all(wanted):
@@ -414,11 +415,11 @@ class VAttention:
         self._trim(manager, wanted)
         try:
             return manager.grow_all(wanted)
-        except OutOfMemoryError:  # of mappings: those of requests that end can be used again
+        except OutOfMemoryError:  # no mapping of the kernel left; the end of a request gives some back
             return False
 
     def _copy_pays(self, manager: VirtualTensorManager, child: _Request, source: _Request, blocks: int) -> bool:
-        """Whether so many blocks of `source` are copied faster than mapped, and memory is not short."""
+        """Whether copying `blocks` blocks of `source` is faster than mapping them, and enough memory is free."""
         if manager.physical.free_count - blocks < max(self._watermark, 1):
             return False
         if self.costs.copy_s is None:
@@ -428,7 +429,7 @@ class VAttention:
         return self.costs.copy_pays(blocks, to_map=to_map, to_map_for_copy=max(0, blocks - own))
 
     def _measure(self, manager: VirtualTensorManager) -> None:
-        """Map and copy some blocks on a row that nobody has; without one, or memory, the costs stay unknown."""
+        """Map and copy some blocks on an idle row; without one, or without memory, the costs stay unknown."""
         blocks = min(_MEASURED_BLOCKS, manager.virtual.blocks, manager.physical.free_count)
         if manager.virtual.idle_count == 0 or blocks < 2:
             return
@@ -449,7 +450,7 @@ class VAttention:
             manager.release(tensor)
 
     def _trim(self, manager: VirtualTensorManager, wanted: dict[VirtualTensor, int]) -> None:
-        """Take back what was mapped ahead and is not `wanted`, and what freed requests still have."""
+        """Take back memory that was mapped ahead and is not `wanted`, and memory of freed requests."""
         for request in self._requests.values():
             manager.truncate(request.tensor, max(request.tokens, wanted.get(request.tensor, 0)))
         manager.poll(wait=True)
@@ -457,21 +458,19 @@ class VAttention:
     def _prepare(self, manager: VirtualTensorManager, wanted: dict[VirtualTensor, int]) -> None:
         """In the background: the next iteration, then the next request, then reclamation."""
         manager.poll()
-        with suppress(OutOfMemoryError):  # the next step says so, unless a request ends before
+        with suppress(OutOfMemoryError):  # the next step reports it, unless a request ends before
             manager.grow_all(wanted)
             manager.prepare(self._prompt_tokens, manager.physical.unmapped_count - self._watermark)
         manager.reclaim_until(self._watermark)
 
 
 def _explain(manager: VirtualTensorManager, chunk_bytes: int, max_context: int, memory_limit: int) -> Iterable[str]:
-    """What was rounded, and why."""
+    """One line for each size that was rounded, with the reason."""
     geometry, rows = manager.geometry, manager.virtual
     if geometry.block_tokens > 1:
-        where = "" if geometry.pieces == 1 else f" in each of {geometry.layers} layers"
         yield (
-            f"memory is mapped in blocks of {geometry.block_tokens} tokens, {geometry.block_bytes} bytes: a token "
-            f"takes {geometry.token_bytes // geometry.pieces} bytes{where}, and a block must fill whole chunks of "
-            f"{chunk_bytes} bytes"
+            f"memory is mapped in blocks of {geometry.block_tokens} tokens, {geometry.block_bytes} bytes: "
+            f"{chunk_rule(geometry, chunk_bytes)}"
         )
     if rows.tokens != max_context:
         yield f"addresses are reserved for {rows.tokens} tokens a request, not {max_context}: whole blocks"
@@ -485,14 +484,6 @@ def _whole(name: str, number: SupportsIndex) -> int:
         return operator.index(number)
     except TypeError as error:
         raise MemoryMisuseError(f"{name} is {number!r}; give a whole number") from error
-
-
-def _current_stream(kv: torch.Tensor) -> list[int]:
-    if not kv.is_cuda:
-        return []
-    import torch
-
-    return [torch.cuda.current_stream(kv.device).cuda_stream]
 
 
 def _synchronize(kv: torch.Tensor) -> None:

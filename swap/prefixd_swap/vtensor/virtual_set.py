@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from prefixd_swap.errors import GeometryError, IntegrityError, MemoryMisuseError, SwapError
 from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.number_runs import consecutive_runs
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
 
@@ -21,10 +22,10 @@ _NOTHING = FrameId(-1)
 
 
 class Row:
-    """The addresses of one request, and which frame is mapped on each of its blocks.
+    """The addresses of one request, and the frame that is mapped on each block.
 
-    A block has one piece, or one a layer, and the system maps and unmaps them one by one. So a call that fails can
-    leave a block of which some pieces are mapped: it is `held`, but nobody may use it, and it counts as not `mapped`.
+    A block has one piece, or one a layer, and the system maps and unmaps piece by piece. So a call that fails can leave
+    a block with only some pieces mapped: the block is `held`, no request may use it, and it is not `mapped`.
 
     ```
     block      0   1    2    3
@@ -32,12 +33,12 @@ class Row:
     held       7   3    4   -1      unmapping frame 4 from block 2 failed half way
     ```
 
-    Mappings stay after a request has ended (lazy deallocation, vTensor 5.3.2): what is mapped on an idle row harms
-    nobody, because nobody reads or writes there, and the next request may want just these frames.
+    Mappings stay after a request has ended (lazy deallocation, vTensor 5.3.2): nothing reads or writes an idle row, and
+    the next request may need the same frames there.
 
-    mapped: the frame on each block, all of it; it is read everywhere, and written by the methods here alone.
-    held: the frame of which pieces are mapped on each block, all or some.
-    mapped_blocks: on how many blocks something is mapped, also if it is held only.
+    mapped: the frame on each block, if all its pieces are mapped. Only the methods here write it.
+    held: the frame on each block, if at least one of its pieces is mapped.
+    mapped_blocks: number of blocks that are held.
     """
 
     def __init__(self, number: int, blocks: int) -> None:
@@ -47,36 +48,36 @@ class Row:
         self.mapped_blocks = 0
 
     def suspend(self, first: int, stop: int) -> None:
-        """The pieces on blocks [first, stop) are about to be unmapped: until `put` they are held only."""
+        """Before pieces on blocks [first, stop) are unmapped: until `put` they are held only."""
         self.mapped[first:stop] = [_NOTHING] * (stop - first)
 
     def begin(self, first: int, frames: Sequence[FrameId]) -> None:
-        """The pieces of `frames` are about to be mapped on the blocks from `first` on: until `put` they are held
-        only."""
+        """Before pieces of `frames` are mapped on the blocks from `first` on: until `put` they are held only."""
         self.suspend(first, first + len(frames))
         held = self.held[first : first + len(frames)]
         self.mapped_blocks += len(frames) - frames.count(_NOTHING) - int(np.count_nonzero(held != _NOTHING))
         held[:] = frames
 
     def put(self, first: int, frames: Sequence[FrameId]) -> None:
-        """Note what is mapped on the blocks from `first` on now."""
+        """After `frames` were mapped on the blocks from `first` on, or (-1) unmapped."""
         self.begin(first, frames)
         self.mapped[first : first + len(frames)] = frames
 
     def held_blocks(self, first: int, stop: int) -> list[int]:
-        """The blocks in [first, stop) on which something is mapped, ascending."""
+        """The blocks in [first, stop) that are held, ascending."""
         found: list[int] = (first + np.flatnonzero(self.held[first:stop] != _NOTHING)).tolist()
         return found
 
     def common(self, frames: Sequence[FrameId]) -> int:
-        """How many of `frames`, from the first on, are mapped here on the blocks where they are wanted.
+        """Number of `frames`, from the first on, that are mapped here on the block of their position.
 
-        Where the first ones are -1, nothing is wanted there: it is counted from the first that is wanted."""
+        Leading -1 in `frames` are skipped: counting starts at the first frame.
+        """
         wanted = list(frames[: len(self.mapped)])
         skipped = next((block for block, frame in enumerate(wanted) if frame != _NOTHING), len(wanted))
         wanted, mapped = wanted[skipped:], self.mapped[skipped:] if skipped else self.mapped
-        # By halves: lists are compared a hundred times as fast as their elements one by one, and every new request
-        # asks every idle row.
+        # Binary search: comparing lists is a hundred times as fast as comparing elements, and every new request asks
+        # every idle row.
         least, most = 0, len(wanted) if wanted[:1] == mapped[:1] else 0
         while least < most:
             middle = (least + most + 1) // 2
@@ -87,34 +88,34 @@ class Row:
         return least
 
     def leading(self, is_free: Callable[[FrameId], bool]) -> int:
-        """On how many blocks, from the first on, frames are mapped that are free to take."""
+        """Number of leading blocks on which free frames are mapped."""
         return sum(1 for _ in takewhile(is_free, self.mapped))
 
 
 class VirtualSet:
-    """Rows of addresses, all in one reservation, so that a batch of virtual tensors is one tensor.
+    """Rows of addresses in one reservation, so that a batch of virtual tensors is one tensor.
 
     ```
     layout "token"   | row 0: block 0, block 1, ... | row 1 | ... | row R-1 |
     layout "layer"   | layer 0: row 0 | row 1 | ... | layer 1: row 0 | row 1 | ... |
     ```
 
-    `kv` is ``[requests, tokens, layers, 2, kv_heads, head_dim]`` in either layout; row `i` of it is a request's keys
-    and values, and ``kv.flatten(0, 1)`` is what an attention kernel takes for the whole batch, with sequence `i` at
-    ``i * tokens``. Only what is mapped may be touched.
+    `kv` is ``[requests, tokens, layers, 2, kv_heads, head_dim]`` in either layout. Row `i` has a request's keys and
+    values, and ``kv.flatten(0, 1)`` is an attention kernel's input for the whole batch, with sequence `i` at
+    ``i * tokens``. Only mapped addresses may be touched.
 
-    Where a block takes several frames (`frames_per_block`), they lie one behind the other, and each has a block's place
-    in the row: what is said here of a row's blocks is then true of each of its frames.
+    If a block takes several frames (`frames_per_block`), they follow each other, and each frame has the place of a
+    block in the row: "block" here then means one of its frames.
 
     Map and unmap act on runs of blocks. They may be called from any thread, for different rows at the same time.
 
     Args:
         memory: where the addresses are reserved.
         table: the frames' chunks.
-        geometry: the shape; a piece of a block has to be whole chunks.
-        requests: rows.
-        tokens: longest request, in tokens; rounded up to whole blocks.
-        frames_per_block: frames that a block of the geometry takes; more than one only in the layout "token".
+        geometry: the shape; a piece of a block is whole chunks.
+        requests: number of rows.
+        tokens: the longest request, in tokens; rounded up to whole blocks.
+        frames_per_block: frames of a block of the geometry; more than one only in the layout "token".
 
     Raises GeometryError for a frame that is not whole chunks, OutOfMemoryError without address space.
     """
@@ -152,21 +153,20 @@ class VirtualSet:
 
     @property
     def idle_count(self) -> int:
-        """How many rows no request has."""
+        """Rows without a request."""
         return len(self._idle)
 
     def idle(self) -> Iterator[Row]:
-        """The rows that no request has, the one that has been idle longest first."""
+        """The rows without a request, the longest idle first."""
         return iter(self._idle.values())
 
     def next_row(
         self, wanted: Sequence[FrameId] = (), is_free: Callable[[FrameId], bool] = lambda frame: False
     ) -> Row | None:
-        """The row that `v_alloc` would take; None if all are taken.
+        """The idle row that `v_alloc` takes; None if all are in use.
 
-        The one on which most of `wanted`, from the first on, are mapped already. Among equals the one on which most
-        frames that are free, from the first block on, are mapped; then one on which nothing is; then the one that has
-        been idle longest.
+        It is the row with the most leading frames of `wanted` mapped. Ties go to the row with the most leading free
+        frames, then to a row with nothing mapped, then to the longest idle.
         """
 
         def worth(row: Row) -> tuple[int, int, bool]:
@@ -177,26 +177,25 @@ class VirtualSet:
     def v_alloc(
         self, wanted: Sequence[FrameId] = (), is_free: Callable[[FrameId], bool] = lambda frame: False
     ) -> Row | None:
-        """Take the row that `next_row` names; None if all are taken."""
+        """Take the row of `next_row`; None if all are in use."""
         row = self.next_row(wanted, is_free)
         if row is not None:
             del self._idle[row.number]
         return row
 
     def v_free(self, row: Row) -> None:
-        """Give a row back; its mappings stay until somebody needs others there. Nothing on the device uses it."""
+        """Give a row back, which nothing on the device uses; its mappings stay until other frames are mapped there."""
         if row.number in self._idle:
             raise MemoryMisuseError(f"row {row.number} is free already; free what v_alloc gave, once")
         self._idle[row.number] = row
 
     def map(self, row: Row, first: int, frames: Sequence[FrameId]) -> int:
-        """Have `frames` mapped on the blocks of `row` from `first` on; returns how many had to be mapped.
+        """Map `frames` on the blocks of `row` from `first` on; returns the number of frames that were not mapped yet.
 
-        Where -1 stands for a frame, whatever is mapped stays. What is mapped already stays; others that are mapped
-        there are unmapped: the caller has made sure that nothing on the device uses those blocks. All of them or, when
-        this raises, none of those that were not there before: the call can be made again.
-        Raises MemoryMisuseError past the row's end or for a frame that does not exist, OutOfMemoryError when the
-        process has no mapping left.
+        A frame that is mapped there already stays; another frame is unmapped first. A block with -1 in `frames` stays
+        as it is. The caller has made sure that nothing on the device uses the blocks that change. When this raises, no
+        new frame is mapped, and the call can be repeated. Raises MemoryMisuseError past the row's end or for a frame
+        that does not exist, OutOfMemoryError when the process has no mapping left.
         """
         if first < 0 or first + len(frames) > self.blocks:
             raise MemoryMisuseError(
@@ -204,42 +203,42 @@ class VirtualSet:
             )
         self._table.chunks([frame for frame in frames if frame != _NOTHING] if _NOTHING in frames else frames)
         changed = [index for index, frame in enumerate(frames) if frame not in (row.mapped[first + index], _NOTHING)]
-        for start, stop in runs(changed):
-            self.unmap(row, first + start, first + stop)
-        done: list[tuple[int, int]] = []
+        for run in consecutive_runs(changed):
+            self.unmap(row, first + run.start, first + run.stop)
+        done: list[range] = []
         try:
-            for start, stop in runs(changed):
-                self._map_run(row, first + start, frames[start:stop])
-                done.append((start, stop))
+            for run in consecutive_runs(changed):
+                self._map_run(row, first + run.start, frames[run.start : run.stop])
+                done.append(run)
         except SwapError:
-            for start, stop in done:
-                self.unmap(row, first + start, first + stop)
+            for run in done:
+                self.unmap(row, first + run.start, first + run.stop)
             raise
         return len(changed)
 
     def unmap(self, row: Row, first: int = 0, stop: int | None = None) -> int:
-        """Unmap what is mapped on blocks [first, stop) of `row`, in runs; returns how many blocks that were.
+        """Unmap all held blocks in [first, stop) of `row`; returns the number of them.
 
-        Raises OutOfMemoryError when the process has no mapping left, which taking a part out of a run needs. A block
-        that has lost some of its pieces then counts as not mapped; the rest goes when this is called again, or when
-        something else is mapped there.
+        Raises OutOfMemoryError if unmapping splits a mapping of the kernel and the process has no mapping left. A block
+        that has lost some of its pieces is then held, not mapped; a repeated call, or a new mapping there, removes the
+        rest.
         """
         held = row.held_blocks(first, self.blocks if stop is None else stop)
-        for start, end in runs(held):
-            row.suspend(start, end)
+        for run in consecutive_runs(held):
+            row.suspend(run.start, run.stop)
             for piece in range(self.geometry.pieces):
-                self._range.clear(self._offset(row, piece, start), (end - start) * self._piece_bytes)
-            row.put(start, [_NOTHING] * (end - start))
+                self._range.clear(self._offset(row, piece, run.start), len(run) * self._piece_bytes)
+            row.put(run.start, [_NOTHING] * len(run))
         return len(held)
 
     def find(self, frames: Iterable[FrameId]) -> dict[int, npt.NDArray[np.int64]]:
-        """On which blocks, ascending, of which rows pieces of any of `frames` are mapped; rows without are left out.
+        """The blocks, ascending, by row number, that hold one of `frames`; rows without such a block are left out.
 
-        A shrinking tier asks this hundreds of times between two passes, so it is a look-up in an array for each row on
-        which something is mapped.
+        A shrinking tier calls this hundreds of times between two passes, so it is one array look-up for each row with
+        held blocks.
         """
         numbers = np.fromiter(frames, np.int64)
-        # One element more than there are frames: the last one stays false, and is that of _NOTHING, -1.
+        # One element more than there are frames: the index -1 (_NOTHING) reads the last one, which stays false.
         wanted = np.zeros(max(self._table.size, int(numbers.max(initial=-1)) + 1) + 1, bool)
         wanted[numbers] = True
         used = [row for row in self.rows if row.mapped_blocks]
@@ -247,8 +246,10 @@ class VirtualSet:
         return {number: blocks for number, blocks in found.items() if len(blocks)}
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the reservation maps on every row the chunks of the frames noted there, and of
-        those that are held no others."""
+        """Raise IntegrityError unless the reservation maps exactly the chunks of each row's frames.
+
+        A block that is only held may lack pieces, but has no chunk of another frame.
+        """
         for row in self.rows:
             counted = len(row.held_blocks(0, self.blocks))
             if counted != row.mapped_blocks:
@@ -303,12 +304,3 @@ class VirtualSet:
             getattr(torch, shape.dtype),
             (self.tokens * token, token, layer, heads, shape.head_dim, 1),
         )
-
-
-def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as (start, stop) of consecutive ones."""
-    start = 0
-    for index in range(1, len(numbers) + 1):
-        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
-            yield numbers[start], numbers[index - 1] + 1
-            start = index

@@ -18,10 +18,10 @@ class VirtualTensor:
     """The keys and values of one request: a row of addresses, and the frames that are its memory, block by block.
 
     `kv` is the view ``[max_tokens, layers, 2, kv_heads, head_dim]``: attention runs on slices of it as on any tensor.
-    Only the first `capacity_tokens` tokens may be touched, once `VirtualTensorManager.wait` has returned. A frame can
-    be in many virtual tensors at once: that is how a prefix is shared without a copy.
+    Only the first `capacity_tokens` tokens may be touched, once `VirtualTensorManager.wait` has returned. Virtual
+    tensors share a prefix without a copy by having the same frames.
 
-    Made by `VirtualTensorManager`, and changed by it alone.
+    Only `VirtualTensorManager` makes and changes it.
     """
 
     def __init__(self, row: Row, kv: torch.Tensor, geometry: KvGeometry, frames_per_block: int = 1) -> None:
@@ -30,22 +30,22 @@ class VirtualTensor:
         self._block_tokens = geometry.block_tokens
         self._per_block = frames_per_block
         self._frames: list[FrameId] = []
-        self._passed = 0  # so many frames, from the first on, were given up
-        self._mapping: list[tuple[int, Future[None]]] = []  # the first block of what is mapped in the background
+        self._passed = 0  # frames, from the first on, that were given up
+        self._mapping: list[tuple[int, Future[None]]] = []  # background mappings, each with its first block
 
     @property
     def row(self) -> int:
-        """Which row of the reservation it is: the index of a batch's dimension 0, vAttention's reqId."""
+        """Its row of the reservation: the index in a batch's dimension 0, vAttention's reqId."""
         return self._row.number
 
     @property
     def blocks(self) -> int:
-        """How many blocks have memory, or had it until it was given up (`VirtualTensorManager.pass_by`)."""
+        """Blocks that have memory, or had it before `VirtualTensorManager.pass_by`."""
         return len(self._frames) // self._per_block
 
     @property
     def capacity_tokens(self) -> int:
-        """How many tokens have memory, or had it."""
+        """Tokens of `blocks`."""
         return self.blocks * self._block_tokens
 
     @property
@@ -54,20 +54,20 @@ class VirtualTensor:
         return tuple(self._frames)
 
     def still_mapped(self, frames: Sequence[FrameId]) -> int:
-        """How many of `frames`, from the first on, are mapped on its first blocks already."""
+        """How many of `frames`, from the first on, are still mapped on its first blocks."""
         return self._row.common(frames)
 
     def still_free(self, is_free: Callable[[FrameId], bool]) -> int:
-        """How many of its addresses' first blocks are mapped on frames that nobody has."""
+        """Number of leading blocks of its row on which free frames are still mapped."""
         return self._row.leading(is_free)
 
     @property
     def mapping(self) -> bool:
-        """Whether a mapping in the background has not ended."""
+        """Whether a background mapping has not ended."""
         return any(not job.done() for _, job in self._mapping)
 
     @property
     def usable_tokens(self) -> int:
-        """How many tokens, from the first on, can be used now: those before what is still being mapped."""
+        """Leading tokens that can be used now: those before the first background mapping that has not ended."""
         firsts = [block for block, job in self._mapping if not job.done()]
         return min(firsts, default=len(self._frames)) // self._per_block * self._block_tokens

@@ -316,14 +316,14 @@ async def test_the_background_keeps_to_its_rate_and_its_rhythm(make_rig: MakeRig
 async def test_the_background_waits_while_the_disk_is_in_trouble(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=16, disk=32)
     await rig.put([1, 2], durable=True)
-    rig.durable.gives = False
+    rig.durable.readable = False
     sleep = Sleeper(rig, 3)
     scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
     scrubber.start()
     await sleep.over.wait()
     assert scrubber.counters.checked_blocks == 0
     await scrubber.stop()
-    rig.durable.gives = True
+    rig.durable.readable = True
 
 
 async def test_without_a_rate_or_a_disk_there_is_no_background(make_rig: MakeRig) -> None:

@@ -213,7 +213,7 @@ async def test_a_store_that_is_away_is_out_of_service_until_it_answers(tmp_path:
         assert await b.get([7]) == 0 and await b.put([7]) == (1, 0)
         assert len(store.asked) == calls  # nobody asks it
         store.away = False
-        await until(lambda: remote_of(b).tier.gives)
+        await until(lambda: remote_of(b).tier.readable)
         b.clock.now += 10
         assert await b.get(PROMPT) == 5
         assert not b.cache.tiers.troubles.of_tier(remote_of(b).tier)
@@ -225,7 +225,7 @@ async def test_bytes_that_change_in_memory_while_the_store_is_away_are_served_by
     async with two_hosts(tmp_path) as (a, b, store, _):
         tasks = remote_of(a).start()
         store.away = True
-        assert await a.get(PROMPT) == 0 and not remote_of(a).tier.takes
+        assert await a.get(PROMPT) == 0 and not remote_of(a).tier.writable
         await a.put(PROMPT)
         await a.cache.mover.checksums.wait_for_all()
         shared = a.cache.tiers.shared
@@ -254,7 +254,7 @@ async def test_a_frozen_store_costs_one_timeout(tmp_path: Path) -> None:
         await share(a)
         store.latency_s, before = 60.0, store.calls
         assert await b.get(PROMPT) == 0
-        await until(lambda: not remote_of(b).tier.gives)  # the call may have begun after `get` had given it up
+        await until(lambda: not remote_of(b).tier.readable)  # the call may have begun after `get` had given it up
         assert store.calls == before + 1
 
 
@@ -279,7 +279,7 @@ async def test_a_full_store_is_still_read(tmp_path: Path) -> None:
         assert not await remote_of(b).sharing.write_all()
         assert "full" in b.cache.tiers.troubles.of_tier(remote_of(b).tier)
         assert await b.get(PROMPT) == 5
-        assert not remote_of(b).tier.takes
+        assert not remote_of(b).tier.writable
 
 
 async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
@@ -295,9 +295,9 @@ async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
         await until(lambda: "remote tier" in trouble)
         began = next(iter(trouble)).since_s
         for _ in range(2):  # it is tried again and again, and stays one trouble
-            await until(lambda: remote_of(b).tier.takes)
+            await until(lambda: remote_of(b).tier.writable)
             await b.put([b.clock.now])
-            await until(lambda: not remote_of(b).tier.takes)
+            await until(lambda: not remote_of(b).tier.writable)
         assert next(iter(trouble)).since_s == began
         store.full = False
         await until(lambda: "remote tier" not in trouble)
@@ -328,23 +328,23 @@ async def test_a_store_that_is_away_is_back_as_soon_as_it_answers_whoever_learns
         store.full = learns != "a write"
         await b.put([9])
         if store.full:
-            await until(lambda: not remote_of(b).tier.takes)
-            assert remote_of(b).tier.gives
+            await until(lambda: not remote_of(b).tier.writable)
+            assert remote_of(b).tier.readable
             store.away = True
             assert await b.get(PROMPT) == 0  # which asks it
-        await until(lambda: not remote_of(b).tier.gives)
+        await until(lambda: not remote_of(b).tier.readable)
         monkeypatch.setattr(store, "put", put)
         store.away = store.full = False
-        await until(lambda: remote_of(b).tier.gives)
+        await until(lambda: remote_of(b).tier.readable)
         b.clock.now += 10
         assert await b.get(PROMPT) == 5
-        await until(lambda: remote_of(b).tier.takes and remote_of(b).sharing.written >= 2)
+        await until(lambda: remote_of(b).tier.writable and remote_of(b).sharing.written >= 2)
         # The pause is there again for one that refuses.
         store.full = True
         await b.put([10])
-        await until(lambda: not remote_of(b).tier.takes)
+        await until(lambda: not remote_of(b).tier.writable)
         await asyncio.sleep(0.1)
-        assert remote_of(b).tier.gives and not remote_of(b).tier.takes
+        assert remote_of(b).tier.readable and not remote_of(b).tier.writable
         assert not any(task.done() for task in tasks)
 
 
@@ -354,7 +354,7 @@ async def test_the_background_work_ends_as_the_store_fails(tmp_path: Path, turns
         tasks = remote_of(b).start()
         store.full = True
         await b.put([9])
-        await until(lambda: not remote_of(b).tier.takes)
+        await until(lambda: not remote_of(b).tier.writable)
         await asyncio.sleep(0.05)  # it pauses
         remote_of(b).health.failed(RemoteStoreError("gone, as the test says"))
         for _ in range(turns):
@@ -488,7 +488,7 @@ async def test_a_store_that_refuses_writes_is_read_all_the_same(tmp_path: Path) 
         store.read_only = True
         await b.put([9])
         assert not await remote_of(b).sharing.write_all()
-        assert remote_of(b).tier.gives and not remote_of(b).tier.takes
+        assert remote_of(b).tier.readable and not remote_of(b).tier.writable
         assert "read only" in b.cache.tiers.troubles.of_tier(remote_of(b).tier)
         assert await b.get(PROMPT) == 5
 
@@ -518,7 +518,7 @@ async def test_the_first_failed_piece_of_a_load_ends_it(tmp_path: Path) -> None:
         store.latency_s, before = 60.0, store.gets
         assert await b.get(long) == 0
         assert store.gets - before <= 6, "as many as are under way at a time"
-        assert not remote_of(b).tier.gives
+        assert not remote_of(b).tier.readable
 
 
 @pytest.mark.parametrize("policy", ["reused", "pinned"])

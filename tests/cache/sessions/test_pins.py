@@ -104,10 +104,10 @@ async def test_an_unpin_that_a_broken_disk_refused_says_that_it_comes_back(make_
     rig = make_rig(cpu=8, disk=20)
     await rig.put([1, 2])
     await pin(rig, [1, 2])
-    rig.durable.takes = False
+    rig.durable.writable = False
     blocks, why = await unpin(rig, [1, 2])
     assert (blocks, bool(why), pinned(rig, [1, 2])) == (2, True, [False, False])
-    rig.durable.takes = True
+    rig.durable.writable = True
     await rig.restart()
     assert pinned(rig, [1, 2]) == [True, True]
 

@@ -498,7 +498,7 @@ def test_free_bytes_that_are_cut_wrongly_are_found() -> None:
     pages = planted()
     pages._table.length[12], pages._table.length[16] = 128 * KIB, 0
     pages._table.head[12:20] = 12
-    with pytest.raises(IntegrityError, match="what is free at entry 16 belongs to page 16"):
+    with pytest.raises(IntegrityError, match="the free unit 16 belongs to page 16"):
         pages.check_integrity()
 
 

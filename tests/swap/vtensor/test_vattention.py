@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixd_swap import GeometryError, MemoryMisuseError, OutOfMemoryError, VAttention
 from prefixd_swap.geometry import Layout
-from prefixd_swap.vmem import base
+from prefixd_swap.vmem import virtual_range
 from prefixd_swap.vmem.fence import Fence, Work
 from prefixd_swap.vtensor import vattention
 
@@ -419,7 +419,7 @@ def test_what_is_rounded_is_said(caplog: pytest.LogCaptureFixture) -> None:
         kv.init_kvcache(**qwen, max_batch=2, max_context=300, memory_limit=30 << 20)  # type: ignore[arg-type]
         assert kv.block_tokens == 256 and kv.stats().limit_bytes == 28 << 20
         blocks, context, limit = kv.rounding
-        assert "256 tokens, 14680064 bytes" in blocks and "57344 bytes" in blocks and "2097152 bytes" in blocks
+        assert "256 tokens, 14680064 bytes" in blocks and "takes 56 KiB and" in blocks and "chunks of 2 MiB" in blocks
         assert "512 tokens a request, not 300" in context
         assert f"{28 << 20} of {30 << 20} bytes" in limit
         assert all(line in caplog.text for line in kv.rounding)
@@ -431,7 +431,7 @@ def test_what_is_rounded_is_said(caplog: pytest.LogCaptureFixture) -> None:
             **qwen, max_batch=1, max_context=1024, memory_limit=56 << 20, layout="layer"
         )
         assert kv.block_tokens == 1024
-        assert len(kv.rounding) == 1 and "2048 bytes in each of 28 layers" in kv.rounding[0]
+        assert len(kv.rounding) == 1 and "2 KiB in each of 28 layers" in kv.rounding[0]
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_an_error_of_the_background_is_raised_by_the_next_call(make: Make, monke
         raise MemoryMisuseError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(base.VirtualRange, "map", refuse)
+        patch.setattr(virtual_range.VirtualRange, "map", refuse)
         kv.step_async(at(4, reqid))
         with pytest.raises(MemoryMisuseError, match="the device is gone"):
             kv.step(at(4, reqid))

@@ -135,7 +135,7 @@ class CpuStage:
             False if the CPU tier has no room for it beside the present holds.
         """
         tiers, trie = self._cache.tiers, request.trie
-        stores = [tier for tier in (tiers.durable, tiers.remote) if tier is not None and tier.gives]
+        stores = [tier for tier in (tiers.durable, tiers.remote) if tier is not None and tier.readable]
         if not stores or not tiers.exists(tiers.shared):
             return False
         near = self._near.get(request.id)

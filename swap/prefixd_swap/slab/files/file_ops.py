@@ -69,10 +69,10 @@ class FileOps:
         return os.pwrite(fd, buffer, offset)
 
     def map(self, fd: int, nbytes: int) -> int:
-        """Address of a read-only mapping of the file's first `nbytes` bytes, shared with whoever writes them.
+        """Address of a read-only mapping of the file's first `nbytes` bytes, shared with writers of the file.
 
-        The device reads ahead sequentially (MADV_SEQUENTIAL) where a fault finds pages that `read_ahead` has not
-        asked for: the kernel cuts its requests to what the device takes at once.
+        Faults on pages that `read_ahead` has not requested read ahead sequentially (MADV_SEQUENTIAL): the kernel cuts
+        its requests to the device's largest.
         """
         address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
         if address is None or address == _MAP_FAILED:
@@ -84,15 +84,15 @@ class FileOps:
         return int(address)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """End a mapping; nobody may be reading it."""
+        """End a mapping; no thread may be reading it."""
         if _libc.munmap(address, nbytes):
             raise _last_error()
 
     def read_ahead(self, address: int, nbytes: int) -> None:
         """Have the device read exactly these pages of a mapping, without waiting for it.
 
-        A hint. Without it each fault reads as much as the device reads ahead, up to 8 MiB for a slot of 64 KiB; where
-        the kernel refuses it, that is what happens.
+        A hint, which the kernel may refuse. Without it each fault reads the device's read-ahead, up to 8 MiB for a slot
+        of 64 KiB.
         """
         _libc.madvise(address, nbytes, mmap.MADV_WILLNEED)
 
@@ -116,7 +116,7 @@ class FileOps:
             raise _last_error()
 
     def drop_cached(self, fd: int, offset: int, nbytes: int) -> None:
-        """Drop a range of the file from the page cache: the pages that are clean and that nobody has mapped."""
+        """Drop a range of the file from the page cache: its pages that are clean and not mapped."""
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def fdatasync(self, fd: int) -> None:
@@ -140,7 +140,7 @@ class FileOps:
         transaction.commit()
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that the file system of `path` has left for us."""
+        """Bytes that the file system of `path` has left for this user."""
         stat = os.statvfs(path)
         return stat.f_bavail * stat.f_frsize
 
@@ -161,7 +161,7 @@ def host_bytes(span: Span, nbytes: int) -> memoryview:
 
 
 def storage_error(doing: str, error: OSError) -> StorageError:
-    """`error` in this package's words; `doing` says what was attempted and on which file."""
+    """`error` as a StorageError with a remedy; `doing` names the action and the file."""
     if error.errno in _NO_ROOM:
         return DiskFullError(f"{error.strerror} while {doing}; free space or lower the disk capacity")
     remedy = {

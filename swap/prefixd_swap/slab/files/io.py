@@ -1,10 +1,10 @@
-"""How the disk tier reads and writes its files: memory-mapped, direct or buffered.
+"""The ways to read and write the disk tier's files: memory-mapped, direct or buffered.
 
-    mmap      reads copied out of a memory map (`MappedIo`), writes through the page cache; both leave nothing there
+    mmap      copies reads out of a memory map (`MappedIo`), writes through the page cache; drops both from the cache
     direct    reads and writes past the page cache (`DirectIo`)
-    buffered  reads and writes through the page cache, which keeps what it has room for (`BufferedIo`)
+    buffered  reads and writes through the page cache, which keeps them while it has room (`BufferedIo`)
 
-The bytes in the files are the same: a directory may be opened with another way than the last time.
+The bytes in the files are the same, so a directory may be opened with another way each time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def open_flags(io: DiskIo) -> int:
-    """What `io` adds to the flags of `open`."""
+    """The flags of `open` that `io` needs."""
     return os.O_DIRECT if io == "direct" else 0
 
 
@@ -40,7 +40,7 @@ def slot_io(io: DiskIo, ops: FileOps, fd: int, nbytes: int) -> BufferedIo:
 
 
 def usable(wanted: DiskIo, path: Path, ops: FileOps) -> DiskIo:
-    """`wanted` where the file system of the file `path` and the kernel can do it, else buffered, with a line of log.
+    """`wanted` if the kernel and the file system of `path` support it, else buffered, with a warning in the log.
 
     Raises:
         OSError: the file cannot be opened at all.
@@ -53,7 +53,7 @@ def usable(wanted: DiskIo, path: Path, ops: FileOps) -> DiskIo:
     except OSError as refused:
         try:
             try_read(path, ops, "buffered")
-        except OSError:  # the device fails, which says nothing about the way
+        except OSError:  # the device fails, so it is unknown whether the way works
             return wanted
         log.warning(
             "disk.io = %s does not work in %s (%s); the disk tier is read and written through the page cache instead",
@@ -66,7 +66,7 @@ def usable(wanted: DiskIo, path: Path, ops: FileOps) -> DiskIo:
 
 
 def try_read(path: Path, ops: FileOps, io: DiskIo) -> None:
-    """Read the beginning of a file from the device: what of it is in the page cache is dropped first.
+    """Read the beginning of a file from the device, after dropping it from the page cache.
 
     Raises:
         OSError: the file cannot be opened or read.
@@ -79,7 +79,7 @@ def try_read(path: Path, ops: FileOps, io: DiskIo) -> None:
 
 
 def _copies_mapped(ops: FileOps, fd: int, page: memoryview) -> bool:
-    """Whether the file's first page could be copied out of a mapping; not when it cannot be read that way.
+    """Copy the file's first page out of a mapping; False if the page cannot be read.
 
     Raises:
         OSError: the kernel does not map the file, or does not copy out of mappings.
@@ -90,7 +90,7 @@ def _copies_mapped(ops: FileOps, fd: int, page: memoryview) -> bool:
     except OSError as error:
         if error.errno != errno.EFAULT:
             raise
-        return False  # a plain read says why
+        return False  # a plain read gives the reason
     finally:
         ops.unmap(address, len(page))
     return True

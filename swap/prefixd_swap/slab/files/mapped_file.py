@@ -1,4 +1,4 @@
-"""Pages of a file that a library has mapped: they count as this process's memory for as long as they stay mapped."""
+"""Limits the pages of a file that a library has mapped: mapped pages count as this process's memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 import os
 from pathlib import Path
 
-_PAGES_A_TOUCH = 16  # the kernel maps what it has of the 64 KiB around a page that is touched
+_PAGES_A_TOUCH = 16  # a touch of one page maps all cached pages of the 64 KiB around it
 
 
 class MappedFile:
@@ -15,7 +15,7 @@ class MappedFile:
 
     Args:
         path: the file.
-        most_bytes: let go of its pages when about so much is mapped.
+        most_bytes: its pages are unmapped when about this many bytes are mapped.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -25,17 +25,17 @@ class MappedFile:
         self._ranges: list[tuple[int, int]] | None = None
 
     def moved(self) -> None:
-        """The mapping was made anew, maybe elsewhere."""
+        """Call after the library has mapped the file again, maybe at another address."""
         self._ranges = None
 
     def touch(self, places: int) -> None:
-        """So many places of the file were read; when they are many, lets go of all."""
+        """Count `places` places of the file that were read; unmaps all pages above the limit."""
         self._touched += places
         if self._touched >= self._most:
             self.let_go()
 
     def let_go(self) -> None:
-        """Unmaps the pages, whoever reads them: they stay in the page cache, and come back when they are touched."""
+        """Unmaps all pages. They stay in the page cache, and a read maps them again."""
         self._touched = 0
         if self._ranges is None:
             self._ranges = _ranges(self._path)

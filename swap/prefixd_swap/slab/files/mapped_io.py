@@ -1,9 +1,9 @@
-"""Slots of an open file read through a memory map of it, with every fault an error code and none a signal.
+"""Reads slots of an open file through a memory map; every fault is an error code instead of a signal.
 
-A byte of a map that the file has lost, or that the device cannot read, raises SIGBUS in whoever touches it. So nobody
-touches the map. The kernel copies out of it (`process_vm_readv` of this process by itself): it looks the pages up as a
-debugger's read does, waits for those that are not there yet, and gives EFAULT where a touch would raise SIGBUS. There
-is no moment between a check and the copy in which the file could be cut off.
+Touching a byte of a map that the file has lost, or that the device cannot read, raises SIGBUS. So no code touches the
+map: the kernel copies out of it (`process_vm_readv` of this process by itself). It looks the pages up as for a
+debugger's read, waits for pages that are not there yet, and gives EFAULT where a touch would raise SIGBUS. Check and
+copy are one step, so the file cannot be cut off between them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from prefixd_swap.slab.files.pread_io import BufferedIo, EndOfFileError
 
 log = logging.getLogger(__name__)
 _FAULT_AROUND = 64 << 10
-"""A fault maps what the page cache has of so many bytes around it (the kernel's default, fault_around_bytes)."""
+"""A fault also maps the cached pages within these bytes around it (the kernel's default, fault_around_bytes)."""
 
 
 class MappedIo(BufferedIo):
     """Reads through one shared mapping of the file, writes as `BufferedIo`; leaves nothing in the page cache.
 
-    The mapping is made by the first read and ends with this object. What a read has copied and what a write has made
-    durable is dropped from the page cache, so that memory holds no block twice.
+    The first read makes the mapping, which ends with this object. Bytes that were read, or written and synced, are
+    dropped from the page cache, so that memory holds no block twice.
 
     Args:
         ops: the file calls.
@@ -42,7 +42,7 @@ class MappedIo(BufferedIo):
         self._address = 0  # of the mapping; 0 as long as there is none
         self._refused = False  # the kernel did not map the file: it is read by `pread`
         self._written: list[tuple[int, int]] = []  # first and end byte of what was written since the last sync
-        self._read: list[tuple[int, int]] = []  # the same of what is being read
+        self._read: list[tuple[int, int]] = []  # first and end byte of each read under way
 
     def write(self, data: memoryview, offset: int) -> None:
         """As `BufferedIo.write`. Readers of the mapping see it at once: it is shared."""
@@ -73,7 +73,7 @@ class MappedIo(BufferedIo):
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            super()._fill(into, offset)  # EFAULT stands for every fault; this one says which
+            super()._fill(into, offset)  # EFAULT stands for every fault; a plain read gives the error
         finally:
             self._drop(address, pages)
         size = os.fstat(self._fd).st_size
@@ -86,10 +86,10 @@ class MappedIo(BufferedIo):
             into, address = into[got:], address + got
 
     def _drop(self, address: int, pages: tuple[int, int]) -> None:
-        """Drop what was read from the page cache, which keeps pages that are mapped.
+        """Drop pages that were read from the page cache, after unmapping them: the cache keeps mapped pages.
 
-        A fault also maps what the page cache has around it: pages of neighbours that other threads are reading. They
-        skip those when they drop theirs, so whoever has mapped them drops them, unless they are still being read.
+        A fault also maps cached pages around it, which other threads may be reading. Their drop cannot remove these
+        pages, so this one drops them too, except pages that are still being read.
         """
         first = max(pages[0] - _FAULT_AROUND, 0)
         end = min(pages[1] + _FAULT_AROUND, _pages(0, self._nbytes)[1])
@@ -106,12 +106,12 @@ class MappedIo(BufferedIo):
             self._ops.drop_cached(self._fd, first, end - first)
 
     def _map(self) -> int:
-        """Address of the mapping, 0 where the kernel makes none."""
+        """Address of the mapping, 0 if the kernel refuses it."""
         with self._lock:
             if not self._address and not self._refused:
                 try:
                     self._address = self._ops.map(self._fd, self._nbytes)
-                except OSError as error:  # mappings or addresses are used up, which says nothing about the bytes
+                except OSError as error:  # mappings or addresses are used up; the bytes may be good
                     self._refused = True
                     log.warning(
                         "a slab of %d bytes cannot be mapped (%s) and is read by pread; raise vm.max_map_count or "

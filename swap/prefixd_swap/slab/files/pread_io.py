@@ -1,4 +1,4 @@
-"""Slots of an open file to and from memory by `pread` and `pwrite`, through the page cache or past it."""
+"""Reads and writes slots of an open file by `pread` and `pwrite`, through the page cache or past it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_BYTES = 1 << 20
 
 
 class EndOfFileError(OSError):
-    """The file ends before what was to be read; `offset` is where."""
+    """The file ends, at `offset`, before the end of the read."""
 
     def __init__(self, offset: int) -> None:
         super().__init__(f"the file ends at byte {offset}")
@@ -23,9 +23,9 @@ class EndOfFileError(OSError):
 
 
 class BufferedIo:
-    """Through the page cache, which keeps what the kernel has room for.
+    """Reads and writes through the page cache.
 
-    This is also the base of the other ways. Any thread may call any method; a slot that is being written is not read.
+    This is also the base of the other ways. Any thread may call any method; a slot is not read while it is written.
 
     Args:
         ops: the file calls.
@@ -71,7 +71,7 @@ class BufferedIo:
         """Return when everything written is durable.
 
         Raises:
-            OSError: the device failed; Linux may have dropped what was written.
+            OSError: the device failed; Linux may have dropped written pages.
         """
         self._ops.fdatasync(self._fd)
 
@@ -84,9 +84,9 @@ class BufferedIo:
 
 
 class DirectIo(BufferedIo):
-    """Past the page cache (`O_DIRECT`), which wants addresses, lengths and offsets in whole pages.
+    """Reads and writes past the page cache (`O_DIRECT`), which needs addresses, lengths and offsets in whole pages.
 
-    Slots are; memory that is not goes through a buffer of pages that each thread keeps.
+    Slots are whole pages. Memory that is not goes through a page-aligned buffer that each thread keeps.
     """
 
     def read(self, into: memoryview, offset: int) -> None:
@@ -123,7 +123,7 @@ class DirectIo(BufferedIo):
         while into:
             got = self._ops.pread(self._fd, into, offset)
             into, offset = into[got:], offset + got
-            # A direct read may only go on at a page: it is short in the middle of one when the file ends there.
+            # A direct read can continue only at a page border; it ends inside a page only at the end of the file.
             if not got or (into and got % PAGE_BYTES):
                 raise EndOfFileError(offset)
 

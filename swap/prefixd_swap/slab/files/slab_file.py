@@ -21,12 +21,12 @@ from prefixd_swap.slots import PAGE_BYTES
 INDEX_BITS = 26
 """A slot's number is its slab's number, then its index in the slab, in units of 4096 bytes, in the low 26 bits."""
 MAX_NUMBER = (1 << 63 - INDEX_BITS - (PAGE_BYTES - 1).bit_length()) - 1
-"""Of a slab: slots are addresses in bytes too, and those are signed 64-bit numbers."""
+"""The highest number of a slab: a slot's address in bytes must fit into a signed 64-bit number."""
 
 _NAME = re.compile(r"([0-9a-f]{10})\.slab")
 _OWN_FAULTS = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENOENT, errno.EUCLEAN})
-"""Errors in opening a file that say that it is gone, and nothing about its neighbours. Not those that an operator ends,
-such as too many open files or a missing right: the file's blocks would leave the index for good."""
+"""Errors in opening a file that concern only this file, which is then given up. Errors that an operator can end, such
+as too many open files or a missing right, are not among them: the file's blocks would leave the index for good."""
 
 
 class UnreadableSlabError(StorageError):
@@ -38,9 +38,9 @@ class UnreadableSlabError(StorageError):
 
 
 class SlabFile:
-    """`count` units of 4096 bytes; the file's name is its number. Where slots begin and end is `SlabFiles`' matter.
+    """`count` units of 4096 bytes; the file's name is its number. `SlabFiles` decides where slots begin and end.
 
-    The descriptor is closed when the last reference goes, so a reader may finish on a slab that was deleted.
+    The descriptor is closed with the last reference, so a reader can finish on a slab that was deleted.
     """
 
     def __init__(self, number: int, path: Path, count: int, fd: int, ops: FileOps, io: DiskIo) -> None:
@@ -48,9 +48,9 @@ class SlabFile:
         self.path = path
         self.count = count
         self.failed = False
-        """A sync failed: the kernel may have dropped pages, so nothing written since may be trusted."""
+        """Whether a sync has failed: the kernel may have dropped pages that were written since the last one."""
         self.lost_from: int | None = None
-        """First unit that is gone from the file, once `find_loss` found one: such a slab is given up."""
+        """First unit that is gone from the file, set by `find_loss`: the slab is then given up."""
         self._fd = fd
         self._ops = ops
         self._io = slot_io(io, ops, fd, self.nbytes)
@@ -80,18 +80,18 @@ class SlabFile:
             ops.fdatasync(fd)
             ops.sync_directory(folder)
         except OSError as error:
-            with contextlib.suppress(StorageError):  # what cannot be deleted is found at the next start
+            with contextlib.suppress(StorageError):  # the next start finds a file that cannot be deleted now
                 slab.unlink()
             raise storage_error(f"preallocating {slab.nbytes} bytes for the slab {path}", error) from error
         return slab
 
     @classmethod
     def reopen(cls, path: Path, ops: FileOps, io: DiskIo = "buffered") -> SlabFile | None:
-        """The slab in that file, as many units as it holds; None when the name is no slab's.
+        """The slab in that file, with the units that it holds; None when the name is not a slab's.
 
         Raises:
-            UnreadableSlabError: this file cannot be opened.
-            StorageError: no file could be.
+            UnreadableSlabError: this file cannot be opened; others may be.
+            StorageError: no file can be opened.
         """
         match = _NAME.fullmatch(path.name)
         if match is None:
@@ -113,7 +113,7 @@ class SlabFile:
         """Write a slot's bytes; durable only after `sync`.
 
         Raises:
-            LostBytesError: the file was deleted or cut off, and must not grow again as if nothing had happened.
+            LostBytesError: the file was deleted or cut off; writing would only make it grow again.
             StorageError: the device or the file system refused.
         """
         if self.find_loss():
@@ -136,7 +136,7 @@ class SlabFile:
             self._io.read(into, index * PAGE_BYTES)
 
     def read_run(self, index: int, nbytes: int) -> memoryview:
-        """Read at most 1 MiB of slots that lie one behind the other, into memory that this thread's next read uses.
+        """Read at most 1 MiB of adjacent slots into a buffer of this thread, which its next read overwrites.
 
         Raises:
             StorageError: as `read`.
@@ -160,9 +160,8 @@ class SlabFile:
     def sync(self) -> None:
         """Return when everything written is durable.
 
-        A failed sync is final. Linux reports a lost page once and then calls it clean, so that the next sync
-        would succeed over data that is gone (Rebello et al., "Can Applications Recover from fsync Failures?",
-        USENIX ATC 2020).
+        A failed sync is final. Linux reports a lost page once and then marks it clean, so the next sync would succeed
+        although data is gone (Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020).
 
         Raises:
             StorageError: this sync or an earlier one failed.
@@ -176,26 +175,26 @@ class SlabFile:
             raise storage_error(f"syncing {self.path}", error) from error
 
     def find_loss(self) -> bool:
-        """Whether somebody has deleted the file or cut off its end under us, which `lost_from` then says.
+        """Whether the file was deleted or cut off while in use; sets `lost_from`.
 
-        What is in a deleted file could still be read, but would be gone at the next start.
+        The bytes of a deleted file could still be read, but would be gone at the next start.
 
         Raises:
-            StorageError: the file cannot be asked for its size.
+            StorageError: the file's size cannot be read.
         """
         try:
             stat = os.fstat(self._fd)
         except OSError as error:
-            raise storage_error(f"asking for the size of {self.path}", error) from error
+            raise storage_error(f"reading the size of {self.path}", error) from error
         kept = stat.st_size // PAGE_BYTES if stat.st_nlink else 0
         if kept < self.count:
             self.lost_from = min(kept, self.count if self.lost_from is None else self.lost_from)
         return self.lost_from is not None
 
     def sync_again(self) -> None:
-        """Trust the file again after a failed sync. Nobody may have written to it since his own last sync.
+        """Use the file again after a failed sync. No write to it may be under way or unsynced.
 
-        What the kernel dropped is then named by no record: whoever wrote it was told that it is not stored.
+        No record names the pages that the kernel dropped: their writers got an error.
 
         Raises:
             StorageError: it still cannot be synced.

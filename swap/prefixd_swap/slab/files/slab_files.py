@@ -1,7 +1,7 @@
-"""All slabs of a data directory: who has which slot, within a capacity. Not thread-safe; the store locks.
+"""All slabs of a data directory: allocates their slots, within a capacity. Not thread-safe; the store locks.
 
-A slot's number is the number of its slab and the unit of 4096 bytes in the slab at which it begins. How long slots are,
-and so which pages they make up, is rebuilt at a start from the records that name them.
+A slot's number consists of the number of its slab and the unit of 4096 bytes at which it begins. The sizes of slots,
+and so the pages, are rebuilt at a start from the records that name the slots.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 SLAB_BYTES = 64 << 20
 MAX_SLABS = 256
-"""Larger capacities have larger slabs: each is an open file, and a process may have few."""
+"""Larger capacities have larger slabs: each slab is an open file, and a process may have few."""
 INDEX_RESERVE_BYTES = 16 << 20
-"""Left free on the file system when a slab is made, so that the index can still record removals."""
+"""Bytes that stay free on the file system when a slab is made, so that the index can still record removals."""
 
 log = logging.getLogger(__name__)
 _INDEX_MASK = (1 << INDEX_BITS) - 1
-_LEAST_SLABS = 16  # in the capacity, so that a slab whose sync fails is a small part of the tier
-_LEAST_SLOTS = 16  # in a slab that a full file system has still room for
+_LEAST_SLABS = 16  # in the capacity, so that a slab with a failed sync is a small part of the tier
+_LEAST_SLOTS = 16  # in a smaller slab that is made when the file system is nearly full
 _SHIFT = (PAGE_BYTES - 1).bit_length()  # from a slot's number to its address in the allocator
 
 Int64s = npt.NDArray[np.int64]
@@ -38,9 +38,9 @@ Bools = npt.NDArray[np.bool_]
 
 
 class SlabFiles:
-    """Slots on disk. Files are made when needed, never more than `capacity_bytes` of them together.
+    """Slots on disk. Files are made when needed; together they have at most `capacity_bytes`.
 
-    A slab that lost its last block is kept for any size. It is deleted when a slot that is larger than it is wanted.
+    An empty slab is kept and serves any size. It is deleted when a slot larger than the slab is needed.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class SlabFiles:
         holding: Collection[int] = (),
         shrink: bool = True,
     ) -> None:
-        """Open the slabs there are, every slot free; `claim` those in use next.
+        """Open the existing slabs with every slot free; the caller then calls `claim` for the slots in use.
 
-        `slab_bytes` is 64 MiB or what makes about 256 slabs of the capacity. `io`: how they are read and
-        written.
+        `slab_bytes` is by default 64 MiB, or the size that cuts the capacity into about 256 slabs. `io`: the way to
+        read and write them.
 
-        If there is more than the capacity, which was lowered then, slabs are deleted: those that are not in `holding`
-        (the numbers of slabs that hold blocks), then the newest. A slab that cannot be opened by itself is left alone,
+        If the slabs exceed the capacity, because it was lowered, slabs are deleted: first those that are not in
+        `holding` (the numbers of slabs with blocks), then the newest. A slab that alone cannot be opened is left alone,
         as if it were gone.
 
         Raises:
-            ShrinkError: a slab in `holding` would be deleted, and not `shrink`; none was.
-            StorageError: no slab can be opened, or one not deleted.
+            ShrinkError: a slab in `holding` would be deleted and `shrink` is false; nothing was deleted.
+            StorageError: no slab can be opened, or a slab cannot be deleted.
         """
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0  # of all files
@@ -90,7 +90,7 @@ class SlabFiles:
                 log.warning("%s is not a slab; it is left alone", path)
                 continue
             self._next_number = max(self._next_number, slab.number + 1)
-            if not slab.count:  # a crash came before its space
+            if not slab.count:  # a crash came before its space was allocated
                 slab.unlink()
             else:
                 found.append(slab)
@@ -98,23 +98,21 @@ class SlabFiles:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all slots that are taken."""
         return self._pages.used_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page as it is cut now."""
         return self._pages.page_bytes
 
     def allocate(self, nbytes: int, near: int | None = None) -> int | None:
-        """A slot for `nbytes` bytes, now taken; None when the capacity or the disk has no room for this size.
+        """Take a slot for `nbytes` bytes; None when the capacity or the disk has no room for this size.
 
         Args:
             nbytes: rounded up to 4096.
-            near: another slot of the same prefix, to which it lies close if that can be.
+            near: another slot of the same prefix; the new one is close to it if possible.
 
         Raises:
-            DiskFullError: the file system refused a new slab. Until it has more space, None is given instead.
+            DiskFullError: the file system refused a new slab. Until it has more space, later calls return None.
             StorageError: a slab could not be made or deleted for another reason.
         """
         address = None if near is None else near << _SHIFT
@@ -124,7 +122,7 @@ class SlabFiles:
         return None if offset is None else offset >> _SHIFT
 
     def free(self, slots: Int64s) -> None:
-        """Make slots free, or none of them where an error is raised.
+        """Make slots free; none of them if this raises.
 
         Raises:
             MemoryMisuseError: one of them is free, or given twice.
@@ -139,7 +137,7 @@ class SlabFiles:
                     log.warning("%s; its space is lost until the next start", error)
 
     def exist(self, slots: Int64s, nbytes: int) -> Bools:
-        """Which of `slots` lie in files that have their `nbytes` bytes."""
+        """Whether each of `slots` has its `nbytes` bytes in a file."""
         numbers = np.array(sorted(self._slabs), np.int64)
         if not len(numbers):
             return np.zeros(len(slots), np.bool_)
@@ -151,7 +149,7 @@ class SlabFiles:
         return there
 
     def claim(self, slots: Int64s, sizes: Int64s) -> None:
-        """Take all slots that records name, [n] with their bytes [n], where nothing is taken. They must exist.
+        """Take all slots that records name, [n] with their bytes [n]. Nothing may be taken yet, and they must exist.
 
         Raises:
             MemoryMisuseError: some overlap, or do not exist.
@@ -159,10 +157,10 @@ class SlabFiles:
         self._pages.claim(slots << _SHIFT, sizes)
 
     def lost_slots(self) -> Int64s:
-        """Slots whose bytes files that were deleted or cut off under us have lost. Such files get no more blocks.
+        """Slots with lost bytes, in files that were deleted or cut off while in use. Such files get no more blocks.
 
         Raises:
-            StorageError: a file cannot be looked at.
+            StorageError: a file cannot be inspected.
         """
         lost = [np.zeros(0, np.int64)]
         for slab in list(self._slabs.values()):
@@ -184,15 +182,14 @@ class SlabFiles:
         return np.concatenate(lost)
 
     def reclaim(self, slots: Int64s, sizes: Int64s) -> None:
-        """Take these slots [n], with their bytes [n], and no others, and use slabs again whose sync had failed. Nobody
-        may be writing.
+        """Take exactly these slots [n], with their bytes [n], and use slabs with a failed sync again. No write may run.
 
         Raises:
-            StorageError: a slab still cannot be synced; nothing has changed but slabs that can be.
+            StorageError: a slab still cannot be synced; only slabs that can be synced have changed.
         """
         for slab in self._slabs.values():
             if slab.lost_from is not None:
-                slab.failed = True  # a write may have found the loss, before `lost_slots`
+                slab.failed = True  # a write may have found the loss before `lost_slots`
             elif slab.failed:
                 slab.sync_again()
         self._pages.clear()
@@ -204,7 +201,7 @@ class SlabFiles:
         self.claim(slots, sizes)
 
     def find(self, slot: int) -> tuple[SlabFile, int]:
-        """The slab, and the unit in it, that a slot number names. Any thread may call this.
+        """The slab and the unit of a slot number. Any thread may call this.
 
         Raises:
             LostBytesError: the slab is gone.
@@ -215,13 +212,13 @@ class SlabFiles:
         return slab, slot & _INDEX_MASK
 
     def quarantine(self, slab: SlabFile) -> None:
-        """Give out no more slots of a slab whose sync failed; delete it when its last block goes."""
+        """Allocate no more slots in a slab with a failed sync; it is deleted with its last block."""
         slab.failed = True
         if self._slabs.get(slab.number) is slab:
             self._pages.close(_address(slab))
 
     def room(self, nbytes: int) -> int:
-        """How many more slots for `nbytes` bytes each can be had."""
+        """Number of slots for `nbytes` bytes each that can be allocated."""
         slot = round_to_slot(nbytes)
         each = self._new_slab_bytes(slot)
         if not each:
@@ -240,10 +237,10 @@ class SlabFiles:
         evictable: Bools | None = None,
         allow: Allow | None = None,
     ) -> Victims:
-        """Which of `slots` to evict so that `count` more slots for `nbytes` bytes each are free.
+        """Choose slots to evict so that `count` more slots for `nbytes` bytes each become free.
 
-        As `page_eviction.choose_victims`; slots that are larger than whole slabs are made room for by emptying slabs,
-        whose place then goes to larger ones.
+        As `page_eviction.choose_victims`; for slots larger than whole slabs it empties slabs, which larger slabs then
+        replace.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
@@ -278,7 +275,7 @@ class SlabFiles:
         return self._pages.slots_used
 
     def check_integrity(self) -> None:
-        """Counters agree with slots, and files with the capacity.
+        """Check that counters agree with slots, and files with the capacity.
 
         Raises:
             IntegrityError: they do not.
@@ -304,7 +301,7 @@ class SlabFiles:
         self._pages = PageAllocator(self.capacity_bytes)
 
     def _add_slab(self, slot: int) -> bool:
-        """Make a slab for slots of `slot` bytes, in place of empty ones that are too small where there is no space."""
+        """Make a slab for slots of `slot` bytes; deletes empty slabs that are too small if space is missing."""
         wanted = self._new_slab_bytes(slot)
         for small in self._too_small(slot):
             if self._unassigned() >= wanted:
@@ -333,7 +330,7 @@ class SlabFiles:
         return True
 
     def _new_slab_bytes(self, slot: int) -> int:
-        """Bytes of a new slab for slots of this size: whole pages where there is space; 0 for one that never fits."""
+        """Bytes of a new slab for slots of this size, in whole pages; 0 for a size that never fits."""
         if not self._pages.slots_per_page(slot):
             return 0
         page = self._pages.page_bytes
@@ -368,7 +365,7 @@ class SlabFiles:
         return self._pages.used_in(_address(slab))
 
     def _keep(self, found: Sequence[SlabFile], holding: Collection[int], shrink: bool) -> None:
-        """Takes in as many slabs as the capacity allows and deletes the others."""
+        """Keeps as many slabs as the capacity allows and deletes the others."""
         kept_bytes, deleted = 0, []
         for slab in sorted(found, key=lambda slab: (slab.number not in holding, slab.number)):
             if kept_bytes + slab.nbytes > self.capacity_bytes:
@@ -402,5 +399,5 @@ class SlabFiles:
 
 
 def _address(slab: SlabFile) -> int:
-    """Where the slab begins in the allocator's addresses: those of its slots are their numbers times 4096."""
+    """The slab's first address in the allocator: a slot's address is its number times 4096."""
     return slab.number << INDEX_BITS + _SHIFT

@@ -1,1 +1,1 @@
-"""The durable index of the disk tier: its records, and what of it can be believed after a start."""
+"""The durable index of the disk tier: its records, and their recovery at a start."""

@@ -1,4 +1,4 @@
-"""What the disk tier stores about a block, and its bytes in the index.
+"""The disk tier's record of a block, and its bytes in the index.
 
 The index key is namespace (8 bytes) + block key (16 bytes). The value is, little-endian: depth u32, number
 of parts u16, flags u16 (bit 0: has a parent), parent 16 bytes; for each part slot u64, nbytes u64 (0: the
@@ -57,19 +57,19 @@ class NewBlock:
     depth: int
     """Larger than the parent's."""
     parts: Sequence[Span | DiskPart | None]
-    """Host memory that stays as it is until the write returns; or the part that this block has on disk at the same
-    place, which is kept; or None for a part that is not to be stored. All may be None: the block is then a node, there
-    for those that continue it."""
+    """For each part: host memory that does not change until the write returns; or the block's present part on disk,
+    which is kept; or None for a part that is not stored. All may be None: the block is then a node, kept for its
+    children."""
     checksums: Sequence[int | None] | None = None
-    """xxh3_64 of each part, taken when its bytes were known to be right; where None it is taken at the write."""
+    """xxh3_64 of each part, computed when its bytes were known to be right; None: the write computes it."""
     near: Sequence[int | None] | None = None
-    """Slots of the parent's parts, for this block's to lie close to; not needed for a parent in the same write."""
+    """Slots of the parent's parts, to place this block's slots close to; not needed for a parent in the same write."""
 
     def check(self) -> None:
-        """Refuse what a record cannot hold.
+        """Check that a record can hold the fields.
 
         Raises:
-            StorageError: a field has a wrong length or range, or there is no place for a part.
+            StorageError: a field has a wrong length or range.
         """
         wrong = (
             len(self.namespace) != NAMESPACE_BYTES
@@ -117,8 +117,8 @@ def decode_record(key: bytes, value: bytes) -> BlockRecord:
     """The record that `encode_record` wrote.
 
     Raises:
-        RecordDamagedError: `encode_record` writes no such key or value, such as one whose length does not fit its
-            number of parts.
+        RecordDamagedError: `encode_record` cannot have written it: for example, its length does not fit its number of
+            parts.
     """
     if len(key) != NAMESPACE_BYTES + KEY_BYTES:
         raise RecordDamagedError(
@@ -137,7 +137,7 @@ def decode_record(key: bytes, value: bytes) -> BlockRecord:
 
 
 def without_parts(value: bytes, parts: Collection[int]) -> bytes:
-    """The record without these of its parts; those that it does not have are ignored.
+    """The record without the parts with these numbers; unknown numbers are ignored.
 
     Raises:
         RecordDamagedError: as `decode_record`.

@@ -1,7 +1,7 @@
-"""What a start keeps of an index that it has just set aside: every record that still decodes.
+"""Copies every record that still decodes from an index that a start has just set aside.
 
-Nothing was written over the blocks' bytes yet, and their checksums are compared when they are read, as always. Later,
-`salvage.py` compares them first.
+No block's bytes were overwritten since, and reads compare checksums as always. `salvage.py`, which runs later, has to
+compare them first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 
 def bring_back(index: SlabIndex, aside: Path, ops: FileOps) -> None:
-    """Enter into `index`, which is empty, what can be read of the one in the folder `aside`: blocks, what their
-    namespaces stand for, and pins.
+    """Enter the readable blocks, namespaces and pins of the index in the folder `aside` into `index`, which is empty.
 
     Raises:
-        StorageError: the file cannot be opened, or the index not written; part of it may be there.
+        StorageError: the file cannot be opened, or the index cannot be written; some records may be entered.
     """
 
     def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -37,7 +36,7 @@ def bring_back(index: SlabIndex, aside: Path, ops: FileOps) -> None:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return 0  # as if the file ended here: this page cannot be read, others may be
+            return 0  # like the end of the file: this page cannot be read, but others may be readable
 
     try:
         fd = ops.open(aside / "data.mdb", os.O_RDONLY)

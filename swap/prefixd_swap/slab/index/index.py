@@ -1,7 +1,6 @@
 """The durable index of the disk tier: LMDB with the sub-databases `blocks`, `namespaces` and `pins`.
 
-A pin is the key of a block that is to be pinned again after a restart. It is there no longer than its block: both go
-in one transaction.
+A pin is the key of a block that will be pinned again after a restart. One transaction removes a block and its pin.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MAP_BYTES = 16 << 20
 """First size of the memory map; it doubles when it is full."""
 READ_BYTES = 1 << 20
 _MAPPED_BYTES = 4 << 20
-"""About the most of the index that stays mapped, and counts as this process's memory, after reads and writes."""
+"""About the most bytes of the index that stay mapped, and so count as this process's memory."""
 
 _Result = TypeVar("_Result")
 
@@ -49,8 +48,8 @@ class SlabIndex:
     def __init__(self, path: Path, ops: FileOps) -> None:
         """Open the environment in the folder `path`, or make it there.
 
-        An environment that is damaged is set aside (`set_aside.py`) and an empty one takes its place, into which
-        `bring_back` enters what can be read.
+        A damaged environment is set aside (`set_aside.py`) and replaced by an empty one; `bring_back` then enters the
+        readable records.
 
         Raises:
             FormatError: it is another LMDB's.
@@ -60,11 +59,11 @@ class SlabIndex:
         self._ops = ops
         self._lock = threading.Lock()
         self.damage = ""
-        """What was wrong with the environment that was found; empty when it was good or absent."""
+        """The damage of the environment that was found; empty when it was good or absent."""
         self.aside: Path | None = None
-        """The folder to which the last one that was damaged has been moved."""
+        """The folder of the damaged environment that was set aside last."""
         self.broken = False
-        """A commit failed so that LMDB does not know what is on disk; only reopening tells."""
+        """Whether a commit has failed with unknown outcome; only reopening tells what is on disk."""
         try:
             if not (path / "data.mdb").exists():
                 _create(path, ops)
@@ -91,7 +90,7 @@ class SlabIndex:
         """
         with self._lock:
             self._env.close()
-            self.broken = True  # until there is one again: `reopen` goes on where this fails
+            self.broken = True  # until the new one is open; if this fails, `reopen` continues
             try:
                 self._replace(damage)
             except lmdb.Error as error:
@@ -101,9 +100,9 @@ class SlabIndex:
             self.broken = False
 
     def apply(self, changes: Sequence[Change]) -> list[bytes | None]:
-        """Make the changes in order, in one transaction; the values that they replaced or removed.
+        """Make the changes in order, in one transaction; returns the values that they replaced or removed.
 
-        Durable when this returns. On any error nothing of it is.
+        All changes are durable when this returns, and none after an error.
 
         Raises:
             DiskFullError: no room for the index's pages.
@@ -163,7 +162,7 @@ class SlabIndex:
                 raise self._translated("reading", error) from error
 
     def put_namespaces(self, specs: Mapping[bytes, bytes]) -> None:
-        """Store what namespaces stand for, durably, in one transaction.
+        """Store the specs of namespaces durably, in one transaction.
 
         Raises:
             StorageError: as `apply`.
@@ -176,7 +175,7 @@ class SlabIndex:
         self._write(change, len(specs))
 
     def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
-        """Forget what namespaces stood for, durably; unknown ones are ignored.
+        """Remove namespaces durably; unknown ones are ignored.
 
         Raises:
             StorageError: as `apply`.
@@ -189,7 +188,7 @@ class SlabIndex:
         self._write(change)
 
     def namespaces(self) -> dict[bytes, bytes]:
-        """What every namespace stands for.
+        """The specs of all namespaces, by id.
 
         Raises:
             StorageError: LMDB failed.
@@ -202,7 +201,7 @@ class SlabIndex:
                 raise self._translated("reading", error) from error
 
     def pin(self, keys: Sequence[bytes], pinned: bool) -> int:
-        """Pin blocks, or let go of their pins, in one transaction; how many of them are blocks.
+        """Pin or unpin blocks in one transaction; returns the number of keys that are blocks.
 
         Raises:
             StorageError: as `apply`.
@@ -220,7 +219,7 @@ class SlabIndex:
         return self._write(change, len(keys))
 
     def pins(self) -> list[bytes]:
-        """The keys of all blocks that are pinned.
+        """The keys of all pinned blocks.
 
         Raises:
             StorageError: LMDB failed.
@@ -233,11 +232,10 @@ class SlabIndex:
                 raise self._translated("reading", error) from error
 
     def set_copy_aside(self, reason: str, blocks: int) -> Path:
-        """Keep a copy of the environment as it is now beside it, from which `blocks` blocks will be removed as lost.
-        Returns the copy's folder.
+        """Copy the environment to a folder beside it, before `blocks` blocks are removed as lost; returns the folder.
 
         Raises:
-            StorageError: it cannot be made; nothing of it stays.
+            StorageError: the copy cannot be made; nothing of it stays.
         """
         with self._lock:
             try:
@@ -248,7 +246,7 @@ class SlabIndex:
                 raise storage_error(f"copying the index in {self._path}", error) from error
 
     def correct_copy(self, aside: Path, reason: str, blocks: int) -> None:
-        """Only `blocks` blocks have been removed since `set_copy_aside`: note it, or remove the copy where none was."""
+        """Note that only `blocks` blocks were removed since `set_copy_aside`; delete the copy if none was."""
         if blocks:
             note_loss(aside, self._ops, reason, blocks)
         else:
@@ -268,9 +266,9 @@ class SlabIndex:
         self._write(change)
 
     def reopen(self) -> None:
-        """Open the environment again, to learn what is durable after a commit of unknown outcome.
+        """Open the environment again after a commit of unknown outcome.
 
-        One that turns out damaged, or is gone, is replaced by an empty one.
+        A damaged or missing environment is replaced by an empty one.
 
         Raises:
             StorageError: the device refuses; try again when it works.
@@ -278,7 +276,7 @@ class SlabIndex:
         with self._lock:
             try:
                 self._env.close()
-                if not (self._path / "data.mdb").exists():  # setting it aside got no further
+                if not (self._path / "data.mdb").exists():  # `replace` failed after setting it aside
                     _create(self._path, self._ops)
                 try:
                     self._read_file()
@@ -314,9 +312,13 @@ class SlabIndex:
                 except lmdb.MapFullError:
                     self._grow()
                 except lmdb.Error as error:
-                    self._probe()
+                    try:
+                        self._env.begin(write=True).abort()
+                    except lmdb.Error:
+                        # After a failed write of a meta page LMDB refuses every transaction.
+                        self.broken = True
                     raise self._translated("writing", error) from error
-                except OSError as error:  # not LMDB's: whether it has committed is not known
+                except OSError as error:  # not of LMDB: the commit's outcome is unknown
                     self.broken = True
                     raise storage_error(f"writing the index in {self._path}", error) from error
 
@@ -334,7 +336,7 @@ class SlabIndex:
         self._open()
 
     def _check_readable(self) -> None:
-        """At a start, what the device cannot read is damage: nobody waits for the device to come back."""
+        """Treat bytes that the device cannot read as damage: a start does not wait for the device to recover."""
         try:
             self._read_file()
         except OSError as error:
@@ -343,8 +345,11 @@ class SlabIndex:
             raise lmdb.CorruptedError(f"data.mdb cannot be read: {error.strerror}") from error
 
     def _read_file(self) -> None:
-        """Read the file once: LMDB does it through a mapping, where what the device cannot read is SIGBUS, no error.
-        It asserts what it expects of pages: one that is damaged could end the process."""
+        """Read the whole file and check its pages before LMDB does.
+
+        LMDB reads through a mapping, where a read error of the device is a SIGBUS, and asserts properties of pages, so
+        a damaged page could end the process.
+        """
         buffer = memoryview(bytearray(READ_BYTES))
         fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
         try:
@@ -357,7 +362,7 @@ class SlabIndex:
         finally:
             os.close(fd)
         if not offset:
-            raise lmdb.CorruptedError("data.mdb is empty")  # LMDB would make a new one of it
+            raise lmdb.CorruptedError("data.mdb is empty")  # LMDB would initialize it
         if damaged is not None:
             raise lmdb.CorruptedError(f"page {damaged} of data.mdb is damaged")
 
@@ -375,10 +380,10 @@ class SlabIndex:
         self._mapped = MappedFile(self._path / "data.mdb", _MAPPED_BYTES)
 
     def _check_length(self, expected: int) -> None:
-        """Refuse a file that was cut off: behind its end LMDB's mapping gives SIGBUS.
+        """Refuse a file that was cut off: LMDB's mapping gives SIGBUS behind its end.
 
-        A file shorter than `expected`, its pages up to the last one, is whole if no page that is in use lies behind its
-        end: LMDB never writes pages that one transaction has allocated and freed.
+        A file that is shorter than `expected`, the end of the last page, is still whole if all pages in use lie before
+        its end: LMDB never writes pages that one transaction has allocated and freed.
         """
         fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
         try:
@@ -387,30 +392,23 @@ class SlabIndex:
         finally:
             os.close(fd)
         if missing is not None:
-            what = f"data.mdb is cut off: it has {found} bytes of {expected}, page {missing} is gone"
-            raise lmdb.CorruptedError(what)
-
-    def _probe(self) -> None:
-        """Once writing a meta page failed, LMDB refuses every transaction: what is durable is not known."""
-        try:
-            self._env.begin(write=True).abort()
-        except lmdb.Error:
-            self.broken = True
+            damage = f"data.mdb is cut off: it has {found} bytes of {expected}, page {missing} is gone"
+            raise lmdb.CorruptedError(damage)
 
     def _translated(self, doing: str, error: lmdb.Error) -> StorageError:
-        what = f"{doing} the index in {self._path}"
+        action = f"{doing} the index in {self._path}"
         if isinstance(error, lmdb.DiskError):
-            return DiskFullError(f"no room left while {what}; free space or lower the disk capacity")
+            return DiskFullError(f"no room left while {action}; free space or lower the disk capacity")
         code = getattr(error, "code", 0)  # since lmdb 2
         if code == errno.EIO:
-            return StorageError(f"{error} while {what}; the disk is full (a short write is EIO to LMDB) or failing")
+            return StorageError(f"{error} while {action}; the disk is full (a short write is EIO to LMDB) or failing")
         if code in errno.errorcode:
-            return storage_error(what, OSError(code, str(error)))
-        return StorageError(f"{error} while {what}; restart to recover it")
+            return storage_error(action, OSError(code, str(error)))
+        return StorageError(f"{error} while {action}; restart to recover it")
 
 
 def _pins(env: lmdb.Environment) -> lmdb._Database:
-    """The pins; an index that was made before there were any gets an empty sub-database."""
+    """The sub-database of pins; created in an index of an older prefixd, which had none."""
     try:
         return env.open_db(b"pins")
     except lmdb.MapFullError:

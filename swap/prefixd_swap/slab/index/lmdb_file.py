@@ -1,5 +1,4 @@
-"""The pages of an LMDB 0.9 data file, read without LMDB, which reads through a mapping: a page behind the file's end
-would be SIGBUS, no error.
+"""Reads the pages of an LMDB 0.9 data file without LMDB, whose mapping gives SIGBUS for a page behind the file's end.
 
 ```
 page 0, 1   metas: page header | magic, version | address, map size | free tree, main tree | last page, transaction
@@ -26,10 +25,10 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 Pread = Callable[[int, memoryview, int], int]
-"""Reads from a descriptor into a buffer, at an offset; bytes read, 0 at the end."""
+"""Reads from a descriptor into a buffer, at an offset; returns the bytes read, 0 at the end."""
 
 READ_PAGES = 256
-"""Pages that are read and looked at together."""
+"""Pages that are read and checked together."""
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<16xIIQQ48s48sQQ")
@@ -45,12 +44,12 @@ _MAX_PAGE = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What the newest transaction says of the file."""
+    """The meta page of the newest transaction."""
 
     page_bytes: int
     roots: tuple[int, ...]
-    """Root pages of the tree of free pages and of the main tree, of those that are not empty. Of a damaged meta page at
-    most 2^48, where no file has a page."""
+    """Root pages of the tree of free pages and of the main tree, without empty trees. In a damaged meta page a root may
+    be any number; it is cut to 2^48, where no file has a page."""
     last_page: int
     transaction: int
 
@@ -65,20 +64,20 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """Which pages name which: n references in the order of the pages that hold them."""
+    """References between pages: n of them, in the order of the pages that hold them."""
 
     holder: Int64s
     """[n], ascending: the page that has the reference."""
     first: Int64s
     """[n]: the page that it names."""
     pages: Int64s
-    """[n]: how many pages from there: 1, or those of an overflow run."""
+    """[n]: number of pages from there: 1, or those of an overflow run."""
     is_tree: npt.NDArray[np.bool_]
-    """[n]: whether the page holds references itself."""
+    """[n]: whether the named page holds references itself."""
 
 
 def newest_meta(fd: int, pread: Pread) -> Meta | None:
-    """The meta page that LMDB uses; None where neither is one of LMDB 0.9 on this machine.
+    """The meta page that LMDB uses; None if neither is a meta page of LMDB 0.9 on this machine.
 
     Raises:
         OSError: the device refuses.
@@ -90,10 +89,10 @@ def newest_meta(fd: int, pread: Pread) -> Meta | None:
 
 
 def first_missing(fd: int, pread: Pread, nbytes: int) -> int | None:
-    """The lowest page that the newest transaction can reach and that does not lie in the file's first `nbytes` bytes.
+    """The lowest page that the newest transaction can reach and that is behind the file's first `nbytes` bytes.
 
-    None where each is there: LMDB writes no page that one transaction has allocated and freed again, so that a file
-    which is whole may end before its last page.
+    None if there is no such page. LMDB writes no page that one transaction has allocated and freed again, so a whole
+    file may end before its last page.
 
     Raises:
         OSError: the device refuses.
@@ -124,8 +123,9 @@ def first_missing(fd: int, pread: Pread, nbytes: int) -> int | None:
 
 
 def damaged_page(fd: int, pread: Pread, nbytes: int) -> int | None:
-    """A page that the newest transaction can reach and that is not what it should be: LMDB would abort the process, or
-    read beyond it. None where all in the file's first `nbytes` bytes are sound, and where it has no meta page.
+    """A damaged page that the newest transaction can reach: LMDB would abort the process, or read beyond the page.
+
+    None if all pages in the file's first `nbytes` bytes are sound, or if it has no meta page.
 
     Raises:
         OSError: the device refuses.
@@ -149,7 +149,7 @@ def damaged_page(fd: int, pread: Pread, nbytes: int) -> int | None:
     roots = list(meta.roots)
     while roots:
         level = np.array([roots.pop()], np.int64)
-        while len(level := level[level < there]):  # one that is not there is `first_missing`'s
+        while len(level := level[level < there]):  # `first_missing` reports missing pages
             wrong = reached[level] | (kind[level] != kind[level[0]]) | (kind[level] == 0)
             if wrong.any():
                 return int(level[wrong][0])
@@ -160,7 +160,7 @@ def damaged_page(fd: int, pread: Pread, nbytes: int) -> int | None:
                 return int(level[0])
             if kind[level[0]] == _LEAF:
                 big = mine & ~is_tree & (named < there)
-                if (short := run[named[big]] < runs[big]).any():  # longer, where shorter data took its place
+                if (short := run[named[big]] < runs[big]).any():  # may be longer, after shorter data
                     return int(named[big][short][0])
                 begin.append(named[big])
                 length.append(run[named[big]])
@@ -176,7 +176,7 @@ def damaged_page(fd: int, pread: Pread, nbytes: int) -> int | None:
 
 
 def read_pages(fd: int, pread: Pread, page_bytes: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """The first `count` pages, some at a time: the number of the first of them, and uint8 [n, page bytes].
+    """Yields the first `count` pages in groups: the number of the group's first page, and uint8 [n, page bytes].
 
     Raises:
         OSError: the device refuses.
@@ -191,9 +191,9 @@ def read_pages(fd: int, pread: Pread, page_bytes: int, count: int) -> Iterator[t
 
 
 def nodes(pages: npt.NDArray[np.uint8], kind: int) -> tuple[Int64s, Int64s]:
-    """Every node of those of `pages` that are of one kind: the page's place in `pages`, and its offset there.
+    """Every node of the `pages` of one kind: the page's place in `pages`, and the node's offset in the page.
 
-    What no node can be, as in a page that is none of LMDB's, is left out.
+    Offsets where no node can be, as in a page that is not LMDB's, are left out.
     """
     page_bytes = pages.shape[1]
     header = pages[:, :_PAGE_HEADER].copy().view("<u2").astype(np.int64)  # number in 0..3, pad, flags, lower, upper
@@ -208,10 +208,9 @@ def nodes(pages: npt.NDArray[np.uint8], kind: int) -> tuple[Int64s, Int64s]:
 
 
 def tree_rows(fd: int, pread: Pread, page_bytes: int, root: int) -> Iterator[tuple[bytes, bytes, int]]:
-    """Key, data and flags of every entry of a tree that can be read, in key order unless pages are damaged.
+    """Key, data and flags of every readable entry of a tree, in key order unless pages are damaged.
 
-    Pages that are missing, or no pages of a tree, are left out with what only they lead to, and so are entries whose
-    data is not there.
+    Pages that are missing or not of a tree are left out, with everything below them; so are entries without their data.
 
     Raises:
         OSError: the device refuses.
@@ -243,7 +242,7 @@ def tree_rows(fd: int, pread: Pread, page_bytes: int, root: int) -> Iterator[tup
 
 
 def tree_entries(fd: int, pread: Pread, page_bytes: int, tree: Tree | None) -> Iterator[tuple[bytes, bytes]]:
-    """Key and data of every entry of a named tree that can be read and is in order; none where there is no such tree.
+    """Key and data of every entry of a named tree that is readable and in order; none if the tree does not exist.
 
     Raises:
         OSError: the device refuses.
@@ -257,7 +256,7 @@ def tree_entries(fd: int, pread: Pread, page_bytes: int, tree: Tree | None) -> I
 
 
 def read_trees(fd: int, pread: Pread) -> tuple[int, dict[bytes, Tree]]:
-    """Bytes of a page, and the named trees of the newest transaction; none where they cannot be read.
+    """Bytes of a page, and the named trees of the newest transaction; empty if they cannot be read.
 
     Raises:
         OSError: the device refuses.
@@ -274,11 +273,11 @@ def read_trees(fd: int, pread: Pread) -> tuple[int, dict[bytes, Tree]]:
 
 
 def _in_order(keys: Sequence[bytes]) -> set[int]:
-    """Places of the longest ascending sequence among `keys`: a key beside it is damaged, or of a page that is.
+    """Places of the longest ascending sequence in `keys`: all other keys are damaged, or of damaged pages.
 
-    As a file gives them: `[a, b, z, c]` -> `{0, 1, 3}`.
+    `[a, b, z, c]` -> `{0, 1, 3}`.
     """
-    ends: list[int] = []  # of the sequences of each length, the place of the least last key
+    ends: list[int] = []  # for each length of a sequence, the place of the least last key
     least: list[bytes] = []
     before: list[int] = []
     for place, key in enumerate(keys):
@@ -295,7 +294,7 @@ def _in_order(keys: Sequence[bytes]) -> set[int]:
 
 
 def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:
-    """What these pages name; `first` is the number of the first of them."""
+    """The references in these pages; `first` is the number of the first of them."""
     page_bytes = pages.shape[1]
     words = pages.reshape(-1).view("<u2")
 
@@ -326,8 +325,8 @@ def _references(first: int, pages: npt.NDArray[np.uint8]) -> References:
 
 
 def _kinds(first: int, pages: npt.NDArray[np.uint8]) -> tuple[Int64s, Int64s]:
-    """What each page is: 1 a branch, 2 a leaf, 0 neither or one whose nodes cannot be; and of how many pages the
-    overflow run is that it begins, 0 where it begins none."""
+    """The kind of each page: 1 a branch, 2 a leaf, 0 neither or with impossible nodes; and the length in pages of the
+    overflow run that begins there, 0 without one."""
     page_bytes, words = pages.shape[1], pages.reshape(-1).view("<u2")
     header = pages[:, :_PAGE_HEADER].copy()
     own = header.view("<u8")[:, 0] == np.arange(first, first + len(pages), dtype=np.uint64)
@@ -363,7 +362,7 @@ def _metas(fd: int, pread: Pread, head: bytes, page_bytes: int) -> Iterator[Meta
 
 
 def _page_bytes(content: bytes) -> int:
-    """Of a meta page; 0 where `content` is none."""
+    """The page size that a meta page names; 0 if `content` is not a meta page."""
     if len(content) < _META.size:
         return 0
     magic, version, _, _, free, *_ = _META.unpack(content)
@@ -372,7 +371,7 @@ def _page_bytes(content: bytes) -> int:
 
 
 def _read_run(fd: int, pread: Pread, page_bytes: int, first: int, nbytes: int) -> bytes:
-    """Data of an overflow run; none where the page `first` does not begin a run that has so much."""
+    """Data of an overflow run; empty if no run of at least `nbytes` bytes begins at page `first`."""
     header = _read(fd, pread, first * page_bytes, _PAGE_HEADER)
     if len(header) < _PAGE_HEADER:
         return b""
@@ -383,7 +382,7 @@ def _read_run(fd: int, pread: Pread, page_bytes: int, first: int, nbytes: int) -
 
 
 def _read(fd: int, pread: Pread, offset: int, nbytes: int) -> bytes:
-    """Bytes of the file, fewer at its end, and never more memory than it has bytes: a damaged page may say anything."""
+    """Bytes of the file, fewer at its end. Limits the buffer to the file's size, since a damaged page may name any."""
     nbytes = min(nbytes, os.fstat(fd).st_size - offset)
     if nbytes <= 0:
         return b""

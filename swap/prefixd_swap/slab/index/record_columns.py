@@ -65,11 +65,11 @@ class Records:
     keys: npt.NDArray[np.uint8]
     """[n, 16]"""
     parent: Int64s
-    """[n]: the parent's row, or -1 - the namespace for a first block."""
+    """[n]: the parent's row; for a first block, -1 minus its number in `namespaces`."""
     depth: Int64s
     """[n], ascending."""
     groups: tuple[RecordGroup, ...]
-    """Each row is in one."""
+    """Each row is in one group."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -79,9 +79,9 @@ class IndexTable:
     """All rows of the index, in key order."""
 
     def __init__(self, chunks: Iterable[Sequence[Row]]) -> None:
-        """Take in the rows; those that are no records are in `unreadable`."""
+        """Enter the rows; rows that are not records go to `unreadable`."""
         self.unreadable: list[bytes] = []
-        """Keys in the index of rows that are no records."""
+        """Index keys of rows that are not records."""
         self.rows = 0
         buffers: defaultdict[int, bytearray] = defaultdict(bytearray)  # length of a row -> rows of that length
         positions: defaultdict[int, list[Int64s]] = defaultdict(list)
@@ -110,7 +110,7 @@ class IndexTable:
 
     @property
     def in_order(self) -> bool:
-        """Whether the keys are in ascending order, each once, as an index gives them unless it is damaged."""
+        """Whether the keys are strictly ascending; in a damaged index they may not be."""
         columns = [self._namespace.byteswap(), *self._keys.view(">u8").astype(np.uint64).T]
         less, same = np.zeros(max(self.rows - 1, 0), np.bool_), np.ones(max(self.rows - 1, 0), np.bool_)
         for column in columns:
@@ -119,19 +119,19 @@ class IndexTable:
         return bool(less.all())
 
     def slots(self) -> Int64s:
-        """Every slot that is named, as often as it is named."""
+        """Every named slot, once for each record that names it."""
         named = [group.slots[:, group.on_disk].ravel() for group in self.groups]
         return np.concatenate([np.zeros(0, np.int64), *named])
 
     def index_keys(self, chosen: Bools) -> list[bytes]:
-        """Keys in the index of the readable rows in `chosen`, a mask over all rows."""
+        """Index keys of the readable rows in `chosen`, a mask over all rows."""
         rows = np.flatnonzero(chosen & self.readable)
         names = np.hstack([self._namespace[rows].view(np.uint8).reshape(-1, NAMESPACE_BYTES), self._keys[rows]])
         joined = names.tobytes()
         return [joined[start : start + _INDEX_KEY_BYTES] for start in range(0, len(joined), _INDEX_KEY_BYTES)]
 
     def link(self) -> Int64s:
-        """Each row's parent: its position, or FIRST_BLOCK, or LOST_PARENT where it is not there or not less deep."""
+        """Each row's parent: its position, FIRST_BLOCK, or LOST_PARENT if it is absent or not less deep."""
         parent = np.full(self.rows, LOST_PARENT)
         high = self._keys.view(">u8")[:, 0].astype(np.uint64)  # ascending within a namespace
         wanted = self._parents.view(">u8")[:, 0].astype(np.uint64)
@@ -146,7 +146,7 @@ class IndexTable:
         return parent
 
     def records(self, kept: Bools, parent: Int64s) -> Records:
-        """The rows in the mask `kept`, which must hold their parents; `parent` is what `link` gave."""
+        """The rows in the mask `kept`, which must include their parents; `parent` is the result of `link`."""
         positions = np.flatnonzero(kept)
         positions = positions[np.argsort(self.depth[positions], kind="stable")]
         row_of = np.full(self.rows + 1, -1, np.int64)
@@ -180,7 +180,7 @@ class IndexTable:
         )
 
     def _take(self, rows: npt.NDArray[np.uint8], positions: Int64s) -> None:
-        """Enter rows of one length, [m, length]; they may still differ in how many parts they have."""
+        """Enter rows of one length, [m, length]; their numbers of parts may differ."""
         keys, values = rows[:, :_INDEX_KEY_BYTES], rows[:, _INDEX_KEY_BYTES:]
         self._namespace[positions] = keys[:, :NAMESPACE_BYTES].view(np.uint64)[:, 0]
         self._keys[positions] = keys[:, NAMESPACE_BYTES:]
@@ -228,7 +228,7 @@ class IndexTable:
         return [(self._namespace[start].tobytes(), start, end) for start, end in pairwise(bounds)]
 
     def _exact(self, found: Int64s, children: Int64s, start: int, end: int) -> Int64s:
-        """Where `found`, by the first half of the key, is another key: the position by the whole key, or -1."""
+        """Correct `found`, a search by the first half of the key: the position of the whole key, or -1."""
         found = np.minimum(found, end - 1)
         wrong = np.flatnonzero((self._keys[found] != self._parents[children]).any(axis=1) | ~self.readable[found])
         if len(wrong):

@@ -1,4 +1,4 @@
-"""What of an index can be believed after a start: slots that exist, each byte in one, under parents that exist."""
+"""Keeps the records of an index that are valid at a start: their slots exist and do not overlap, and so do parents."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a start found, in blocks."""
+    """Numbers of blocks that a start kept and dropped."""
 
     kept: int = 0
     lost_slots: int = 0
-    """Dropped: a slot is gone, or has bytes of another block's; or the record is unreadable."""
+    """Dropped: a slot is gone or overlaps another block's, or the record is unreadable."""
     lost_parents: int = 0
-    """Dropped: the parent is not there, so no prompt can reach them (invariant: prefix-closed)."""
+    """Dropped: the parent is absent, so no prompt can reach them (invariant: prefix-closed)."""
     empty_nodes: int = 0
-    """Dropped: nothing of the block is on disk, nor of a block that continues it."""
+    """Dropped: neither the block nor a descendant has a part on disk."""
     index_damage: str = ""
-    """Why the index was set aside; empty when it was good."""
+    """The reason why the index was set aside; empty when it was good."""
 
     @property
     def lost(self) -> dict[str, int]:
-        """Blocks that are lost, by reason; those of an index that was set aside are counted there."""
+        """Lost blocks by reason; empty if the index was set aside, since its note counts them."""
         if self.index_damage:
             return {}
         reasons = {
@@ -41,7 +41,7 @@ class Recovery:
         return {reason: blocks for reason, blocks in reasons.items() if blocks}
 
     def losses(self) -> str:
-        """Which blocks were dropped and why, for people."""
+        """Numbers of dropped blocks and the reasons, for the log."""
         reasons = {
             "whose bytes are gone, another block's, or not known": self.lost_slots,
             "whose parents are gone": self.lost_parents,
@@ -51,13 +51,13 @@ class Recovery:
 
 
 def slabs_named(table: IndexTable) -> set[int]:
-    """Numbers of the slabs in which records say that parts lie."""
+    """Numbers of the slabs that records name."""
     _, slots, _ = _named(table, table.readable)
     return set(np.unique(slots >> INDEX_BITS).tolist())
 
 
 def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tuple[Recovery, Records, list[bytes]]:
-    """Claim the slots of the blocks that are whole; those blocks, and the index keys of the others.
+    """Claim the slots of the whole blocks; returns those blocks, and the index keys of the others.
 
     A record none of whose parts is on disk (a node) is kept for the blocks that continue it.
     """
@@ -77,8 +77,7 @@ def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tupl
 
 
 def reconcile(table: IndexTable, slabs: SlabFiles, known: Int64s) -> tuple[Int64s, Int64s, list[bytes]]:
-    """The slots, and their bytes, of the blocks whose slots are all `known` and no other block's, and the index keys of
-    all other blocks."""
+    """The slots, with their bytes, of valid blocks with only `known` slots; and the index keys of all other blocks."""
     wanted = _have_slots(table, slabs)
     for group in table.groups:
         wanted[group.rows] &= np.isin(group.slots[:, group.on_disk], known).all(axis=1)
@@ -87,7 +86,7 @@ def reconcile(table: IndexTable, slabs: SlabFiles, known: Int64s) -> tuple[Int64
 
 
 def prefix_closed(depth: Int64s, parent: Int64s, sound: Bools) -> Bools:
-    """Those of `sound` whose ancestors are all in it. A parent is less deep than its child, so one pass does."""
+    """The rows of `sound` with all ancestors in it. A parent is less deep than its child, so one pass is enough."""
     kept: Bools = sound & (parent != LOST_PARENT)
     if kept.all():
         return kept
@@ -105,7 +104,7 @@ def _parent_is_lost(parent: Int64s, kept: Bools) -> Bools:
 
 
 def _with_bytes(table: IndexTable, parent: Int64s, kept: Bools) -> Bools:
-    """Those of `kept` that have a part on disk, or a descendant that has."""
+    """The rows of `kept` that have a part on disk, or a descendant with one."""
     nodes = [group.rows for group in table.groups if not group.on_disk]
     if not nodes:
         return kept
@@ -143,13 +142,13 @@ def _named(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s, Int64s]:
         for part in group.on_disk:
             rows.append(group.rows[mine])
             slots.append(group.slots[mine, part])
-            if len(rows[-1]):  # what no file has may be of any size
+            if len(rows[-1]):  # sizes of rows that are not chosen may be invalid
                 sizes.append(np.full(len(rows[-1]), round_to_slot(group.part_bytes[part])))
     return np.concatenate(rows), np.concatenate(slots), np.concatenate(sizes)
 
 
 def _overlapping(table: IndexTable, sound: Bools) -> Int64s:
-    """Rows that name bytes which a less deep row, or one of the same depth before it, names too."""
+    """Rows that overlap a row of less depth, or an earlier row of the same depth."""
     rows, slots, sizes = _named(table, sound)
     order = np.argsort(slots, kind="stable")
     rows, slots, ends = rows[order], slots[order], (slots + sizes // PAGE_BYTES)[order]
@@ -175,6 +174,6 @@ def _overlapping(table: IndexTable, sound: Bools) -> Int64s:
 
 
 def _meets(ranges: list[tuple[int, int]], one: tuple[int, int]) -> bool:
-    """Whether a range shares a number with one of `ranges`, which are sorted and apart."""
+    """Whether a range overlaps one of `ranges`, which are sorted and disjoint."""
     at = bisect_left(ranges, one)
     return (at > 0 and ranges[at - 1][1] > one[0]) or (at < len(ranges) and ranges[at][0] < one[1])

@@ -1,4 +1,4 @@
-"""Rows of the index, and changes to them. Without LMDB: only who opens a store needs it."""
+"""Rows of the index, and changes to them. Does not import LMDB, which only an open store needs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from prefixd_swap.errors import StorageError
 
 CHUNK_ROWS = 4096
-"""Rows read at once: few enough to stay in the processor's cache, twice as fast as 65,536."""
+"""Rows read together: so few stay in the processor's cache; twice as fast as 65,536."""
 
 Row = tuple[bytes, bytes]
 """A block's key and value."""
 Edit = Callable[[bytes], bytes]
-"""The new value of a key from the one that it has."""
+"""Makes a key's new value from its present one."""
 Change = tuple[bytes, bytes | Edit | None]
-"""A key and its new value; None removes the key. An edit does nothing where the key is not there."""
+"""A key and its new value; None removes the key. An edit does nothing if the key is absent."""
 
 
 class IndexDamagedError(StorageError):

@@ -1,9 +1,9 @@
-"""Indexes that were set aside because they looked damaged: folders beside the index, until somebody removes them.
+"""Indexes that were set aside because they seemed damaged: folders beside the index, until an operator removes them.
 
 ```
 index/                 in use
-index.damaged/         set aside first: data.mdb, unless it was gone; lost.json: the reason, how many blocks are lost
-index.damaged.2/ ...   set aside later; the last of four is replaced by the next
+index.damaged/         set aside first: data.mdb, unless it was gone; lost.json: the reason, the number of lost blocks
+index.damaged.2/ ...   set aside later; the next one replaces the last of four
 ```
 """
 
@@ -32,13 +32,13 @@ class SetAside:
 
     path: Path
     reason: str
-    """Why; empty where nobody wrote it down."""
+    """Why it was set aside; empty if the note is missing."""
     blocks: int | None
-    """How many blocks are lost with it; None where that is not known."""
+    """Number of blocks that are lost with it; None if unknown."""
 
 
 def set_aside(index: Path, ops: FileOps, reason: str) -> Path:
-    """Move the index's folder away, with a note that all its blocks are lost; its new name.
+    """Rename the index's folder, with a note that all its blocks are lost; returns the new name.
 
     Raises:
         OSError: it cannot be moved.
@@ -54,11 +54,10 @@ def set_aside(index: Path, ops: FileOps, reason: str) -> Path:
 def set_copy_aside(
     index: Path, ops: FileOps, reason: str, blocks: int | None, copy: Callable[[Path], None] = lambda folder: None
 ) -> Path:
-    """Make a folder beside the index, with a note of blocks that are lost; `copy` puts into it what there is of them.
-    Returns the folder.
+    """Make a folder beside the index, with a note of lost blocks and a copy of the index by `copy`; returns the folder.
 
     Raises:
-        OSError: it cannot be made; and what `copy` raises. Nothing of it stays.
+        OSError: the folder cannot be made; and the errors of `copy`. Nothing of it stays.
     """
     aside = _free_name(index)
     try:
@@ -75,15 +74,15 @@ def set_copy_aside(
 
 
 def note_loss(folder: Path, ops: FileOps, reason: str, blocks: int | None) -> None:
-    """Write down how many blocks are lost and why. Where it cannot be written, there is a line of log."""
+    """Write the number of lost blocks and the reason into the folder; log a warning if that fails."""
     try:
         _write_note(folder / NOTE, ops, json.dumps({"reason": reason, "blocks": blocks}).encode())
     except OSError as error:
-        log.warning("why it was set aside cannot be written down: %s", error)
+        log.warning("the reason why it was set aside cannot be written down: %s", error)
 
 
 def note_rest(aside: Path, ops: FileOps, reason: str, kept: int) -> None:
-    """Correct the note of an index of which `kept` blocks are back."""
+    """Correct the note after `kept` blocks of the index were brought back."""
     blocks = _count_blocks(aside, ops)
     if kept and blocks is not None:
         lost = max(0, blocks - kept)
@@ -92,7 +91,7 @@ def note_rest(aside: Path, ops: FileOps, reason: str, kept: int) -> None:
 
 
 def list_set_aside(index: Path) -> list[SetAside]:
-    """Those there are, the first that was set aside first.
+    """All indexes that were set aside, the oldest first.
 
     Raises:
         StorageError: the directory cannot be read.

@@ -1,11 +1,11 @@
-"""A thread that makes calls which block, and the memory that it keeps for them.
+"""A thread for blocking calls, and the memory that it keeps for them.
 
-A native call cannot be cancelled. When its deadline has passed, it may still read and write the memory that it was
-given. So there are two kinds of calls:
+A native call cannot be cancelled. After its deadline it may still read and write its memory. So there are two kinds of
+calls:
 
-    without the caller's memory: the caller goes at its deadline; the lane stays busy until the call has ended. What it
-        reads is copied out of the lane's own memory, under a lock, and only while the caller is there.
-    with the caller's memory: the caller does not go before the call has ended, deadline or not.
+    without the caller's memory: the caller returns at its deadline; the lane stays busy until the call has ended. The
+        bytes are copied out of the lane's own memory, under a lock, and only while the caller waits.
+    with the caller's memory: the caller returns only when the call has ended, even after its deadline.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Lane:
 
     def __init__(self, threads: ThreadPoolExecutor, nbytes: int) -> None:
         self._threads = threads
-        self._memory = mmap.mmap(-1, nbytes)  # never closed while a call may use it: whoever runs the call refers to it
+        self._memory = mmap.mmap(-1, nbytes)  # not closed while a call may use it: the call has a reference
         self.nbytes = nbytes
         self.address = address_of(memoryview(self._memory))
 
 
 class Visit:
-    """What a caller that may leave shares with its call: whether its memory may still be touched."""
+    """Shared by a caller and its call: tells the call whether it may still touch the caller's memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left = False
 
     def copy(self, pairs: Sequence[tuple[int, int, int]]) -> bool:
-        """Copies memory, each (to, from, bytes), in a thread; False, and nothing is copied: the caller has left."""
+        """Copies memory, (to, from, bytes) each, in a thread; False, with nothing copied, if the caller has left."""
         with self._lock:
             if self._left:
                 return False
@@ -54,7 +54,7 @@ class Visit:
             return True
 
     def leave(self) -> None:
-        """No memory of the caller is touched from now on. Waits for a copy that goes on, some milliseconds."""
+        """From now on the caller's memory is not touched. Waits for a copy under way, some milliseconds."""
         with self._lock:
             self._left = True
 
@@ -73,13 +73,13 @@ async def until_done(future: Future[_T]) -> _T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        waiting.exception()  # seen
+        waiting.exception()  # mark it as retrieved
         raise cancelled
     return waiting.result()
 
 
 async def or_leave(future: Future[_T], leave: Callable[[], None]) -> _T:
-    """The result of a call that may be left alone."""
+    """The result of a call that does not use the caller's memory; when cancelled, it calls `leave` and returns."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait({waiting})
@@ -91,5 +91,5 @@ async def or_leave(future: Future[_T], leave: Callable[[], None]) -> _T:
 
 
 def address_of(piece: memoryview) -> int:
-    """Where a piece of memory is in this process."""
+    """The address of a piece of memory in this process."""
     return int(np.frombuffer(piece, np.uint8).ctypes.data) if len(piece) else 0

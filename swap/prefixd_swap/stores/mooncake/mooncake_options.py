@@ -1,4 +1,4 @@
-"""Where a Mooncake Store is and what this process gives to it."""
+"""The options of a Mooncake Store, and the memory that this process gives to it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ class MooncakeOptions:
 
     Args:
         master: host and port of mooncake_master, for example "10.0.0.1:50051".
-        hostname: by which other hosts reach this one.
+        hostname: the name by which other hosts reach this one.
         metadata: "P2PHANDSHAKE", or the URL of a metadata server.
         segment_bytes: memory that this process gives to the store, for objects of all hosts; 0: none.
         buffer_bytes: the client's own buffer.
         protocol: "tcp" or "rdma".
         device: names of RDMA devices, separated by commas; empty for tcp.
-        tenant: whose objects they are; needs a master with --enable_multi_tenants.
-        prefix: what every key begins with.
+        tenant: the tenant of the objects; needs a master with --enable_multi_tenants.
+        prefix: the beginning of every key.
         threads: calls that run side by side.
-        bounce_bytes: of each thread, for objects in memory that is not registered; none may be longer.
-        native_timeout_s: after that a call to the master, or a transfer without progress, fails; whole seconds for
-            transfers. It holds for the whole process, and the environment goes before (MC_RPC_TIMEOUT_MS,
+        bounce_bytes: buffer of each thread, for objects in memory that is not registered; no such object may be longer.
+        native_timeout_s: timeout of a call to the master, and of a transfer without progress (whole seconds for
+            transfers). It holds for the whole process; the environment overrides it (MC_RPC_TIMEOUT_MS,
             MC_RPC_CONNECT_TIMEOUT_MS, MC_TCP_PROGRESS_TIMEOUT_SEC, MC_TCP_STATUS_TIMEOUT_SEC,
             MC_STORE_CLIENT_SETUP_RETRIES).
 
     Raises:
-        ValueError: a value that cannot be.
+        ValueError: a value is not possible.
     """
 
     master: str

@@ -1,14 +1,14 @@
-"""Objects in a Mooncake Store: in memory that many hosts give, found through a master, moved by TCP or RDMA.
+"""Objects in a Mooncake Store: in memory of many hosts, found through a master, moved by TCP or RDMA.
 
-The client blocks, so calls run in threads: see `mooncake_lane`. Objects in memory that was registered are put from it
-and read into it without a copy, and their call ends when the native call has: after the deadline by `native_timeout_s`
-and a second at most. All others are copied once through memory of our own, and their call ends at its deadline.
+The client blocks, so calls run in threads: see `mooncake_lane`. Objects in registered memory are put from it and read
+into it without a copy; their call ends with the native call, at most `native_timeout_s` and a second after the
+deadline. All other objects are copied once through a lane's memory, and their call ends at its deadline.
 
-The client's `setup` and `close` hold the interpreter's lock: a second when the store is closed, and as long when the
-master accepts connections and does not answer. All other calls release it.
+The client's `setup` and `close` hold the interpreter's lock: `close` for a second, `setup` as long if the master
+accepts connections and does not answer. All other calls release it.
 
-The store has no times to live: it evicts what was not used for long when it has no room. It refuses empty objects, so
-one is stored as a single zero byte; an object of one byte is therefore found with length 0, too.
+The store has no times to live: without room it evicts the objects that were not used for longest. It refuses empty
+objects, so an empty object is stored as a single zero byte; so an object of one byte is found with length 0, too.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _T = TypeVar("_T")
 
 
 class MooncakeStore(ObjectStore):
-    """See the module.
+    """Objects in a Mooncake Store.
 
     Raises:
-        RemoteStoreError: the package, or a library of the system that it needs, is missing.
+        RemoteStoreError: the package, or a system library that it needs, is missing.
     """
 
     kind = "mooncake"
@@ -81,11 +81,10 @@ class MooncakeStore(ObjectStore):
         self._closed = False
 
     def register(self, address: int, nbytes: int) -> None:
-        """See `ObjectStore`: the next call registers it with the transfer engine, which for RDMA pins it."""
+        """As `ObjectStore.register`: the next call registers it with the transfer engine, which pins it for RDMA."""
         self._waiting.append((address, address + nbytes))
 
     async def exists(self, names: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """See `ObjectStore`."""
         there: list[bool] = []
         keys = [self._key(name) for name in names]
         async with within(deadline_s, f"exists of {len(names)} objects", self._where):
@@ -97,7 +96,6 @@ class MooncakeStore(ObjectStore):
         return there
 
     async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        """See `ObjectStore`."""
         there = [False] * len(reads)
 
         async def fetch(part: list[int], direct: bool) -> None:
@@ -117,7 +115,7 @@ class MooncakeStore(ObjectStore):
         return there
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
-        """See `ObjectStore`, and the module about `ttl_s`."""
+        """As `ObjectStore.put`, without `ttl_s`: the store has no times to live."""
 
         async def store(part: list[int], direct: bool) -> None:
             if direct:
@@ -131,7 +129,7 @@ class MooncakeStore(ObjectStore):
             await side_by_side(self._jobs(writes, store), self._options.threads)
 
     async def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
-        """See `ObjectStore`. An object that somebody reads is deleted, too."""
+        """As `ObjectStore.delete`; also deletes objects that are being read."""
         keys = [self._key(name) for name in names]
         async with within(deadline_s, f"delete of {len(names)} objects", self._where):
             for at in range(0, len(keys), _PART_NAMES):
@@ -140,14 +138,13 @@ class MooncakeStore(ObjectStore):
                 self._check(codes, len(part), (0, _OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY))
 
     async def ping(self, deadline_s: float) -> None:
-        """See `ObjectStore`."""
         async with within(deadline_s, "ping", self._where):
-            # health_check of a client says 0 while its master is away.
+            # A client's health_check returns 0 even while its master cannot be reached.
             codes = await self._without_memory(lambda client: client.batch_is_exist([self._key(b"ping")]))
             self._check(codes, 1, (0, 1, _OBJECT_NOT_FOUND))
 
     async def close(self) -> None:
-        """See `ObjectStore`. The client itself is closed in a thread when its last call has ended."""
+        """As `ObjectStore.close`; a thread closes the client when its last call has ended."""
         if self._closed:
             return
         self._closed = True
@@ -162,14 +159,15 @@ class MooncakeStore(ObjectStore):
     # Starting.
 
     async def _ready(self) -> None:
-        """Waits until there is a client that knows all memory. Callers share one attempt, which outlives them."""
+        """Waits until the client is connected and all memory is registered. Callers share one attempt, which goes on
+        after they are cancelled."""
         if self._closed:
             raise RemoteStoreError(f"{self._where}: the store was closed")
         if self._lanes_made and not self._waiting:
             return
         if self._setup is None or self._setup.done():
             self._setup = asyncio.ensure_future(self._set_up())
-            self._setup.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+            self._setup.add_done_callback(lambda done: done.cancelled() or done.exception())  # mark it as retrieved
         await asyncio.shield(self._setup)
 
     async def _set_up(self) -> None:
@@ -204,7 +202,7 @@ class MooncakeStore(ObjectStore):
             self._regions.append(self._waiting.pop(0))
 
     async def _find_master(self) -> None:
-        """Looks whether somebody listens there: `setup` would hold the interpreter's lock for seconds to find out."""
+        """Checks that the master's port accepts connections: `setup` would hold the interpreter's lock for seconds."""
         host, _, port = self._options.master.rpartition(":")
         try:
             async with asyncio.timeout(self._options.native_timeout_s):
@@ -236,7 +234,7 @@ class MooncakeStore(ObjectStore):
         self._client = client
 
     def _close_when_idle(self, running: Sequence[Future[Any]]) -> None:
-        """Closes the client when no call uses it any more. If one does not come back, leaves it as it is."""
+        """Closes the client when no call uses it any more; leaves it open if a call does not return."""
         give_up = time.monotonic() + _CLOSE_S
         while any(not future.done() for future in running):
             if time.monotonic() > give_up:
@@ -280,7 +278,7 @@ class MooncakeStore(ObjectStore):
         return await or_leave(self._in(lane, lambda: call(self._client)), _nothing)
 
     async def _direct(self, items: Sequence[Read | Write], method: str) -> list[int]:
-        """Gets or puts objects whose memory is registered, but for small pieces: those are copied through the lane."""
+        """Gets or puts objects in registered memory; small pieces in other memory are copied through the lane."""
         keys = [self._key(item.name) for item in items]
         pieces = [[piece for piece in _pieces(item) if len(piece)] for item in items]
         sizes = [[len(piece) for piece in of_item] for of_item in pieces]
@@ -345,14 +343,14 @@ class MooncakeStore(ObjectStore):
         self.copied_bytes += sum(write.nbytes for write in writes)
         return codes
 
-    # What is where, and what went wrong.
+    # Batches and errors.
 
     def _jobs(
         self, items: Sequence[Read | Write], work: Callable[[list[int], bool], Awaitable[None]]
     ) -> list[Callable[[], Awaitable[None]]]:
-        """Parts of a batch: objects in registered memory, and the others, of what a lane holds at most.
+        """The jobs of a batch's parts: objects in registered memory, and others up to the size of a lane's memory.
 
-        No part has a name twice: the client would read the object only once and call both good.
+        No part has a name twice: the client would read the object only once and report success for both.
         """
         bounce_bytes = self._options.bounce_bytes
         parts: dict[bool, list[list[int]]] = {True: [], False: []}
@@ -379,7 +377,7 @@ class MooncakeStore(ObjectStore):
         return [partial(work, part, direct) for direct, of_kind in parts.items() for part in of_kind]
 
     def _is_direct(self, pieces: tuple[memoryview, ...]) -> bool:
-        """Whether all but small pieces, such as heads, are in registered memory. A lane has room for a part's."""
+        """Whether all but small pieces, such as heads, are in registered memory. A lane has room for a part's heads."""
         small = min(_SMALL_BYTES, self._options.bounce_bytes // _PART_OBJECTS)
         registered = [self._has(address_of(piece), len(piece)) for piece in pieces if len(piece)]
         others = sum(len(piece) for piece in pieces if len(piece) and not self._has(address_of(piece), len(piece)))
@@ -389,7 +387,7 @@ class MooncakeStore(ObjectStore):
         return any(begin <= address and address + nbytes <= end for begin, end in self._regions)
 
     async def _explain(self, failed: list[tuple[Read, int]]) -> None:
-        """Tells objects that are absent or have another length from failures of the store."""
+        """Raises for failures of the store; objects that are absent or have another length are no failure."""
         doubtful: list[str] = []
         lengths: list[int] = []
         for read, code in failed:
@@ -406,7 +404,7 @@ class MooncakeStore(ObjectStore):
                     self._check([_TRANSFER_FAIL], 1, ())
 
     def _check(self, codes: Sequence[int], count: int, fine: tuple[int, ...]) -> None:
-        """Raises what the first code that is not `fine` means."""
+        """Raises the error of the first code that is not `fine`."""
         if len(codes) != count:
             raise RemoteStoreError(f"{self._where}: {len(codes)} replies to {count} questions; is its version 0.3.13?")
         bad = next((code for code in codes if code not in fine), None)
@@ -454,7 +452,6 @@ def _is_exist(keys: list[str], client: Any) -> list[int]:
 
 
 def _remove(keys: list[str], client: Any) -> list[int]:
-    """Removes objects, also those that somebody reads."""
     codes: list[int] = client.batch_remove(keys, True)
     return codes
 
@@ -468,13 +465,13 @@ def _pieces(item: Read | Write) -> tuple[memoryview, ...]:
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each object goes in a lane's memory: one after the other."""
+    """The offsets of objects that follow each other in a lane's memory."""
     offsets = [0, *accumulate(sizes)]
     return offsets[:-1]
 
 
 def _copies(offset: int, pieces: tuple[memoryview, ...]) -> list[tuple[int, int, int]]:
-    """(offset, piece's address, bytes) for each piece of an object that is at `offset` as a whole."""
+    """(offset, piece's address, bytes) for each piece of an object at `offset`."""
     copies: list[tuple[int, int, int]] = []
     for piece in pieces:
         if len(piece):

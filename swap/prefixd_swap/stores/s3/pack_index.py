@@ -1,4 +1,4 @@
-"""Which object is in which pack: what one host knows about a bucket, in memory."""
+"""The packs of a bucket's objects, as far as this host knows them; in memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Pack:
 
     Args:
         path: its name in the bucket.
-        objects: how many it was made with.
+        objects: number of objects in it when it was made.
         expires_s: seconds since 1970; infinity: never.
-        deleted: how many of them were deleted here.
-        gone: it is not in the bucket any more.
+        deleted: number of its objects that this host has deleted.
+        gone: whether it is not in the bucket any more.
     """
 
     path: str
@@ -38,7 +38,7 @@ class Place:
 
 
 class PackIndex:
-    """Names and places. Of more than `most` the least recently used are forgotten; about 400 bytes each."""
+    """Places of objects by name; about 400 bytes each. Above `most`, the least recently used are forgotten."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -48,12 +48,12 @@ class PackIndex:
         return len(self._places)
 
     def add(self, path: str, head: Head) -> None:
-        """Enters a pack's objects; what was known about the same names is replaced, unless a newer pack has them."""
+        """Enters a pack's objects. A name that is known already moves to this pack, unless a newer pack has it."""
         expires_s = (head.created_ms + head.ttl_ms) / 1000 if head.ttl_ms else math.inf
         pack = Pack(path, len(head.names), expires_s)
         for name, offset, nbytes in zip(head.names, head.offsets, head.lengths, strict=True):
             known = self._places.get(name)
-            # Paths go by time.
+            # Paths sort by time.
             if known is not None and not known.pack.gone and known.pack.path > path:
                 pack.deleted += 1
                 continue
@@ -63,7 +63,7 @@ class PackIndex:
             self._places.popitem(last=False)
 
     def find(self, name: bytes, now_s: float) -> Place | None:
-        """Where an object is, unless its pack is gone or has expired; it counts as used."""
+        """The place of an object, unless its pack is gone or has expired; counts as a use."""
         place = self._places.get(name)
         if place is None:
             return None

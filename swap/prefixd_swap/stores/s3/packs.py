@@ -1,11 +1,11 @@
-"""Packs: many objects in one object of an S3 bucket, beginning with a table of what is where.
+"""Packs: many objects in one object of an S3 bucket, which begins with a table of their places.
 
     magic  count  created_ms  ttl_ms | name offset nbytes | name offset nbytes | ... | checksum | bytes | bytes | ...
     8 B    u64    u64         u64    | 32 B u64    u64    |                          | u64      |
     [------------------------------------ head ---------------------------------------------]
 
 Numbers are little-endian; offsets count from the pack's beginning; `checksum` is XXH3 (64 bits) of the head before it.
-A pack's name says when it was made, and how long its head is, so that one range request reads the head:
+A pack's name has its time of creation and the length of its head, so that one range request reads the head:
 "00019a3f5c2b7e41-b1946ac92492d234-000003a8.pack". Names sort by time.
 """
 
@@ -31,7 +31,7 @@ _MOST_HEAD_BYTES = 1 << 20  # 21,000 objects
 
 @dataclass(frozen=True, slots=True)
 class PackName:
-    """What a pack's name says: milliseconds since 1970, and bytes."""
+    """The fields of a pack's name: milliseconds since 1970, and bytes."""
 
     created_ms: int
     head_bytes: int
@@ -49,7 +49,7 @@ class Head:
 
 
 def head_bytes(count: int) -> int:
-    """How long the head of a pack of so many objects is."""
+    """Bytes of the head of a pack of `count` objects."""
     return _FIXED.size + count * _ENTRY.itemsize + _CHECKSUM.size
 
 
@@ -59,12 +59,12 @@ def pack_name(created_ms: int, unique: bytes, count: int) -> str:
 
 
 def earliest_name(created_ms: int) -> str:
-    """Sorts before all packs that were made then or later."""
+    """A name that sorts before all packs that were made then or later."""
     return f"{max(0, created_ms):016x}"
 
 
 def parse_name(name: str) -> PackName | None:
-    """What a name says; None: it is no pack's."""
+    """The fields of a name; None if it is not a pack's."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -88,10 +88,10 @@ def parse_head(data: bytes | memoryview, pack_bytes: int) -> Head | None:
 
     Args:
         data: exactly the head.
-        pack_bytes: how long the pack is.
+        pack_bytes: bytes of the pack.
 
     Returns:
-        The table; None: torn, altered, or nobody's.
+        The table; None if it is torn, altered, or not prefixd's.
     """
     if len(data) < head_bytes(1):
         return None

@@ -1,4 +1,4 @@
-"""Where a bucket is and how it is used."""
+"""The options of an S3 bucket."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class S3Options:
 
     Args:
         bucket: its name.
-        prefix: what every object's name begins with; ends with "/".
+        prefix: the beginning of every object's name; ends with "/".
         endpoint: URL of a server that is not AWS, for example "https://minio.example:9000".
         region: None for AWS_REGION, else us-east-1.
         access_key_id: None: credentials come from the environment (AWS_ACCESS_KEY_ID ..., roles of containers and
             instances).
-        secret_access_key: goes with it.
+        secret_access_key: belongs to access_key_id.
         session_token: for temporary credentials.
         allow_http: whether the endpoint may be plain HTTP.
-        pack_bytes: about how long a pack becomes.
-        refresh_s: seconds between two looks for other hosts' packs.
-        history_s: the first look goes back so many seconds.
-        most_entries: objects that are known at a time, about 400 bytes of memory each.
+        pack_bytes: approximate size of a pack.
+        refresh_s: seconds between two listings of other hosts' packs.
+        history_s: the first listing goes back this many seconds.
+        most_entries: the most objects that are known at a time, about 400 bytes of memory each.
 
     Raises:
-        ValueError: a value that cannot be.
+        ValueError: a value is not possible.
     """
 
     bucket: str

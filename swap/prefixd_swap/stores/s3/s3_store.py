@@ -1,16 +1,16 @@
-"""Objects in an S3 bucket. A request there takes milliseconds and costs money, so objects travel in packs: see `packs`.
+"""Objects in an S3 bucket. A request takes milliseconds and costs money, so objects are stored in packs: see `packs`.
 
-    put:    writes -> one pack of a few MiB -> one PUT; then the entries are in this host's index
-    others: a task lists the packs that are new since its last listing, reads their heads, enters them into the index
+    put:    writes -> one pack of a few MiB -> one PUT; then this host's index has the entries
+    others: a task lists packs that are new since its last listing, reads their heads, enters them into the index
     exists: the index alone, no request
     get:    index -> one range request for neighbours in a pack
 
-A host knows another's objects when its task has seen their pack, after `refresh_s` at the latest. Clocks of hosts have
-to agree within `_SLACK_S`.
+A host knows another host's objects when its task has read the head of their pack, after `refresh_s` at the latest.
+Clocks of hosts have to agree within `_SLACK_S`.
 
-Nothing is rewritten. A pack is deleted when this host has deleted each of its objects; all others stay until a
-lifecycle rule of the bucket expires them, which has to be configured there. An object whose ttl has passed is not found
-any more, but its bytes, too, stay until then.
+Packs are never rewritten. A pack is deleted when this host has deleted all of its objects; all other packs stay until a
+lifecycle rule, which has to be configured in the bucket, expires them. An object whose ttl has passed is not found any
+more, but its bytes stay until then, too.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
 _SLACK_S = 120.0  # clocks differ, and a pack has its name before it is there
-_MOST_S = 1e11  # of times that are given: longer ones would not fit into a table
+_MOST_S = 1e11  # the longest ttl or history: a longer one would not fit into a pack's table
 _REQUESTS = 16  # side by side
 _PUTS = 4  # side by side: each copies a pack on the event loop first
 _PACK_OBJECTS = 1024  # entering a pack's table into the index holds the event loop of every host
-_GAP_BYTES = 64 << 10  # reading what is between two objects is cheaper than another request
+_GAP_BYTES = 64 << 10  # reading the bytes between two objects is cheaper than another request
 _RANGE_BYTES = 4 << 20  # of one request, unless one object is longer: bounds the copy that holds the event loop
 _REQUEST_TIMEOUT = timedelta(seconds=60)
-_FULL = ("507 ", "StorageFull", "QuotaExceeded", "InsufficientStorage")  # as servers that are no AWS say it
+_FULL = ("507 ", "StorageFull", "QuotaExceeded", "InsufficientStorage")  # error codes of servers other than AWS
 
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class _Range:
-    """One request: `nbytes` from `offset`, and what is wanted of it."""
+    """One request: `nbytes` from `offset`, and the objects in it."""
 
     offset: int
     nbytes: int
@@ -62,15 +62,15 @@ class _Range:
 
 
 class S3Store(ObjectStore):
-    """See the module.
+    """Objects in packs of an S3 bucket.
 
     Args:
         options: the bucket.
-        now: seconds since 1970, which somebody may set.
-        elapsed: seconds, by a clock that nobody sets.
+        now: seconds since 1970, by a clock that may be set.
+        elapsed: seconds, by a clock that is never set.
 
     Raises:
-        RemoteStoreError: the options make no client.
+        RemoteStoreError: the client refuses the options.
     """
 
     kind = "s3"
@@ -84,7 +84,7 @@ class S3Store(ObjectStore):
         self.address = options.address
         self.copied_bytes = 0
         self.skipped_packs = 0
-        """Packs whose table was torn, altered or nobody's."""
+        """Packs whose table was torn, altered or not prefixd's."""
         self._options = options
         self._where = f"s3 at {self.address}"
         self._now = now
@@ -100,14 +100,13 @@ class S3Store(ObjectStore):
         self._bucket = self._open()
 
     async def exists(self, names: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """See `ObjectStore`: no request, except that the first call waits for the first listing."""
+        """As `ObjectStore.exists`: makes no request, but the first call waits for the first listing."""
         async with within(deadline_s, f"exists of {len(names)} objects", self._where):
             await self._ready(deadline_s)
             now_s = self._now()
             return [self._index.find(name, now_s) is not None for name in names]
 
     async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        """See `ObjectStore`."""
         there = [False] * len(reads)
 
         async def fetch(path: str, wanted: _Range) -> None:
@@ -146,7 +145,6 @@ class S3Store(ObjectStore):
         return there
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
-        """See `ObjectStore`: a pack is there whole or not at all."""
         ttl_ms = max(1, round(min(ttl_s, _MOST_S) * 1000)) if ttl_s > 0 else 0
         async with within(deadline_s, f"put of {len(writes)} objects", self._where):
             self._start()
@@ -154,7 +152,7 @@ class S3Store(ObjectStore):
             await side_by_side(jobs, _PUTS)
 
     async def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
-        """See `ObjectStore`, and the module: other hosts may still find them."""
+        """As `ObjectStore.delete`; other hosts may still find the objects."""
         async with within(deadline_s, f"delete of {len(names)} objects", self._where):
             await self._ready(deadline_s)
             empty = [pack.path for name in names if (pack := self._index.delete(name)) is not None]
@@ -163,7 +161,6 @@ class S3Store(ObjectStore):
                     await self._ask(lambda: obstore.delete_async(self._bucket, empty))
 
     async def ping(self, deadline_s: float) -> None:
-        """See `ObjectStore`."""
         async with within(deadline_s, "ping", self._where):
             self._start()
             # Nothing sorts behind it, so the reply is empty.
@@ -174,7 +171,6 @@ class S3Store(ObjectStore):
                 raise RemoteStoreError(f"{self._where}: no such bucket; create it") from error
 
     async def close(self) -> None:
-        """See `ObjectStore`."""
         self._closed = True
         if self._refreshing is not None:
             self._refreshing.cancel()
@@ -183,7 +179,7 @@ class S3Store(ObjectStore):
     # Putting.
 
     def _parts(self, writes: Sequence[Write]) -> list[list[Write]]:
-        """One pack each."""
+        """The objects of each pack."""
         parts: list[list[Write]] = []
         room = 0
         for write in writes:
@@ -200,7 +196,7 @@ class S3Store(ObjectStore):
         async with self._building:
             await asyncio.sleep(0)  # one pack at a time, and others between two
             head = build_head(writes, created_ms, ttl_ms)
-            # The client may still read what it was given after the call was cancelled, so it gets a copy.
+            # After a cancelled call the client may still read its buffer, so it gets a copy.
             body = b"".join([head, *(piece for write in writes for piece in write.pieces)])
         self.copied_bytes += len(body) - len(head)
         try:
@@ -212,17 +208,17 @@ class S3Store(ObjectStore):
             self._seen[path] = created_ms
             self._index.add(path, table)
 
-    # Learning what others have put.
+    # Finding packs of other hosts.
 
     def _start(self) -> None:
-        """Starts the task that lists, with the first call."""
+        """Starts the listing task with the first call."""
         if self._closed:
             raise RemoteStoreError(f"{self._where}: the store was closed")
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.ensure_future(self._refresh_for_ever())
 
     async def _ready(self, deadline_s: float) -> None:
-        """Waits for the first listing, but only for a part of the deadline while it makes progress."""
+        """Waits for the first listing; if it makes progress, only for half of the deadline."""
         give_up = asyncio.get_running_loop().time() + deadline_s / 2
         while True:
             self._start()
@@ -268,7 +264,7 @@ class S3Store(ObjectStore):
                 parsed = parse_name(path.removeprefix(prefix))
                 if parsed is None or path in self._seen:
                     continue
-                if parsed.created_ms > began_ms + _SLACK_S * 1000:  # a clock that is wrong; all that follow are later
+                if parsed.created_ms > began_ms + _SLACK_S * 1000:  # of a wrong clock, and so are all later names
                     ahead = True
                     break
                 heads.append((path, parsed, nbytes))
@@ -283,8 +279,11 @@ class S3Store(ObjectStore):
         self._seen = {path: created_ms for path, created_ms in self._seen.items() if created_ms >= forget_ms}
 
     def _since_ms(self, began_ms: int, began_s: float) -> int:
-        """From when on packs may not have been listed yet. Where the wall clock was set since the last listing, nobody
-        knows what that one, and those before it, left out: then as far back as the first look."""
+        """The time from which on packs may not have been listed yet.
+
+        If the wall clock was set since the last listing, earlier listings may have missed packs, so the listing goes
+        back as far as the first one.
+        """
         if self._listed is not None:
             listed_ms, listed_s = self._listed
             if abs((began_ms - listed_ms) / 1000 - (began_s - listed_s)) <= _SLACK_S:
@@ -404,5 +403,5 @@ def _ranges(places: list[tuple[int, Place]]) -> list[_Range]:
 
 
 def _short(error: BaseError) -> str:
-    """The first line: what follows is the client's internal state."""
+    """The first line; the rest is the client's internal state."""
     return str(error).partition("\n")[0][:300]

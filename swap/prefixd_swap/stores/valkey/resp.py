@@ -1,8 +1,8 @@
 """One connection that speaks RESP2, the protocol of Valkey and Redis, and reads values into the caller's memory.
 
-A client library hands out each value as a new `bytes` object, after up to five copies on the event loop. Here the
-kernel writes a value where it belongs: while the parser is inside a value, `get_buffer` offers the loop the caller's
-own memory. Only what arrives together with a reply's first line is copied, `_SCRATCH_BYTES` at most for each reply.
+A client library returns each value as a new `bytes` object, after up to five copies on the event loop. Here the kernel
+writes a value into the caller's memory: while the parser is inside a value, `get_buffer` gives that memory to the loop.
+Only bytes that arrive together with a reply's first line are copied, at most `_SCRATCH_BYTES` for each reply.
 
     $65600\\r\\n <header piece> <payload piece> \\r\\n $-1\\r\\n ...
     [- line -] [-------- body: the caller's -------] [trailer]
@@ -23,7 +23,7 @@ from typing import TypeAlias, cast
 from prefixd_swap.errors import RemoteStoreError
 
 _SCRATCH_BYTES = 16 << 10
-_SLICE_BYTES = 256 << 10  # handed to the transport at a time: what the socket does not take at once, it copies
+_SLICE_BYTES = 256 << 10  # of one write: the transport copies the part that the socket does not take at once
 _JOIN_BYTES = 4 << 10  # shorter parts of a request are joined: two system calls would cost more than the copy
 _MOST_TEXT_BYTES = 1 << 20
 _MOST_VALUE_BYTES = 1 << 30  # of a value of the wrong length, which is skipped; no server stores longer ones by default
@@ -31,7 +31,7 @@ _MOST_VALUE_BYTES = 1 << 30  # of a value of the wrong length, which is skipped;
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What a server refused a command with, for example "OOM command not allowed when used memory > 'maxmemory'."."""
+    """A server's error reply, for example "OOM command not allowed when used memory > 'maxmemory'."."""
 
     text: str
 
@@ -65,7 +65,7 @@ class Wire(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._encrypted = False
         self._writable = asyncio.Event()
-        self._lost: str | None = None  # why no exchange is possible any more
+        self._lost: str | None = None  # the reason why no exchange is possible any more
         self._expected: deque[Expected] = deque()
         self._replies: list[Reply] = []
         self._answered: asyncio.Future[None] | None = None
@@ -73,24 +73,24 @@ class Wire(asyncio.BufferedProtocol):
         self._scratch = memoryview(self._bytes)
         self._start = 0  # scratch[start:end] has arrived and is not parsed yet
         self._end = 0
-        self._body: list[memoryview] | None = None  # what is left of the value that is arriving, last piece first
-        self._skip = 0  # bytes that are left of a value that nobody wants
-        self._fits = False  # whether that value has the length that was expected
-        self._text = bytearray()  # where a `Expect.TEXT` arrives
+        self._body: list[memoryview] | None = None  # pieces that the arriving value still has to fill, last piece first
+        self._skip = 0  # remaining bytes of a value that is skipped
+        self._fits = False  # whether the arriving value has the expected length
+        self._text = bytearray()  # the value of an `Expect.TEXT`
         self._trailer = False  # the value's \r\n is next
         self.copied_bytes = 0
         """Bytes copied in memory by this connection, requests and values alike."""
 
     @property
     def closed(self) -> bool:
-        """Whether it can make no exchange any more."""
+        """Whether no exchange is possible any more."""
         return self._lost is not None or self._transport is None
 
     async def exchange(self, parts: Sequence[Part], expected: Sequence[Expected]) -> list[Reply]:
         """Sends a request and waits for its replies, one for each of `expected`.
 
         Args:
-            parts: one command or several, encoded; memory stays as it is until the call has returned.
+            parts: one command or several, encoded; the memory must not change until the call has returned.
             expected: one for each command.
 
         Raises:
@@ -117,15 +117,14 @@ class Wire(asyncio.BufferedProtocol):
             self._answered = None
 
     def abort(self, why: str) -> None:
-        """Ends the connection at once. No byte is written into anybody's memory any more."""
+        """Ends the connection at once. No byte is written into a caller's memory any more."""
         self._fail(why)
         if self._transport is not None:
             self._transport.abort()
 
-    # asyncio calls what follows.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=64 << 10, low=0)
         self._encrypted = transport.get_extra_info("sslcontext") is not None
@@ -134,23 +133,19 @@ class Wire(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._fail(str(exc) if exc is not None else "the server closed the connection")
 
     def pause_writing(self) -> None:
-        """See asyncio."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """See asyncio."""
         self._writable.set()
 
     def eof_received(self) -> bool:
-        """See asyncio."""
         return False
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See asyncio: the caller's memory within a value, else our own."""
+        """The caller's memory while a value arrives, else the scratch buffer."""
         if self._start == self._end:
             self._start = self._end = 0
             if self._body:
@@ -162,7 +157,6 @@ class Wire(asyncio.BufferedProtocol):
         return self._scratch[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See asyncio."""
         if self._lost is not None:
             return
         if self._body and self._start == self._end:
@@ -201,7 +195,7 @@ class Wire(asyncio.BufferedProtocol):
             raise self._failure()
         before = self._transport.get_write_buffer_size()
         self._transport.write(data)
-        # A plain socket's transport keeps a copy of what the socket did not take; an encrypted one of everything.
+        # A plain transport copies the bytes that the socket did not take; an encrypted one copies everything.
         self.copied_bytes += len(data) if self._encrypted else self._transport.get_write_buffer_size() - before
 
     # The replies.
@@ -222,7 +216,7 @@ class Wire(asyncio.BufferedProtocol):
             elif self._start == self._end:
                 return
             elif not self._expected and self._bytes[self._start] != ord("-"):  # "-ERR max number of clients reached"
-                raise ValueError("bytes that nobody asked for")
+                raise ValueError("bytes without a request")
             elif (end := self._bytes.find(b"\r\n", self._start, self._end)) >= 0:
                 line = bytes(self._scratch[self._start : end])
                 self._start = end + 2
@@ -265,7 +259,7 @@ class Wire(asyncio.BufferedProtocol):
         self._trailer = True
 
     def _take_body(self) -> bool:
-        """Hands what is in `_scratch` to the value that is arriving; whether the value is whole."""
+        """Copies the bytes in `_scratch` to the arriving value; returns whether the value is complete."""
         skipped = min(self._skip, self._end - self._start)
         self._skip -= skipped
         self._start += skipped
@@ -281,7 +275,7 @@ class Wire(asyncio.BufferedProtocol):
         return True
 
     def _advance(self, nbytes: int) -> None:
-        """So many bytes of the first piece that is left have arrived."""
+        """Count `nbytes` arrived bytes of the next piece."""
         if self._body:
             self._body[-1] = self._body[-1][nbytes:]
             if not len(self._body[-1]):
@@ -301,7 +295,7 @@ class Wire(asyncio.BufferedProtocol):
         self._writable.set()
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(self._failure())
-            self._answered.exception()  # seen: the exchange may have ended without waiting for it
+            self._answered.exception()  # mark it as retrieved: the exchange may have ended without awaiting it
 
     def _failure(self) -> RemoteStoreError:
         return RemoteStoreError(

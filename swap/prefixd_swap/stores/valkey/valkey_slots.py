@@ -1,4 +1,4 @@
-"""Which node of a Valkey cluster has which name, as `CLUSTER NODES` says."""
+"""The nodes of a Valkey cluster by slot, from `CLUSTER NODES`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slot_of(key: bytes) -> int:
 
 
 def parse_nodes(text: bytes, asked: Endpoint) -> list[Endpoint | None]:
-    """Which node has each slot.
+    """The node of each slot.
 
     Args:
         text: a reply to `CLUSTER NODES`, one node a line:
@@ -43,7 +43,7 @@ def parse_nodes(text: bytes, asked: Endpoint) -> list[Endpoint | None]:
         asked: the node that replied; it may not know its own address.
 
     Raises:
-        RemoteStoreError: the text is no such reply.
+        RemoteStoreError: the text is not a reply to it.
     """
     slots: list[Endpoint | None] = [None] * SLOTS
     try:

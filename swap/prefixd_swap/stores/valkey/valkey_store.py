@@ -1,7 +1,7 @@
 """Objects in a Valkey or Redis server, or in a cluster of them.
 
-An object is one value, whose key is the prefix and the object's name. A batch is split into parts of a few MiB; the
-parts go over several connections side by side, each as one pipeline. No client library is needed: see `resp`.
+An object is one value; its key is the prefix and the object's name. A batch is split into parts of a few MiB, which go
+over several connections side by side, each as one pipeline. No client library is needed: see `resp`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from prefixd_swap.stores.valkey.valkey_slots import SLOTS, Endpoint, parse_nodes
 _PART_BYTES = 4 << 20  # of one pipeline
 _PART_OBJECTS = 512
 _PART_NAMES = 8192
-_MOST_TTL_S = 100 * 365 * 86400.0  # a longer one would be beyond the last date that a server can count to
-_MOVED_TRIES = 3  # a cluster's slots move one after the other: what is asked may have moved again
+_MOST_TTL_S = 100 * 365 * 86400.0  # a longer one would exceed a server's last date
+_MOVED_TRIES = 3  # a cluster's slots move one after the other, so a slot may have moved again
 
 # One round trip and one reply for all names: n times EXISTS needs n replies, each parsed on the event loop.
 _EXISTS = b"""local out = {}
@@ -45,10 +45,10 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class ValkeyOptions:
-    """Where a Valkey is and how to reach it.
+    """The address of a Valkey server or cluster, and how to connect to it.
 
     Args:
-        host: name or address; of a cluster, any node's.
+        host: name or address; in a cluster, any node's.
         port: TCP port.
         unix_socket: path of a socket to use instead of host and port.
         username: ACL user; None for the default user.
@@ -56,14 +56,14 @@ class ValkeyOptions:
         db: number of the database; 0 in a cluster.
         tls: whether connections are encrypted. The server's certificate is verified.
         ca_file: certificates (PEM) to trust; None for the system's.
-        cert_file: this side's certificate (PEM), where the server asks for one.
+        cert_file: the client's certificate (PEM), if the server requires one.
         key_file: its private key (PEM).
         cluster: whether the server is a node of a cluster.
-        connections: at most that many for each node.
-        prefix: what every key begins with.
+        connections: the most connections to each node.
+        prefix: the beginning of every key.
 
     Raises:
-        ValueError: options that contradict each other.
+        ValueError: the options contradict each other.
     """
 
     host: str = "127.0.0.1"
@@ -119,7 +119,7 @@ class _Node:
         return self._copied_bytes + sum(wire.copied_bytes for wire in (*self._idle, *self._used))
 
     async def exchange(self, parts: Sequence[Part], expected: Sequence[Expected]) -> list[Reply]:
-        """As `Wire.exchange`, over a connection that is free, or a new one."""
+        """As `Wire.exchange`, over an idle connection or a new one."""
         async with self._free:
             wire = await self._wire()
             try:
@@ -188,7 +188,7 @@ class _Node:
 
 
 class ValkeyStore(ObjectStore):
-    """See the module. Needs Valkey, or Redis from 4.0 on."""
+    """Objects in a Valkey or Redis server or cluster. Needs Valkey, or Redis from 4.0 on."""
 
     kind = "valkey"
 
@@ -198,18 +198,18 @@ class ValkeyStore(ObjectStore):
         self._where = f"valkey at {self.address}"
         self._seed = Endpoint(options.host, options.port)
         self._nodes: dict[Endpoint, _Node] = {}
-        self._slots: list[Endpoint | None] | None = None  # of a cluster, when it has been asked
+        self._slots: list[Endpoint | None] | None = None  # a cluster's nodes by slot; None: to be asked
         self._scripts = not options.cluster
-        self._silent: set[Endpoint] = set()  # nodes that did not tell the slots when asked last: asked after the others
+        self._silent: set[Endpoint] = set()  # nodes that did not answer the last CLUSTER NODES: asked after the others
         self._closed = False
 
     @property
     def copied_bytes(self) -> int:  # type: ignore[override]
-        """See `ObjectStore`: what sockets did not take at once, and what arrived with the line before it."""
+        """As `ObjectStore`: bytes that sockets did not take at once, and bytes that arrived with the line before."""
         return sum(node.copied_bytes for node in self._nodes.values())
 
     async def exists(self, names: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """See `ObjectStore`: one round trip; in a cluster one for each node."""
+        """As `ObjectStore.exists`, in one round trip; in a cluster one for each node."""
         there = [False] * len(names)
 
         async def ask(node: _Node, part: list[int]) -> list[int]:
@@ -223,7 +223,6 @@ class ValkeyStore(ObjectStore):
         return there
 
     async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
-        """See `ObjectStore`."""
         there = [False] * len(reads)
 
         async def fetch(node: _Node, part: list[int]) -> list[int]:
@@ -243,7 +242,6 @@ class ValkeyStore(ObjectStore):
         return there
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
-        """See `ObjectStore`."""
         expiry = (b"PX", b"%d" % max(1, round(min(ttl_s, _MOST_TTL_S) * 1000))) if ttl_s > 0 else ()
         words = 3 + len(expiry)
         tail = b"\r\n" + b"".join(_bulk(word) for word in expiry)
@@ -271,8 +269,6 @@ class ValkeyStore(ObjectStore):
             await self._spread([self._key(write.name) for write in writes], parts, store)
 
     async def delete(self, names: Sequence[bytes], deadline_s: float) -> None:
-        """See `ObjectStore`."""
-
         async def unlink(node: _Node, part: list[int]) -> list[int]:
             request = b"".join(command(b"UNLINK", self._key(names[index])) for index in part)
             replies = await node.exchange([request], [Expect.LINE] * len(part))
@@ -285,14 +281,12 @@ class ValkeyStore(ObjectStore):
             await self._spread([self._key(name) for name in names], _parts_of_names, unlink)
 
     async def ping(self, deadline_s: float) -> None:
-        """See `ObjectStore`."""
         async with within(deadline_s, "ping", self._where):
             node = self._node(self._seed)
             for reply in await node.exchange([command(b"PING")], [Expect.LINE]):
                 raise_error(reply, node.where)
 
     async def close(self) -> None:
-        """See `ObjectStore`."""
         self._closed = True
         for node in self._nodes.values():
             node.close()
@@ -309,7 +303,7 @@ class ValkeyStore(ObjectStore):
         return node
 
     async def _exists(self, node: _Node, keys: list[bytes]) -> list[Reply]:
-        """True, False, or the error that a cluster's node gave, for each key."""
+        """True, False, or the error reply of a cluster's node, for each key."""
         if self._scripts:
             there = bytearray(len(keys))
             count = b"%d" % len(keys)
@@ -336,7 +330,7 @@ class ValkeyStore(ObjectStore):
         parts_of: Callable[[Iterable[int]], list[list[int]]],
         work: Callable[[_Node, list[int]], Awaitable[list[int]]],
     ) -> None:
-        """Gives each node its parts of `keys`. `work` returns the indices whose slots have moved to another node."""
+        """Calls `work` for each node's parts of `keys`; `work` returns the indices of moved slots."""
         left: list[int] = list(range(len(keys)))
         for _ in range(_MOVED_TRIES):
             if not left:
@@ -358,7 +352,7 @@ class ValkeyStore(ObjectStore):
             raise RemoteStoreError(f"{self._where}: slots moved {_MOVED_TRIES} times while they were used; try again")
 
     async def _shares(self, keys: Sequence[bytes], indices: list[int]) -> dict[Endpoint, list[int]]:
-        """Which node has which keys."""
+        """The indices of the keys of each node."""
         if not self._options.cluster:
             return {self._seed: indices}
         slots = self._slots or await self._ask_slots()
@@ -374,12 +368,12 @@ class ValkeyStore(ObjectStore):
         return shares
 
     async def _ask_slots(self) -> list[Endpoint | None]:
-        """Asks the configured node, or one that was known before, for the map of slots."""
+        """Asks the configured node, or another known one, for the map of slots."""
         failure: RemoteStoreError | None = None
         known = dict.fromkeys((self._seed, *self._nodes))
         for endpoint in sorted(known, key=lambda endpoint: endpoint in self._silent):
             node = self._node(endpoint)
-            self._silent.add(endpoint)  # until it has replied: the deadline may end this call while it waits
+            self._silent.add(endpoint)  # until it has replied: the deadline may cancel this call while it waits
             try:
                 (reply,) = await node.exchange([command(b"CLUSTER", b"NODES")], [Expect.TEXT])
             except RemoteStoreError as error:
@@ -398,11 +392,11 @@ class ValkeyStore(ObjectStore):
 
 def command(*words: bytes) -> bytes:
     """A command as RESP2: `command(b"GET", b"a")` is b"*2\\r\\n$3\\r\\nGET\\r\\n$1\\r\\na\\r\\n"."""
-    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+    return b"*%d\r\n" % len(words) + b"".join(map(_bulk, words))
 
 
 def raise_error(reply: Reply, where: str) -> None:
-    """Raises what an error reply means.
+    """Raises the error of an error reply.
 
     Raises:
         RemoteFullError: no room in memory, or on the server's disk.
@@ -438,7 +432,7 @@ def _parts_of_names(indices: Iterable[int]) -> list[list[int]]:
 
 
 def _parts_of_bytes(indices: Iterable[int], nbytes: Callable[[int], int]) -> list[list[int]]:
-    """Parts of at most `_PART_BYTES`, or one object each where it is longer."""
+    """Parts of at most `_PART_BYTES`; a longer object is a part by itself."""
     parts: list[list[int]] = []
     room = 0
     for index in indices:
@@ -454,5 +448,5 @@ def _parts_of_bytes(indices: Iterable[int], nbytes: Callable[[int], int]) -> lis
 def _tls_context(options: ValkeyOptions) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=options.ca_file)
     if options.cert_file is not None:
-        context.load_cert_chain(options.cert_file, options.key_file, password="")  # nobody is there to be asked for one
+        context.load_cert_chain(options.cert_file, options.key_file, password="")  # else OpenSSL would prompt for it
     return context

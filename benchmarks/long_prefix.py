@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.block_bytes import BlockBytes, Bytes
 from benchmarks.common.options import flag, option, seed
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
@@ -88,29 +89,13 @@ class Findings:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, and the bytes of its blocks: [parts, blocks, PART_BYTES]."""
-
-    tokens: np.ndarray[Any, np.dtype[np.uint32]]
-    kv: np.ndarray[Any, np.dtype[np.uint8]]
-
-    @classmethod
-    def make(cls, rng: np.random.Generator, blocks: int, parts: int) -> Prompt:
-        tokens = rng.integers(0, 1 << 31, blocks * BLOCK_TOKENS, np.uint32)
-        return cls(tokens, rng.integers(0, 256, (parts, blocks, PART_BYTES), np.uint8))
-
-    @property
-    def blocks(self) -> int:
-        return len(self.kv[0])
-
-    def wrong(self, into: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], blocks: int) -> int:
-        """How many of the first blocks, which were loaded as a prefix, have wrong bytes where they are needed."""
-        wrong = (into[0][:blocks] != self.kv[0, :blocks]).any(axis=1)
-        for part in range(1, len(into)):
-            end = slice(max(0, blocks - _WINDOW_BLOCKS), blocks)
-            wrong[end] |= (into[part][end] != self.kv[part, end]).any(axis=1)
-        return int(wrong.sum())
+def wrong_blocks(prompt: BlockBytes, into: Sequence[Bytes], blocks: int) -> int:
+    """How many of the first blocks, which were loaded as a prefix, have wrong bytes where they are needed."""
+    wrong = (into[0][:blocks] != prompt.of_part(0)[:blocks]).any(axis=1)
+    for part in range(1, len(into)):
+        end = slice(max(0, blocks - _WINDOW_BLOCKS), blocks)
+        wrong[end] |= (into[part][end] != prompt.of_part(part)[end]).any(axis=1)
+    return int(wrong.sum())
 
 
 class Bench:
@@ -125,7 +110,7 @@ class Bench:
     async def measure(self, kind: str, step: Any) -> None:
         cache = await self._client.register(SPECS[kind])
         parts = len(SPECS[kind].parts)
-        prompts = [Prompt.make(self._rng, max(1, int(factor * self._tier / parts)), parts) for factor in FACTORS]
+        prompts = [self._prompt(kind, max(1, int(factor * self._tier / parts))) for factor in FACTORS]
         for prompt in prompts:
             await self._store(cache, prompt)
         shared = self._client.arena is not None
@@ -150,39 +135,47 @@ class Bench:
         async with AsyncExitStack() as leases:
             for blocks in (int(share * self._tier) // 2, int(share * self._tier) - int(share * self._tier) // 2):
                 if blocks:
-                    other = Prompt.make(self._rng, blocks, 1)
+                    other = self._prompt("full", blocks)
                     await self._store(cache, other)
                     lease = await leases.enter_async_context(await cache.acquire(other.tokens, counted=False))
                     taken += lease.blocks
             yield taken
 
-    async def _lease(self, cache: AsyncCache, prompt: Prompt, room: int, case: str) -> None:
+    async def _lease(self, cache: AsyncCache, prompt: BlockBytes, room: int, case: str) -> None:
         fitting = min(prompt.blocks, room)
         async with await cache.acquire(prompt.tokens) as lease:
-            into = [np.zeros_like(of_part) for of_part in prompt.kv]
+            into = _room_for(prompt)
             await lease.copy_into(into)
             self._note(prompt, into, f"one lease, {case}", fitting, lease.blocks)
 
-    async def _load(self, cache: AsyncCache, prompt: Prompt, case: str) -> None:
-        into = [np.zeros_like(of_part) for of_part in prompt.kv]
+    async def _load(self, cache: AsyncCache, prompt: BlockBytes, case: str) -> None:
+        into = _room_for(prompt)
         loaded = await cache.load(prompt.tokens, into)
         self._note(prompt, into, f"load, {case}", prompt.blocks, loaded)
 
-    def _note(self, prompt: Prompt, into: Sequence[Any], case: str, fitting: int, loaded: int) -> None:
-        self._findings.wrong += prompt.wrong(into, loaded)
+    def _note(self, prompt: BlockBytes, into: Sequence[Any], case: str, fitting: int, loaded: int) -> None:
+        self._findings.wrong += wrong_blocks(prompt, into, loaded)
         self._findings.granted_tokens += loaded * BLOCK_TOKENS
         self._findings.add(case, fitting, loaded)
 
-    async def _store(self, cache: AsyncCache, prompt: Prompt) -> None:
+    def _prompt(self, kind: str, blocks: int) -> BlockBytes:
+        return BlockBytes(SPECS[kind], self._rng.integers(0, 1 << 31, blocks * BLOCK_TOKENS, np.uint32))
+
+    async def _store(self, cache: AsyncCache, prompt: BlockBytes) -> None:
         """Stores a prompt on disk. Of a window it has the bytes of every block, as an engine does that computes it."""
         done, step = 0, max(1, self._tier // 8)
+        kv = [prompt.of_part(part) for part in range(len(prompt.spec.parts))]
         while done < prompt.blocks:
             end = min(done + step, prompt.blocks)
             tokens = prompt.tokens[: end * BLOCK_TOKENS]
-            kept = await cache.store(tokens, list(prompt.kv[:, done:end]), first_block=done, durable=True)
+            kept = await cache.store(tokens, [of_part[done:end] for of_part in kv], first_block=done, durable=True)
             if kept.dropped:
                 raise harness.BenchmarkError(f"{kept.dropped} of {prompt.blocks} blocks could not be stored")
             done = end
+
+
+def _room_for(prompt: BlockBytes) -> list[Bytes]:
+    return [np.zeros((prompt.blocks, part.nbytes), np.uint8) for part in prompt.spec.parts]
 
 
 async def measure(tier: int, seed: int, step: Any) -> Findings:

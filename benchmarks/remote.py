@@ -129,13 +129,6 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _multiple_of_8(text: str) -> int:
-    value = positive(text)
-    if value % 8:
-        raise argparse.ArgumentTypeError(f"{value} is no multiple of 8")
-    return value
-
-
 _FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
 
 
@@ -146,7 +139,7 @@ _FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
     option("--trace", None, "in Mooncake's format; by default one is made up", Path, metavar="FILE"),
     option("--requests", 400, "its first N requests"),
     option("--trace-bytes", 1 << 30, "different blocks' bytes", size),
-    option("--bytes-per-token", 1024, "KV bytes of a token, a multiple of 8", _multiple_of_8),
+    option("--bytes-per-token", 1024, "KV bytes of a token"),
     option("--rates", list(_FIRST_TOKEN.gbit_per_s), "Gbit/s (0.1,1,10)", _rates, shown=False),
     option("--tokens", list(_FIRST_TOKEN.tokens), "of prompts (64,256,1024)", _lengths, shown=False),
     option("--repeats", _FIRST_TOKEN.repeats, "prompts; more of short ones"),

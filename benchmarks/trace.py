@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.block_bytes import BlockBytes, wrong_bytes
 from benchmarks.common.options import option, size
-from benchmarks.workloads.trace_requests import RightBytes, wrong_words
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -43,10 +43,8 @@ _TIER_NAMES = {tier: tier.label for tier in (Tier.GPU, Tier.CPU, Tier.DISK)}
 class Replay:
     """One client that replays requests and counts."""
 
-    def __init__(self, cache: AsyncCache, block_bytes: int) -> None:
+    def __init__(self, cache: AsyncCache) -> None:
         self._cache = cache
-        self._block_bytes = block_bytes
-        self._right = RightBytes(block_bytes)
         self._achievable = PrefixCount()
         self.blocks = 0
         self.hit_blocks = 0
@@ -59,21 +57,21 @@ class Replay:
         ids = request.hash_ids
         if not ids:
             return
-        tokens = tokens_of(ids)
-        expected = self._right.of(ids)
+        tokens, nbytes = tokens_of(ids), self._cache.spec.block_bytes
+        expected = BlockBytes(self._cache.spec, tokens).content()
         self.blocks += len(ids)
         self.achievable_blocks += self._achievable.hits_of(ids)
         matched = await self._cache.match(tokens)
         self._count_tiers(matched)
         hit = 0
         if matched.blocks:
-            got = np.zeros((matched.blocks, self._block_bytes // 8), np.uint64)
+            got = np.zeros(matched.blocks * nbytes, np.uint8)
             hit = await self._cache.load(tokens, got, max_blocks=matched.blocks)
-            self.wrong_bytes += wrong_words(got[:hit], expected[:hit])
+            self.wrong_bytes += wrong_bytes(got[: hit * nbytes], expected[: hit * nbytes])
         self.hit_blocks += hit
         if hit < len(ids):
             try:
-                stored = await self._cache.store(tokens, expected[hit:], first_block=hit)
+                stored = await self._cache.store(tokens, expected[hit * nbytes :], first_block=hit)
                 self.dropped_blocks += stored.dropped
             except ExhaustedError:
                 self.dropped_blocks += len(ids) - hit
@@ -102,7 +100,7 @@ async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token
     part = PartSpec("full", 0, block_bytes)
     spec = NamespaceSpec(f"benchmark-trace-{block_bytes}", HASH_TOKENS, (part,), salt=salt)
     async with AsyncClient(address, name="benchmark trace") as client:
-        run = Replay(await client.register(spec), block_bytes)
+        run = Replay(await client.register(spec))
         begin = time.perf_counter()
         with harness.progress("requests", len(requests)) as step:
             for request in requests:
@@ -117,16 +115,14 @@ async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token
     __doc__,
     option("--trace", _DEFAULT_TRACE, _TRACE_HELP, Path, metavar="FILE", shown=False),
     option("--requests", 2000, "its first N requests"),
-    option("--bytes-per-token", 64, "KV bytes of a token, a multiple of 8"),
+    option("--bytes-per-token", 64, "KV bytes of a token"),
     option("--cpu-bytes", 1 << 29, "CPU tier of the own daemon", size),
     option("--disk-bytes", 4 << 30, "disk tier of the own daemon", size),
     harness.ADDRESS,
     unrecorded=("address", "cpu_bytes", "disk_bytes"),
 )
 def main(options: harness.Options) -> harness.Outcome:
-    """The counts of a replay. Raises BenchmarkError for a trace or a size that cannot be replayed."""
-    if options.bytes_per_token % 8:
-        raise harness.BenchmarkError(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
+    """The counts of a replay. Raises BenchmarkError for an empty trace."""
     requests = list(read_trace(options.trace, options.requests))
     if not requests:
         raise harness.BenchmarkError(f"{options.trace} is empty")

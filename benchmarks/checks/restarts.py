@@ -32,8 +32,9 @@ import numpy as np
 
 from benchmarks.checks.tenancy.house import House
 from benchmarks.common import harness
+from benchmarks.common.block_bytes import wrong_bytes
 from benchmarks.common.options import option, seed
-from benchmarks.load.world import NAMESPACES, Prompt, content, key_in_namespace, wrong_bytes
+from benchmarks.load.world import NAMESPACES, Prompt, content, key_in_namespace
 from prefixd.base.tenancy.tenants import Role
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import (

@@ -11,14 +11,12 @@ import asyncio
 import json
 import sys
 import time
-import zlib
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from itertools import count
 
 import numpy as np
-import numpy.typing as npt
 
+from benchmarks.common.block_bytes import BlockBytes, Tokens
 from benchmarks.load.companion import Companion, order_lines
 from prefixd.client import AsyncCache, AsyncClient, AsyncLease, ExhaustedError, NamespaceSpec, PartSpec, Tier
 
@@ -31,39 +29,34 @@ _AGAIN_S = 0.1  # after a call that the daemon refused for want of room
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of one length in a namespace of their own. No two of their blocks have the same tokens or bytes."""
+    """Prompts of one length in a namespace of their own. No two of their blocks have the same tokens."""
 
     name: str
     blocks: int
     """Of each prompt."""
     block_bytes: int
-    """A multiple of 8."""
 
     @property
     def spec(self) -> NamespaceSpec:
         return NamespaceSpec(self.name, BLOCK_TOKENS, (PartSpec("full", 0, self.block_bytes),))
 
-    def tokens(self, prompt: int) -> npt.NDArray[np.uint32]:
+    def tokens(self, prompt: int) -> Tokens:
         """[blocks * BLOCK_TOKENS] token ids of a prompt."""
         first = prompt * self.blocks * BLOCK_TOKENS
         return np.arange(first, first + self.blocks * BLOCK_TOKENS, dtype=np.uint32)
 
-    def content(self, prompt: int, block: int) -> npt.NDArray[np.uint64]:
-        """[block_bytes / 8] words of a block of a prompt: each differs from the same word of any other block."""
-        return _words(self.name, self.block_bytes) + np.uint64(prompt * self.blocks + block)
+    def content(self, prompt: int) -> BlockBytes:
+        return BlockBytes(self.spec, self.tokens(prompt))
 
     async def store(self, blocks: AsyncCache, prompt: int, *, durable: bool = False) -> int:
         """Stores a prompt; how many of its blocks are new. Raises ExhaustedError: there is room for none."""
-        source = np.concatenate([self.content(prompt, block) for block in range(self.blocks)])
-        return (await blocks.store(self.tokens(prompt), source, durable=durable)).committed
+        content = self.content(prompt)
+        return (await blocks.store(content.tokens, content.content(), durable=durable)).committed
 
     def wrong_bytes(self, lease: AsyncLease, prompt: int) -> int:
         """How many bytes of the leased blocks of a prompt, from its first, are not what was stored."""
-        wrong = 0
-        for block in range(lease.blocks):
-            found = np.frombuffer(lease.view(block), np.uint8)
-            wrong += int(np.count_nonzero(found != self.content(prompt, block).view(np.uint8)))
-        return wrong
+        content = self.content(prompt)
+        return sum(content.wrong_in(lease, block) for block in range(lease.blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +164,6 @@ async def _write(blocks: AsyncCache, plan: TrafficPlan, traffic: Traffic) -> Non
             await asyncio.sleep(_AGAIN_S)
         due_s = max(due_s + every_s, time.monotonic() - every_s)
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-
-
-@cache
-def _words(name: str, block_bytes: int) -> npt.NDArray[np.uint64]:
-    """The words of a namespace's blocks, before each block's number is added."""
-    return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 1 << 63, block_bytes // 8, np.uint64)
 
 
 async def _serve(address: str, plan: TrafficPlan) -> None:

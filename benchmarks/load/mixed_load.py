@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.load.world import NAMESPACES, Bytes, Prompt, brief_namespace, content, key_in_namespace, wrong_bytes
+from benchmarks.common.block_bytes import Bytes, wrong_bytes
+from benchmarks.load.world import NAMESPACES, Prompt, brief_namespace, content, key_in_namespace
 from prefixd.client import (
     AsyncCache,
     AsyncClient,

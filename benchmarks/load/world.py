@@ -1,23 +1,15 @@
-"""What the load harnesses ask for: namespaces, prompts, and bytes that follow from them.
-
-A block's bytes are derived from (namespace, token ids up to the block's end, part). So whoever reads a block can tell
-whether it is right, whichever process wrote it, whenever.
-"""
+"""What the load harnesses ask for: namespaces, and prompts by their numbers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
-import numpy.typing as npt
 
+from benchmarks.common.block_bytes import BlockBytes, Bytes, Tokens, wrong_bytes
 from prefixd.client import Client, NamespaceSpec, PartSpec
-
-Tokens = npt.NDArray[np.uint32]
-Bytes = npt.NDArray[np.uint8]
 
 NAMESPACES = (
     NamespaceSpec("load", 16, (PartSpec("full", 0, 32 << 10),), salt=b"one"),
@@ -31,7 +23,6 @@ FAMILIES = 6
 """Prefixes that many prompts begin with, in each namespace."""
 
 _LONGEST_TAIL = 4
-_PATTERN = np.random.default_rng(0).integers(0, 1 << 64, (192 << 10) // 8, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +67,9 @@ def prompts(numbers: int) -> Iterator[Prompt]:
             yield Prompt(namespace, 0, number)
 
 
-def content(prompt: Prompt, first_block: int = 0, parts: tuple[int, ...] | None = None) -> Bytes:
+def content(prompt: Prompt, first_block: int = 0, parts: Sequence[int] | None = None) -> Bytes:
     """The right bytes of the prompt's blocks from `first_block` on, block after block, part after part."""
-    spec, tokens = prompt.spec, prompt.tokens
-    chosen = range(len(spec.parts)) if parts is None else parts
-    pieces: list[Bytes] = [np.empty(0, np.uint8)]
-    digest = blake2b(spec.name.encode() + b"\0" + spec.salt)
-    for block in range(prompt.blocks):
-        digest.update(tokens[block * spec.block_tokens : (block + 1) * spec.block_tokens].tobytes())
-        if block < first_block:
-            continue
-        for part in chosen:
-            seed = digest.copy()
-            seed.update(b"part %d" % part)
-            pieces.append(_bytes(int.from_bytes(seed.digest()[:8], "little"), spec.parts[part].nbytes))
-    return np.concatenate(pieces)
-
-
-def wrong_bytes(got: Bytes, expected: Bytes) -> int:
-    """How many bytes differ."""
-    return 0 if np.array_equal(got, expected) else int(np.count_nonzero(got != expected))
+    return BlockBytes(prompt.spec, prompt.tokens).content(first_block, parts)
 
 
 def store_prompt(client: Client, prompt: Prompt, *, durable: bool = False) -> int:
@@ -127,12 +101,6 @@ def key_in_namespace(namespace_id: bytes, prompt: Prompt, block: int) -> str:
 
     seed = int.from_bytes(namespace_id, "little")
     return BlockChain(prompt.tokens.tobytes(), prompt.spec.block_tokens, seed).key(block).hex()
-
-
-def _bytes(seed: int, nbytes: int) -> Bytes:
-    """A random pattern, other for every seed in each of its words: bytes of two blocks, or moved ones, do not pass."""
-    words = _PATTERN[: -(-nbytes // 8)] ^ np.uint64(seed)
-    return words.view(np.uint8)[:nbytes]
 
 
 @functools.lru_cache(1024)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.block_bytes import BlockBytes, wrong_bytes
 from benchmarks.sharing.hosts import Secrets, cache_host, remote_stats, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
-from benchmarks.workloads.trace_requests import RightBytes, wrong_words
 from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, Tier
 from prefixd.workloads.mooncake import HASH_TOKENS, TraceRequest, tokens_of
 
@@ -28,18 +28,17 @@ def measure(
     """
     block_bytes = HASH_TOKENS * bytes_per_token
     spec = NamespaceSpec("trace", HASH_TOKENS, (PartSpec("full", 0, block_bytes),))
-    bytes_of = RightBytes(block_bytes)
     blocks = len({request.hash_ids[: end + 1] for request in requests for end in range(len(request.hash_ids))})
     longest = max(len(request.hash_ids) for request in requests)
     secrets = Secrets(folder)
     with ValkeyServer(folder / "valkey") as valkey:
         settings = sharing(valkey.port, secrets)
         with cache_host((blocks + _SLACK_BLOCKS) * block_bytes, settings) as a, Client(a.address) as client:
-            stored_s = _store_all(client.register(spec), client, requests, bytes_of, blocks, step)
+            stored_s = _store_all(client.register(spec), client, requests, blocks, step)
             written_bytes = remote_stats(client).written_bytes
         b_blocks = max(blocks // 2, longest) + _SLACK_BLOCKS
         with cache_host(b_blocks * block_bytes, settings) as b, Client(b.address) as client:
-            counted = _read_all(client.register(spec), requests, bytes_of, step)
+            counted = _read_all(client.register(spec), requests, step)
             remote = remote_stats(client)
             violations = client.check_integrity().violations
     tokens = sum(request.input_length for request in requests)
@@ -66,7 +65,6 @@ def _store_all(
     cache: Cache,
     client: Client,
     requests: Sequence[TraceRequest],
-    bytes_of: RightBytes,
     blocks: int,
     step: Callable[[], None],
 ) -> float:
@@ -76,7 +74,7 @@ def _store_all(
             tokens = tokens_of(request.hash_ids)
             there = cache.match(tokens).blocks
             if there < len(request.hash_ids):
-                stored = cache.store(tokens, bytes_of.of(request.hash_ids)[there:], first_block=there)
+                stored = cache.store(tokens, BlockBytes(cache.spec, tokens).content(there), first_block=there)
                 if stored.dropped:
                     raise harness.BenchmarkError(f"host A dropped {stored.dropped} blocks; its CPU tier is too small")
         step()
@@ -84,24 +82,24 @@ def _store_all(
     return time.perf_counter() - began_s
 
 
-def _read_all(
-    cache: Cache, requests: Sequence[TraceRequest], bytes_of: RightBytes, step: Callable[[], None]
-) -> dict[str, Any]:
-    hit_blocks = wrong_bytes = 0
+def _read_all(cache: Cache, requests: Sequence[TraceRequest], step: Callable[[], None]) -> dict[str, Any]:
+    hit_blocks = wrong = 0
     by_tier = {tier.name.lower(): 0 for tier in Tier}
     began_s = time.perf_counter()
     for request in requests:
         if request.hash_ids:
-            tokens, expected = tokens_of(request.hash_ids), bytes_of.of(request.hash_ids)
+            tokens = tokens_of(request.hash_ids)
+            expected = BlockBytes(cache.spec, tokens).content()
             for run in cache.match(tokens).runs:
                 by_tier[run.tier.name.lower()] += run.blocks
             got = np.zeros_like(expected)
             hit = cache.load(tokens, got)
             hit_blocks += hit
-            wrong_bytes += wrong_words(got[:hit], expected[:hit])
+            nbytes = hit * cache.spec.block_bytes
+            wrong += wrong_bytes(got[:nbytes], expected[:nbytes])
         step()
     seconds = time.perf_counter() - began_s
-    return {"hit_blocks": hit_blocks, "wrong_bytes": wrong_bytes, "by_tier": by_tier, "seconds": seconds}
+    return {"hit_blocks": hit_blocks, "wrong_bytes": wrong, "by_tier": by_tier, "seconds": seconds}
 
 
 def violations(result: dict[str, Any]) -> list[str]:

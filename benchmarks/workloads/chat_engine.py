@@ -1,20 +1,12 @@
-"""An engine's stand-in that keeps the KV of chats in the cache, and the bytes of that KV, which follow from tokens."""
+"""An engine's stand-in that keeps the KV of chats in the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
-import numpy as np
-import numpy.typing as npt
-
-from prefixd.client import AsyncCache, AsyncLease, ExhaustedError, NamespaceSpec
-
-Bytes = npt.NDArray[np.uint8]
-
-_PATTERN_WORDS = 1 << 16
-_PATTERN = np.random.default_rng(0).integers(0, 1 << 64, _PATTERN_WORDS, dtype=np.uint64)
+from benchmarks.common.block_bytes import BlockBytes
+from prefixd.client import AsyncCache, ExhaustedError
 
 
 @dataclass(slots=True)
@@ -51,33 +43,28 @@ class ChatEngine:
         usable = (len(prompt) - 1) // spec.block_tokens
         counts.prompts += 1
         counts.prompt_tokens += len(prompt)
-        counts.possible_tokens += content.known(self._seen, usable) * spec.block_tokens
-        tokens = np.array([*prompt, *output], np.uint32)
-        hit = await self._load(tokens[: usable * spec.block_tokens], content)
+        known = next((block for block in range(usable) if content.names[block] not in self._seen), usable)
+        counts.possible_tokens += known * spec.block_tokens
+        hit = await self._load(content, usable)
         counts.hit_tokens += hit * spec.block_tokens
-        await self._store(tokens, content, hit)
+        await self._store(content, hit)
         self._seen.update(content.names)
 
-    async def _load(self, tokens: npt.NDArray[np.uint32], content: BlockBytes) -> int:
-        async with await self._cache.acquire(tokens) as lease:
+    async def _load(self, content: BlockBytes, blocks: int) -> int:
+        async with await self._cache.acquire(content.tokens[: blocks * content.spec.block_tokens]) as lease:
             for block in range(lease.blocks):
                 for part in range(len(content.spec.parts)):
                     if lease.has(block, part):
-                        self._compare(lease, block, part, content)
+                        self.counts.loaded_bytes += content.spec.parts[part].nbytes
+                        self.counts.wrong_bytes += content.wrong_in(lease, block, part)
             return lease.blocks
 
-    def _compare(self, lease: AsyncLease, block: int, part: int, content: BlockBytes) -> None:
-        with lease.view(block, part) as view:
-            got = np.frombuffer(view, np.uint8).copy()
-        self.counts.loaded_bytes += len(got)
-        self.counts.wrong_bytes += int(np.count_nonzero(got != content.part(block, part)))
-
-    async def _store(self, tokens: npt.NDArray[np.uint32], content: BlockBytes, computed_from: int) -> None:
+    async def _store(self, content: BlockBytes, computed_from: int) -> None:
         """Stores the blocks that were computed, from `computed_from` on."""
-        done, end = computed_from, len(content.names)
+        done, end = computed_from, content.blocks
         while done < end:
             try:
-                reservation = await self._cache.reserve(tokens, first_block=done)
+                reservation = await self._cache.reserve(content.tokens, first_block=done)
             except ExhaustedError:
                 break
             async with reservation:
@@ -93,34 +80,3 @@ class ChatEngine:
                 self.counts.stored_blocks += (await reservation.commit()).committed
                 done = reservation.first_block + reservation.blocks
         self.counts.dropped_blocks += end - done
-
-
-class BlockBytes:
-    """The right bytes of a prompt's blocks.
-
-    They depend on the namespace, on all tokens up to the block's end, and on the part.
-
-    Attributes:
-        names: of each full block, what its bytes follow from.
-    """
-
-    def __init__(self, spec: NamespaceSpec, tokens: Sequence[int]) -> None:
-        self.spec = spec
-        self.names: list[bytes] = []
-        digest = blake2b(spec.name.encode() + b"\0" + spec.salt, digest_size=8)
-        ids = np.array(tokens, "<u4")
-        for start in range(0, len(tokens) - spec.block_tokens + 1, spec.block_tokens):
-            digest.update(ids[start : start + spec.block_tokens].tobytes())
-            self.names.append(digest.digest())
-
-    def known(self, names: set[bytes], most: int) -> int:
-        """Blocks from the first on, `most` at the most, that are among `names`."""
-        return next((block for block, name in enumerate(self.names[:most]) if name not in names), most)
-
-    def part(self, block: int, part: int) -> Bytes:
-        """The bytes of one part of one block."""
-        nbytes = self.spec.parts[part].nbytes
-        seed = blake2b(self.names[block], salt=part.to_bytes(2, "little"), digest_size=8).digest()
-        words = np.resize(_PATTERN, -(-nbytes // 8)) ^ np.frombuffer(seed, np.uint64)
-        content: Bytes = words.view(np.uint8)[:nbytes]
-        return content

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixd.workloads.mooncake import HASH_TOKENS, TraceRequest, read_trace
 
 _FAMILIES = 8  # system prompts
 _CONTINUED = 0.4  # share of the requests that continue a conversation
-
-
-class RightBytes:
-    """The only right bytes of each block, derived from its whole prefix: whoever reads a block can tell."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._pattern = np.random.default_rng(0).integers(0, 1 << 63, block_bytes // 8, dtype=np.uint64)
-
-    def of(self, hash_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """[blocks, words]. Every word differs between any two blocks, so bytes of another block are seen."""
-        seeds, digest = np.empty(len(hash_ids), np.uint64), hashlib.blake2b(digest_size=16)
-        for index, hash_id in enumerate(hash_ids):
-            digest.update(hash_id.to_bytes(8, "little"))
-            seeds[index] = int.from_bytes(digest.digest()[:8], "little")
-        return self._pattern + seeds[:, None]
-
-
-def wrong_words(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64]) -> int:
-    """How many bytes differ."""
-    if np.array_equal(got, expected):
-        return 0
-    return int(np.count_nonzero(got.view(np.uint8) != np.ascontiguousarray(expected).view(np.uint8)))
 
 
 def made_up(count: int, seed: int) -> list[TraceRequest]:

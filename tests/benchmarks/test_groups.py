@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.workloads.chat_engine import BlockBytes, ChatEngine
+from benchmarks.common.block_bytes import BlockBytes
+from benchmarks.workloads.chat_engine import ChatEngine
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec, SlidingWindow
 

@@ -73,16 +73,17 @@ class HeldBlocks:
 
     def __init__(self, blocks: list[bytes]) -> None:
         self.blocks = len(blocks)
-        self.view = blocks.__getitem__
+        self.view = lambda block, part: blocks[block]
 
 
 def test_a_wrong_byte_is_seen_and_so_is_another_block() -> None:
     prompts = Prompts("some", 4, 4096)
-    blocks = [prompts.content(1, block).tobytes() for block in range(4)]
+    blocks = [prompts.content(1).part(block, 0).tobytes() for block in range(4)]
     assert prompts.wrong_bytes(cast(AsyncLease, HeldBlocks(blocks)), 1) == 0
     spoilt = [*blocks[:2], blocks[2][:17] + bytes([blocks[2][17] ^ 1]) + blocks[2][18:]]
     assert prompts.wrong_bytes(cast(AsyncLease, HeldBlocks(spoilt)), 1) == 1
-    others = [blocks[0], replace(prompts, name="other").content(1, 1).tobytes(), prompts.content(2, 2).tobytes()]
+    elsewhere, later = replace(prompts, name="other").content(1), prompts.content(2)
+    others = [blocks[0], elsewhere.part(1, 0).tobytes(), later.part(2, 0).tobytes()]
     assert prompts.wrong_bytes(cast(AsyncLease, HeldBlocks(others)), 1) >= 2 * 512
     assert not np.intersect1d(prompts.tokens(1), prompts.tokens(2)).size
 

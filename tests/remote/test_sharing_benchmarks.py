@@ -15,10 +15,12 @@ from benchmarks.checks import bit_rot
 from benchmarks.checks.damaged_store import forged, remote_rot
 from benchmarks.checks.damaged_store.forgery import KINDS
 from benchmarks.checks.damaged_store.object_damage import Flip
+from benchmarks.common.block_bytes import BlockBytes
 from benchmarks.sharing import first_token_by_rate as first_token
 from benchmarks.sharing import second_host, store_down
 from benchmarks.sharing.first_token_by_rate import Plan, Point
-from benchmarks.workloads.trace_requests import RightBytes, made_up, requests_of
+from benchmarks.workloads.trace_requests import made_up, requests_of
+from prefixd.client import Client
 from tests.remote.valkey_server import valkey_binary
 
 
@@ -61,13 +63,16 @@ def test_a_host_that_finds_less_or_wrong_bytes_is_told() -> None:
 
 
 def test_a_host_that_has_other_bytes_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, asked = RightBytes.of, []
+    right, stored = BlockBytes.content, second_host.wait_until_shared
 
-    def of(self: RightBytes, hash_ids: Sequence[int]) -> np.ndarray:
-        asked.append(hash_ids)
-        return right(self, hash_ids) + np.uint64(len(asked) > 1)
+    def spoilt(self: BlockBytes, first_block: int = 0) -> np.ndarray:
+        return right(self, first_block) ^ np.uint8(1)
 
-    monkeypatch.setattr(RightBytes, "of", of)
+    def then_others(client: Client, blocks: int) -> None:
+        stored(client, blocks)
+        monkeypatch.setattr(BlockBytes, "content", spoilt)
+
+    monkeypatch.setattr(second_host, "wait_until_shared", then_others)
     (request,) = made_up(1, seed=0)
     result = second_host.measure([request], 64, tmp_path, lambda: None)
     assert result["wrong_bytes"] > 0
@@ -156,7 +161,6 @@ def test_the_command_takes_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (("--suites", "trace,nothing"), "'nothing' is no suite"),
         (("--tokens", "65"), "65 tokens are not whole blocks"),
         (("--rates", "0"), "'0' is not from"),
-        (("--bytes-per-token", "12"), "12 is no multiple of 8"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.checks.damaged_store.forgery import KINDS, Forger
 from benchmarks.checks.damaged_store.stored_objects import BlockId, StoredObject, block_id, read_objects
 from benchmarks.common import harness
+from benchmarks.common.block_bytes import BlockBytes, Bytes, Tokens
 from benchmarks.sharing.hosts import Secrets, cache_host, lost_in_store, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyObjects, ValkeyServer, valkey_objects
 from prefixd.client import Client, NamespaceSpec, PartSpec
@@ -38,22 +38,14 @@ class Target:
     """A prompt whose last block is forged: the only one, or the second."""
 
     tenant: int
-    tokens: npt.NDArray[np.uint32]
+    tokens: Tokens
 
     @property
     def sound(self) -> int:
         return len(self.tokens) // _BLOCK_TOKENS - 1
 
-    def content(self) -> npt.NDArray[np.uint8]:
-        """Its right bytes. A block's follow from the tokens up to its end."""
-        return np.concatenate(
-            [
-                np.random.default_rng([self.tenant, *self.tokens[: end * _BLOCK_TOKENS].tolist()]).integers(
-                    0, 256, _TENANTS[0].block_bytes, np.uint8
-                )
-                for end in range(1, self.sound + 2)
-            ]
-        )
+    def content(self) -> Bytes:
+        return BlockBytes(_TENANTS[self.tenant], self.tokens).content()
 
 
 @dataclass(slots=True)
@@ -162,7 +154,7 @@ class Attack:
                 return kind, forged
         raise harness.BenchmarkError("nothing could be forged")
 
-    def _judge(self, target: Target, kind: str, there: int, got: npt.NDArray[np.uint8], lost: bool) -> None:
+    def _judge(self, target: Target, kind: str, there: int, got: Bytes, lost: bool) -> None:
         findings, size = self._findings, _TENANTS[0].block_bytes
         wrong = not np.array_equal(got[: there * size], target.content()[: there * size])
         if there > target.sound or wrong:

@@ -20,7 +20,8 @@ from typing import Any, Literal, Self, TextIO
 
 import numpy as np
 
-from benchmarks.load.world import NAMESPACES, Prompt, content, wrong_bytes
+from benchmarks.common.block_bytes import wrong_bytes
+from benchmarks.load.world import NAMESPACES, Prompt, content
 from prefixd.client import Cache, Client, ClientError
 
 Kind = Literal["store", "durable", "load", "match"]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.checks import crash
+from benchmarks.common.block_bytes import wrong_bytes
 from benchmarks.load.mixed_load import LoadPlan, MixedLoad
-from benchmarks.load.world import NAMESPACES, Prompt, block_key, content, prompts, wrong_bytes
+from benchmarks.load.world import NAMESPACES, Prompt, block_key, content, prompts
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 

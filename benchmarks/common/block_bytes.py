@@ -1,0 +1,71 @@
+"""The right bytes of blocks, and how many of those that came are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.client import AsyncLease, NamespaceSpec
+
+Tokens = npt.NDArray[np.uint32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class BlockBytes:
+    """The right bytes of a prompt's whole blocks: whoever reads a block can tell, whichever process wrote it, whenever.
+
+    They follow from the namespace, all tokens up to the block's end, and the part. Every word differs between any two
+    blocks, so bytes of another block, or moved ones, do not pass.
+
+    Attributes:
+        names: of each block, what its bytes follow from.
+    """
+
+    def __init__(self, spec: NamespaceSpec, tokens: Sequence[int] | Tokens) -> None:
+        self.spec = spec
+        self.tokens: Tokens = np.asarray(tokens, "<u4")
+        self.names: list[bytes] = []
+        digest, width = blake2b(spec.name.encode() + b"\0" + spec.salt, digest_size=8), spec.block_tokens
+        for end in range(width, len(self.tokens) + 1, width):
+            digest.update(self.tokens[end - width : end].tobytes())
+            self.names.append(digest.digest())
+
+    @property
+    def blocks(self) -> int:
+        return len(self.names)
+
+    def part(self, block: int, part: int) -> Bytes:
+        """The bytes of one part of one block."""
+        nbytes = self.spec.parts[part].nbytes
+        seed = blake2b(self.names[block], salt=part.to_bytes(2, "little"), digest_size=8).digest()
+        words = _pattern(-(-nbytes // 8)) ^ np.frombuffer(seed, np.uint64)
+        return words.view(np.uint8)[:nbytes]
+
+    def content(self, first_block: int = 0, parts: Sequence[int] | None = None) -> Bytes:
+        """The bytes of the blocks from `first_block` on, block after block, part after part."""
+        chosen = range(len(self.spec.parts)) if parts is None else parts
+        pieces = [self.part(block, part) for block in range(first_block, self.blocks) for part in chosen]
+        return np.concatenate([np.empty(0, np.uint8), *pieces])
+
+    def of_part(self, part: int) -> Bytes:
+        """[blocks, bytes of the part]"""
+        return self.content(parts=[part]).reshape(self.blocks, -1)
+
+    def wrong_in(self, lease: AsyncLease, block: int, part: int = 0) -> int:
+        """How many bytes of a leased block's part are wrong."""
+        with memoryview(lease.view(block, part)) as view:
+            return wrong_bytes(np.frombuffer(view, np.uint8).copy(), self.part(block, part))
+
+
+def wrong_bytes(got: Bytes, expected: Bytes) -> int:
+    """How many bytes differ."""
+    return 0 if np.array_equal(got, expected) else int(np.count_nonzero(got != expected))
+
+
+@cache
+def _pattern(words: int) -> npt.NDArray[np.uint64]:
+    return np.random.default_rng(0).integers(0, 1 << 64, words, dtype=np.uint64)

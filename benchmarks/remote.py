@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
-from benchmarks.common.options import number, option, positive, size
+from benchmarks.common.options import number, option, size
 from benchmarks.sharing import copies, second_host, store_down
 from benchmarks.sharing import first_token_by_rate as first_token
+from benchmarks.workloads.first_token import whole_blocks
 from benchmarks.workloads.trace_requests import requests_of
 from prefixd.workloads.circumstances import circumstances
 from prefixd.workloads.mooncake import HASH_TOKENS
@@ -122,13 +123,6 @@ def _rates(text: str) -> list[float]:
     return [parse(each) for each in text.split(",")]
 
 
-def _lengths(text: str) -> list[int]:
-    lengths = [positive(each) for each in text.split(",")]
-    if wrong := [each for each in lengths if each % first_token.BLOCK_TOKENS]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]} tokens are not whole blocks of {first_token.BLOCK_TOKENS}")
-    return lengths
-
-
 _FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
 
 
@@ -141,7 +135,7 @@ _FIRST_TOKEN, _DOWN = first_token.Plan(), store_down.Plan()
     option("--trace-bytes", 1 << 30, "different blocks' bytes", size),
     option("--bytes-per-token", 1024, "KV bytes of a token"),
     option("--rates", list(_FIRST_TOKEN.gbit_per_s), "Gbit/s (0.1,1,10)", _rates, shown=False),
-    option("--tokens", list(_FIRST_TOKEN.tokens), "of prompts (64,256,1024)", _lengths, shown=False),
+    option("--tokens", list(_FIRST_TOKEN.tokens), "of prompts (64,256,1024)", whole_blocks, shown=False),
     option("--repeats", _FIRST_TOKEN.repeats, "prompts; more of short ones"),
     option("--copied-bytes", 256 << 20, "each way", size),
     option("--sessions", _DOWN.sessions, "sessions with a store that is down"),

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import harness
 from benchmarks.common.plots import lines
 from benchmarks.common.slow_link import SlowLink
 from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
+from benchmarks.workloads.first_token import first_token, in_turn, prompt_of, quartiles, settings, start
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, Finished, Sampling, Tier, Tokens
+from prefixd.client import Client, Tier
+from prefixd.workloads.text_analysis import BLOCK_TOKENS
 
 WORST_RATIO = 1.1
-BLOCK_TOKENS = 16
-BLOCK_BYTES = 256 << 10  # of the embedded model
 LOADED = ("auto", "always")
 ARMS = (*LOADED, "recompute")
-_BODY_TOKENS = 8  # less than a block: what a request computes besides never grows the prefix
 _STORED, _COMPUTED = 0, 1  # whether a prompt is one that the first host has shared
 _SHORT_TOKENS = 256
 _MORE_REPEATS = 2
@@ -80,22 +76,11 @@ class Subject:
 
         Raises BenchmarkError: some of it was in the daemon's own tiers.
         """
-        began_s, first_s = time.monotonic(), 0.0
-        for event in self._client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):
-            if isinstance(event, Tokens) and not first_s:
-                first_s = time.monotonic() - began_s
-            if isinstance(event, Finished):
-                own = sum(tokens for tier, tokens in event.hit_tokens.items() if tier is not Tier.REMOTE)
-                if own:
-                    raise harness.BenchmarkError(f"{own} of {len(prompt)} tokens were on this host, and none may be")
-                self.loaded_tokens += event.hit_tokens[Tier.REMOTE]
+        first_s, hits = first_token(self._client, prompt)
+        if own := sum(tokens for tier, tokens in hits.items() if tier is not Tier.REMOTE):
+            raise harness.BenchmarkError(f"{own} of {len(prompt)} tokens were on this host, and none may be")
+        self.loaded_tokens += hits[Tier.REMOTE]
         return first_s
-
-
-def prompt_of(tokens: int, kind: int, number: int) -> list[int]:
-    """A prefix of so many tokens, and a body."""
-    made: list[int] = np.random.default_rng([tokens, kind, number]).integers(0, 256, tokens + _BODY_TOKENS).tolist()
-    return made
 
 
 def measure(plan: Plan, folder: Path, step: Callable[[], None]) -> list[Point]:
@@ -106,12 +91,12 @@ def measure(plan: Plan, folder: Path, step: Callable[[], None]) -> list[Point]:
         _fill(plan, sharing(valkey.port, secrets))
         for rate in plan.gbit_per_s:
             with SlowLink("127.0.0.1", valkey.port, bytes_per_s=rate * 1e9 / 8) as link, ExitStack() as stack:
-                settings = {arm: _settings(plan) | {"scheduler.load": arm} for arm in LOADED}
-                for arm in LOADED:
-                    # Computed prompts would be written over the link that is measured.
-                    settings[arm] |= sharing(link.port, secrets) | {"remote.share": "none"}
-                settings["recompute"] = _settings(plan)
-                subjects = _start(settings, stack)
+                # Computed prompts would be written over the link that is measured.
+                shared = sharing(link.port, secrets) | {"remote.share": "none"}
+                base = settings(max(plan.tokens))
+                arms = {arm: base | shared | {"scheduler.load": arm} for arm in LOADED} | {"recompute": base}
+                clients = start({arm: DaemonProcess(each) for arm, each in arms.items()}, stack)
+                subjects = {arm: Subject(client) for arm, client in clients.items()}
                 _warm_up(plan, subjects)
                 for tokens in plan.tokens:
                     points.append(_measure(plan, subjects, rate, tokens))
@@ -119,39 +104,15 @@ def measure(plan: Plan, folder: Path, step: Callable[[], None]) -> list[Point]:
     return points
 
 
-def _settings(plan: Plan) -> dict[str, object]:
-    return {
-        "worker.embedded": True,
-        "worker.threads": 1,
-        "worker.block_tokens": BLOCK_TOKENS,
-        "gpu.device": "cpu",
-        "gpu.bytes": 2 * (max(plan.tokens) // BLOCK_TOKENS + 4) * BLOCK_BYTES,
-        "cpu.bytes": 0,
-        "disk.bytes": 0,
-    }
-
-
-def _fill(plan: Plan, settings: dict[str, object]) -> None:
+def _fill(plan: Plan, shared: dict[str, object]) -> None:
     """The first host computes and shares all prompts."""
-    with DaemonProcess(_settings(plan) | settings) as a, Client(a.address, memory="streamed") as client:
+    with DaemonProcess(settings(max(plan.tokens)) | shared) as a, Client(a.address, memory="streamed") as client:
         subject, blocks = Subject(client), 0
         for tokens in plan.tokens:
             for number in range(plan.warm_up + plan.repeats_of(tokens)):
                 subject.first_token_s(prompt_of(tokens, _STORED, number))
                 blocks += tokens // BLOCK_TOKENS
                 wait_until_shared(client, blocks)  # its GPU tier is small
-
-
-def _start(settings: Mapping[str, Mapping[str, object]], stack: ExitStack) -> dict[str, Subject]:
-    daemons = {arm: DaemonProcess(each) for arm, each in settings.items()}
-    for daemon in daemons.values():
-        daemon.launch()
-        stack.callback(daemon.__exit__)
-    for daemon in daemons.values():
-        daemon.wait_until_ready()
-    return {
-        arm: Subject(stack.enter_context(Client(daemon.address, memory="streamed"))) for arm, daemon in daemons.items()
-    }
 
 
 def _warm_up(plan: Plan, subjects: Mapping[str, Subject]) -> None:
@@ -163,18 +124,12 @@ def _warm_up(plan: Plan, subjects: Mapping[str, Subject]) -> None:
 
 
 def _measure(plan: Plan, subjects: Mapping[str, Subject], rate: float, tokens: int) -> Point:
-    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     repeats = plan.repeats_of(tokens)
+    prompts = [prompt_of(tokens, _STORED, plan.warm_up + repeat) for repeat in range(repeats)]
     loaded_before = subjects["auto"].loaded_tokens
-    for repeat in range(repeats):
-        prompt = prompt_of(tokens, _STORED, plan.warm_up + repeat)
-        for turn in range(len(ARMS)):
-            arm = ARMS[(repeat + turn) % len(ARMS)]
-            times[arm].append(1000 * subjects[arm].first_token_s(prompt))
+    times = in_turn(ARMS, repeats, lambda arm, repeat: subjects[arm].first_token_s(prompts[repeat]))
     loaded = subjects["auto"].loaded_tokens - loaded_before
-    quartiles = {arm: np.percentile(each, (25, 50, 75)).tolist() for arm, each in times.items()}
-    lower, median, upper = ({arm: round(q[n], 2) for arm, q in quartiles.items()} for n in range(3))
-    return Point(rate, tokens, median, lower, upper, round(loaded / (repeats * tokens), 3))
+    return Point(rate, tokens, *quartiles(times), round(loaded / (repeats * tokens), 3))
 
 
 def summary(points: Sequence[Point]) -> dict[str, Any]:

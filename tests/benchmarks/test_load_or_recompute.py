@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,9 @@ import pytest
 from benchmarks import load_or_recompute
 from benchmarks.common.harness import BenchmarkError
 from benchmarks.common.throttled import DiskRate
-from benchmarks.load_or_recompute import Point, Subject
+from benchmarks.load_or_recompute import Point
+from benchmarks.workloads.first_token import prompt_of
+from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS
 
 
 def point(auto: float, always: float, never: float) -> Point:
@@ -26,19 +26,16 @@ def point(auto: float, always: float, never: float) -> Point:
 def test_a_disk_is_measured_and_a_load_abandoned(tmp_path: Path) -> None:
     rate, lengths = DiskRate(50e6, 0.001), (64, 1024)
 
-    async def work(subjects: Sequence[Subject]) -> tuple[list[Point], float]:
-        points = await load_or_recompute.measure_disk(subjects, rate, lengths, 1, 1, 1, lambda: None)
-        ratio = await load_or_recompute.measure_abandoned(subjects[0], rate, 1024, 1.0, 1)
+    with load_or_recompute.running(tmp_path, lengths) as subjects:
+        points = load_or_recompute.measure_disk(subjects, rate, lengths, 1, 1, 1, lambda: None)
+        ratio = load_or_recompute.measure_abandoned(subjects["auto"], rate, 1024, 1.0, 1)
         with pytest.raises(BenchmarkError, match="were on the GPU tier still"):
-            await subjects[0].first_token_s(load_or_recompute.prompt_of(1024, 0))
-        return points, ratio
-
-    points, ratio = asyncio.run(load_or_recompute.with_daemons(tmp_path, lengths, work))
+            subjects["auto"].first_token_s(prompt_of(1024, 0))
     assert [(each.mb_per_s, each.latency_ms, each.tokens) for each in points] == [(50.0, 1.0, 64), (50.0, 1.0, 1024)]
     for each in points:
         assert min(each.ttft_ms.values()) > 0
-        blocks = each.tokens // load_or_recompute.BLOCK_TOKENS
-        assert each.ttft_ms["always"] >= 1000 * blocks * load_or_recompute.BLOCK_BYTES / 50e6, "so long do they take"
+        blocks = each.tokens // BLOCK_TOKENS
+        assert each.ttft_ms["always"] >= 1000 * blocks * BLOCK_BYTES / 50e6, "so long do they take"
     assert ratio > 0
     result = load_or_recompute.summary(points, ratio)
     assert [each["tokens"] for each in result["points"]] == [64, 1024]

@@ -32,16 +32,16 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.checks.damaged_store import forged, remote_rot
+from benchmarks.checks.damaged_store.rot import DamagedPrompts, RotFindings
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
-from benchmarks.load.world import Prompt, block_key, prompts, read_prompt, store_prompt
+from benchmarks.load.world import block_key, prompts, store_prompt
 from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
 from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.client import Client, NotFoundError, ServerUnavailable
@@ -54,24 +54,16 @@ _INDEX_ROUND = 6
 _WAIT_S = 60.0
 _STARTS = 3
 
-_ZEROS = ("undetected", "served_wrong", "lost_sound", "integrity_violations", "index_wrong", "index_failures")
 Way = Literal["read", "verify", "scrub"]
 WAYS: tuple[Way, ...] = ("read", "verify", "scrub")
 
 
 @dataclass(slots=True)
-class Findings:
-    """What came of the flips."""
+class Findings(RotFindings):
+    """Of flips in the index, too."""
 
-    flips: Counter[str] = field(default_factory=Counter)
-    """Blocks hit, by kind."""
-    detected: Counter[str] = field(default_factory=Counter)
-    """By the way in which they were found."""
-    served_wrong: int = 0
-    lost_sound: int = 0
-    read_blocks: int = 0
-    recomputed: int = 0
-    violations: list[str] = field(default_factory=list)
+    ZEROS = ("index_wrong", "index_failures")
+
     index_flips: int = 0
     index_wrong: int = 0
     index_failures: int = 0
@@ -80,32 +72,10 @@ class Findings:
     index_lost_blocks: int = 0
     index_violations: int = 0
     """Rounds after which the index does not name what the daemon has: `prefixd doctor` says so."""
-    notes: list[str] = field(default_factory=list)
 
-    @property
-    def broken(self) -> list[str]:
-        undetected = self.flips.total() - self.detected.total()
-        return harness.missed({**self.result(), "undetected": undetected}, zero=_ZEROS)
-
-    def result(self) -> dict[str, Any]:
-        return {
-            "flips": self.flips.total(),
-            "detected": self.detected.total(),
-            "served_wrong": self.served_wrong,
-            "lost_sound": self.lost_sound,
-            "integrity_violations": len(self.violations),
-            "index_flips": self.index_flips,
-            "index_wrong": self.index_wrong,
-            "index_failures": self.index_failures,
-            "index_kept_blocks": self.index_kept_blocks,
-            "index_lost_blocks": self.index_lost_blocks,
-            "index_violations": self.index_violations,
-            "flips_by_kind": dict(sorted(self.flips.items())),
-            "detected_by": dict(sorted(self.detected.items())),
-            "read_blocks": self.read_blocks,
-            "recomputed_blocks": self.recomputed,
-            "found": [*self.notes, *self.violations],
-        }
+    def more(self) -> dict[str, Any]:
+        index = {name: getattr(self, name) for name in Findings.__slots__}
+        return {**index, "detected_by": dict(sorted(self.detected.items()))}
 
 
 class Rot:
@@ -126,6 +96,7 @@ class Rot:
         keys = {key for path in self._paths.values() for key in path}
         if keys != set(self._stored.blocks):
             raise harness.BenchmarkError(f"{len(keys)} blocks were stored, {len(self._stored.blocks)} are on disk")
+        self._reader = DamagedPrompts(self._paths, findings)
 
     # -- blocks -----------------------------------------------------------------------------------------------------
 
@@ -153,14 +124,18 @@ class Rot:
             if way == "verify":
                 reported = {block.key for progress in client.verify() for block in progress.damaged}
                 self._count(way, left, reported & {block.key for block in left})
-                self._sound(reported - {block.key for block in hit}, "verify reported a sound block")
+                sound = reported - {block.key for block in hit}
+                self._findings.lost_sound += len(sound)
+                self._findings.notes += [f"verify reported a sound block: {key}" for key in sound]
             elif way == "scrub":
                 _wait_for_a_pass(client)
                 self._count(way, left, _gone(client, left))
-            self._read_everything(client, {block.key for block in hit})
+            keys = {block.key for block in hit}
+            for prompt in self._prompts:
+                self._reader.read_damaged(client, prompt, keys)
             if way == "read":
                 self._count(way, left, _gone(client, left))
-            self._store_again(client, hit)
+            self._reader.store_again(client, keys)
             self._findings.violations += client.check_integrity().violations
         for flip in flips:
             self._findings.flips[flip.kind] += len(flip.blocks)
@@ -170,39 +145,6 @@ class Rot:
         self._findings.detected[way] += len(found)
         missed = [block.key for block in hit if block.key not in found]
         self._findings.notes += [f"{way} did not find {key}" for key in missed]
-
-    def _sound(self, keys: set[str], what: str) -> None:
-        self._findings.lost_sound += len(keys)
-        self._findings.notes += [f"{what}: {key}" for key in keys]
-
-    def _read_everything(self, client: Client, hit: set[str]) -> None:
-        """Reads every prompt: what comes must be right, and end before the first block that was hit."""
-        for prompt in self._prompts:
-            there, wrong = self._read(client, prompt)
-            self._findings.served_wrong += wrong
-            path = self._paths[prompt]
-            expected = next((at for at, key in enumerate(path) if key in hit), len(path))
-            if there > expected and not wrong:
-                self._findings.notes.append(f"{prompt}: a damaged block was served, with the right bytes?")
-                self._findings.served_wrong += 1
-            self._sound(set(path[there:expected]), f"{prompt} came without a sound block")
-
-    def _read(self, client: Client, prompt: Prompt) -> tuple[int, int]:
-        """How many blocks of the prompt were served, and how many of them with a wrong byte."""
-        there, wrong = read_prompt(client, prompt)
-        self._findings.read_blocks += there
-        self._findings.notes += [f"{prompt}: wrong bytes in block {at}" for at in wrong]
-        return there, len(wrong)
-
-    def _store_again(self, client: Client, hit: Sequence[Stored]) -> None:
-        """What was dropped is computed again by who asks for it; then it is there, and right."""
-        keys = {block.key for block in hit}
-        for prompt in self._prompts:
-            if keys & set(self._paths[prompt]):
-                self._findings.recomputed += store_prompt(client, prompt)
-                there, wrong = self._read(client, prompt)
-                self._findings.served_wrong += wrong
-                self._sound(set(self._paths[prompt][there:]), f"{prompt}, stored again, came without a block")
 
     # -- the index --------------------------------------------------------------------------------------------------
 
@@ -232,7 +174,7 @@ class Rot:
         kept = 0
         with Client(address) as client:
             for prompt in self._prompts:
-                there, wrong = self._read(client, prompt)
+                there, wrong = self._reader.read(client, prompt)
                 self._findings.index_wrong += wrong
                 kept += there
             violations = client.check_integrity().violations

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.storage.damage import changed
 from prefixd_swap import SlabStore
 from prefixd_swap.slab.files.slab_file import INDEX_BITS
 from prefixd_swap.slots import PAGE_BYTES
@@ -22,7 +23,6 @@ KINDS = {
     "swap": 0.1,  # two blocks, each in the other's place: two flips
     "tail": 0.05,  # the file ends inside the block
 }
-_SECTOR = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,31 +176,12 @@ def _writes(kind: str, hit: Sequence[Stored], stored: StoredBlocks, rng: random.
         yield Write(second.file, second.offset, a)
         return
     place = rng.choice(hit[0].places)
-    before = _read(place)
-    after = before
-    while after == before:
-        after = _changed(kind, before, place, stored, rng)
-    yield Write(place.file, place.offset, after)
 
-
-def _changed(kind: str, before: bytes, place: Place, stored: StoredBlocks, rng: random.Random) -> bytes:
-    """What stands in a place after one of the kinds of damage to it."""
-    data = bytearray(before)
-    if kind == "bit":
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    elif kind == "bytes":
-        at = rng.randrange(len(data) - 4)
-        data[at : at + 4] = bytes(byte ^ rng.randrange(1, 256) for byte in data[at : at + 4])
-    elif kind == "sector":
-        at = rng.randrange(-(-len(data) // _SECTOR)) * _SECTOR
-        data[at : at + _SECTOR] = rng.randbytes(len(data[at : at + _SECTOR]))
-    elif kind == "zeros":
-        at, end = sorted(rng.sample(range(len(data) + 1), 2))
-        data[at:end] = bytes(end - at)
-    else:
+    def other() -> bytes:
         same = [other for other in _places(stored.blocks.values()) if other.nbytes == place.nbytes and other != place]
-        data[:] = _read(rng.choice(same))
-    return bytes(data)
+        return _read(rng.choice(same))
+
+    yield Write(place.file, place.offset, changed(kind, _read(place), rng, other))
 
 
 def _places(blocks: Iterable[Stored]) -> Iterator[Place]:

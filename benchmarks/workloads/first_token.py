@@ -45,10 +45,11 @@ def in_turn(ways: Sequence[str], repeats: int, measure: Callable[[str, int], flo
     return found
 
 
-def quartiles(times_s: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+def quartiles(times_s: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The median, the lower and the upper quartile of each way, in ms."""
     of_ways = {way: np.percentile(each, (50, 25, 75)).tolist() for way, each in times_s.items()}
-    return [{way: round(1000 * found[n], 2) for way, found in of_ways.items()} for n in range(3)]
+    median, lower, upper = ({way: round(1000 * found[n], 2) for way, found in of_ways.items()} for n in range(3))
+    return median, lower, upper
 
 
 def gpu_bytes(tokens: int) -> int:

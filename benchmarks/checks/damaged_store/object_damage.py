@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.checks.damaged_store.stored_objects import BlockId, StoredObject
+from benchmarks.storage.damage import changed
 from prefixd_swap.stores.sealed import HEAD_BYTES
 
 _VERSION_AT = 8
@@ -89,31 +90,16 @@ def draw(stored: StoredPaths, wanted: int, rng: random.Random) -> list[Flip]:
 
 
 def _damaged(kind: str, target: StoredObject, stored: StoredPaths, rng: random.Random) -> bytes:
-    data = bytearray(target.data)
-    if kind in ("bit", "head"):
-        at = rng.randrange(len(data) if kind == "bit" else HEAD_BYTES)
-        data[at] ^= 1 << rng.randrange(8)
-    elif kind == "bytes":
-        at = rng.randrange(len(data) - 4)
-        data[at : at + 4] = bytes(byte ^ rng.randrange(1, 256) for byte in data[at : at + 4])
-    elif kind == "zeros":
-        length = rng.randrange(16, 4096)
-        at = rng.randrange(HEAD_BYTES, len(data) - length)
-        data[at : at + length] = bytes(length)
-    elif kind == "truncated":
-        del data[rng.randrange(len(data)) :]
-    elif kind == "longer":
-        data += rng.randbytes(rng.randrange(1, 64))
-    elif kind == "version":
-        data[_VERSION_AT] ^= 3
-    else:
+    if kind == "version":
+        return target.data[:_VERSION_AT] + bytes([target.data[_VERSION_AT] ^ 3]) + target.data[_VERSION_AT + 1 :]
+
+    def other() -> bytes:
         others = [
             each.data
             for block, parts in stored.objects.items()
             for each in parts
-            if block != target.block and len(each.data) == len(data)
+            if block != target.block and len(each.data) == len(target.data)
         ]
-        data = bytearray(rng.choice(others))
-    if data == target.data:
-        raise ValueError(f"{kind} left the object as it was")
-    return bytes(data)
+        return rng.choice(others)
+
+    return changed(kind, target.data, rng, other, HEAD_BYTES)

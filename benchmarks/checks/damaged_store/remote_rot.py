@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checks.damaged_store.object_damage import Flip, StoredPaths, draw
+from benchmarks.checks.damaged_store.rot import DamagedPrompts, RotFindings
 from benchmarks.checks.damaged_store.stored_objects import BlockId, block_id, read_objects
 from benchmarks.common import harness
-from benchmarks.load.world import Prompt, prompts, read_prompt, store_prompt
+from benchmarks.load.world import Prompt, prompts, store_prompt
 from benchmarks.sharing.hosts import Secrets, cache_host, lost_in_store, remote_stats, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyObjects, ValkeyServer, valkey_objects
 from prefixd.cli.demo.daemon_process import DaemonProcess
@@ -25,48 +26,21 @@ NUMBERS = 40  # prompts of each namespace
 ROUND = 50  # flips in a round, less in the last
 _CPU_BYTES = 256 << 20
 _REPAIR_S = 30.0
-_MOST_NOTES = 20
 
 
 @dataclass(slots=True)
-class Findings:
-    """What came of the flips."""
+class Findings(RotFindings):
+    """Of a host that reads, and of the next one."""
 
-    flips: Counter[str] = field(default_factory=Counter)
-    """Blocks hit, by kind."""
-    detected: int = 0
-    """Of them, those that the daemon counted as lost and that were a miss."""
-    served_wrong: int = 0
-    lost_sound: int = 0
-    read_blocks: int = 0
-    recomputed: int = 0
+    ZEROS = ("not_repaired",)
+
     not_repaired: int = 0
-    """Blocks that a host stored again, and that the next cold host still does not find."""
+    """Prompts that a host stored again, and that the next cold host still does not get whole."""
     bad_objects: Counter[str] = field(default_factory=Counter)
     """As the daemons counted them."""
-    violations: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
-    @property
-    def broken(self) -> list[str]:
-        result = {**self.result(), "undetected": self.flips.total() - self.detected}
-        zeros = ("undetected", "served_wrong", "lost_sound", "not_repaired", "integrity_violations")
-        return harness.missed(result, zero=zeros)
-
-    def result(self) -> dict[str, Any]:
-        return {
-            "flips": self.flips.total(),
-            "detected": self.detected,
-            "served_wrong": self.served_wrong,
-            "lost_sound": self.lost_sound,
-            "not_repaired": self.not_repaired,
-            "integrity_violations": len(self.violations),
-            "flips_by_kind": dict(sorted(self.flips.items())),
-            "bad_objects": dict(sorted(self.bad_objects.items())),
-            "read_blocks": self.read_blocks,
-            "recomputed_blocks": self.recomputed,
-            "found": [*self.notes, *self.violations][:_MOST_NOTES],
-        }
+    def more(self) -> dict[str, Any]:
+        return {"not_repaired": self.not_repaired, "bad_objects": dict(sorted(self.bad_objects.items()))}
 
 
 class RemoteRot:
@@ -74,7 +48,6 @@ class RemoteRot:
 
     def __init__(
         self,
-        valkey: ValkeyServer,
         objects: ValkeyObjects,
         settings: dict[str, object],
         seal: Seal,
@@ -85,15 +58,16 @@ class RemoteRot:
         self._settings = settings | {"remote.lookup_s": 10.0, "remote.timeout_s": 10.0}
         self._objects = objects
         self._findings = findings
-        self._prompts = list(prompts(numbers))
+        chosen = list(prompts(numbers))
         objects.delete_all()
         with self._host() as host, Client(host.address) as client:
-            for prompt in self._prompts:
+            for prompt in chosen:
                 store_prompt(client, prompt)
-            ids = {spec: client.register(spec).namespace_id for spec in {prompt.spec for prompt in self._prompts}}
-            self._paths = {prompt: _path(ids[prompt.spec], prompt) for prompt in self._prompts}
+            ids = {spec: client.register(spec).namespace_id for spec in {prompt.spec for prompt in chosen}}
+            self._paths = {prompt: _path(ids[prompt.spec], prompt) for prompt in chosen}
             blocks = {block: prompt.spec for prompt, path in self._paths.items() for block in path}
             wait_until_shared(client, len(blocks))
+        self._reader = DamagedPrompts(self._paths, findings)
         self._stored = StoredPaths(read_objects(objects, blocks, seal))
         if set(self._stored.objects) != set(blocks):
             raise harness.BenchmarkError(
@@ -114,8 +88,8 @@ class RemoteRot:
                     for block in flip.blocks
                     if block not in detected
                 ]
-            self._findings.detected += len(detected)
-            self._store_again(client, hit)
+            self._findings.detected["read"] += len(detected)
+            self._reader.store_again(client, hit)
             self._wait_for_repair(flips)
             self._findings.bad_objects.update(remote_stats(client).bad_objects)
             self._findings.violations += client.check_integrity().violations
@@ -131,40 +105,15 @@ class RemoteRot:
         noticed: set[BlockId] = set()
         served: set[BlockId] = set()
         lost_before = 0
-        for prompt in self._prompts:
-            path = self._paths[prompt]
-            expected = next((at for at, block in enumerate(path) if block in hit), len(path))
-            there, wrong = self._read(client, prompt)
-            self._findings.served_wrong += wrong
-            if there > expected and not wrong:
-                self._findings.notes.append(f"{prompt}: a damaged block was served, with the right bytes?")
-                self._findings.served_wrong += 1
-            if there < expected:
-                self._findings.lost_sound += expected - there
-                self._findings.notes.append(f"{prompt} came without {expected - there} sound blocks")
-            if expected < len(path):
-                if there != expected:
-                    served.add(path[expected])
+        for prompt, path in self._paths.items():
+            there, sound = self._reader.read_damaged(client, prompt, hit)
+            if sound < len(path):
+                if there != sound:
+                    served.add(path[sound])
                 elif (lost := lost_in_store(client)) > lost_before:
-                    noticed.add(path[expected])
+                    noticed.add(path[sound])
                     lost_before = lost
         return noticed - served
-
-    def _read(self, client: Client, prompt: Prompt) -> tuple[int, int]:
-        """How many blocks of the prompt were served, and how many of them with a wrong byte."""
-        there, wrong = read_prompt(client, prompt)
-        self._findings.read_blocks += there
-        self._findings.notes += [f"{prompt}: wrong bytes in block {at}" for at in wrong]
-        return there, len(wrong)
-
-    def _store_again(self, client: Client, hit: set[BlockId]) -> None:
-        """What was missing is computed again by who asked for it; then it is there, and right."""
-        for prompt in self._prompts:
-            if hit & set(self._paths[prompt]):
-                self._findings.recomputed += store_prompt(client, prompt)
-                there, wrong = self._read(client, prompt)
-                self._findings.served_wrong += wrong
-                self._findings.lost_sound += prompt.blocks - there
 
     def _wait_for_repair(self, flips: list[Flip]) -> None:
         """Until the host has written right objects in place of the damaged ones, or a while has passed."""
@@ -180,10 +129,9 @@ class RemoteRot:
         """The next cold host finds what the last one has stored again."""
         before = self._findings.read_blocks
         with self._host() as host, Client(host.address) as client:
-            for prompt in self._prompts:
-                path = self._paths[prompt]
-                if hit & set(path):
-                    there, wrong = self._read(client, prompt)
+            for prompt, path in self._paths.items():
+                if not hit.isdisjoint(path):
+                    there, wrong = self._reader.read(client, prompt)
                     self._findings.served_wrong += wrong
                     self._findings.not_repaired += there < len(path)
         self._findings.read_blocks = before
@@ -214,7 +162,7 @@ def run(flips: int, seed: int, step: Callable[[int], None] = lambda hit: None, n
                 if findings.flips.total() == most:
                     continue
                 settings = sharing(valkey.port, secrets, encrypt=encrypt)
-                rot = RemoteRot(valkey, objects, settings, secrets.seal(encrypt=encrypt), numbers, findings)
+                rot = RemoteRot(objects, settings, secrets.seal(encrypt=encrypt), numbers, findings)
                 rounds = 0
                 while (left := most - findings.flips.total()) > 0:
                     hit = rot.round(min(left, ROUND), "auto" if rounds % 2 else "streamed", rng)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
+from benchmarks.common.footprint import status_bytes
 from benchmarks.common.options import option
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenancy.tenants import Tenants
@@ -36,11 +37,6 @@ _ROOM = "16MiB"
 _CPU = "64MiB"
 _ASKED_EVERY = 16  # salts; then one of each tenant's salts in use is asked for
 _GROWTH = 16 << 20
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/status", encoding="utf-8") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
 
 
 class Salts:
@@ -82,7 +78,7 @@ class Salts:
                         self.figures["found_in_use"] += found
                 self.most_namespace_bytes = max(self.most_namespace_bytes, self.cache.namespaces.nbytes)
                 if (number + 1) * 5 // salts > number * 5 // salts:
-                    resident.append(_resident_bytes())
+                    resident.append(status_bytes("self")["RssAnon"])
                 if (number + 1) * 100 // salts > number * 100 // salts:
                     step()
         await self.cache.close()

@@ -34,13 +34,18 @@ class Footprint:
     gpu_tier_mapped: float
 
 
+def status_bytes(pid: int | str) -> dict[str, int]:
+    """The memory figures of a process, such as VmRSS, from its status; "self" is this one. Raises OSError."""
+    lines = (Path("/proc") / str(pid) / "status").read_text().splitlines()
+    words = [line.split() for line in lines if line.endswith(" kB")]
+    return {name.rstrip(":"): int(value) << 10 for name, value, _ in words}
+
+
 def footprint(pid: int, at_s: float) -> Footprint:
     """A look at process `pid`. Raises OSError when it has gone."""
     proc = Path("/proc") / str(pid)
-    fields = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
-    rss, anon, shmem, file = (
-        int(fields[name].split()[0]) * 1024 / _MIB for name in ("VmRSS", "RssAnon", "RssShmem", "RssFile")
-    )
+    memory = status_bytes(pid)
+    rss, anon, shmem, file = (memory[name] / _MIB for name in ("VmRSS", "RssAnon", "RssShmem", "RssFile"))
     lines = (proc / "maps").read_text().splitlines()
     spans = [line.split()[0].split("-") for line in lines if _GPU_TIER in line]
     mapped = sum(int(end, 16) - int(begin, 16) for begin, end in spans) / _MIB

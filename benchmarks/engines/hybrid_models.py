@@ -80,17 +80,9 @@ _IMAGE_PROCESSOR = {"image_processor_type": "Gemma3ImageProcessor", "size": {"he
 
 def save(name: str, directory: Path, seed: int = 0) -> Path:
     """Writes a model of MODELS with random weights; returns `directory`."""
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
-    config, kwargs = MODELS[name]
-    made = getattr(transformers, config)(**(kwargs if "vision_config" in kwargs else {**_SIZES, **kwargs}))
-    if "vision_config" in kwargs:
-        transformers.AutoModelForImageTextToText.from_config(made).save_pretrained(directory)
+    _make(name, seed).save_pretrained(directory)
+    if "vision_config" in MODELS[name][1]:
         (directory / "preprocessor_config.json").write_text(json.dumps(_IMAGE_PROCESSOR))
-    else:
-        transformers.AutoModelForCausalLM.from_config(made).save_pretrained(directory)
     return directory
 
 
@@ -104,17 +96,26 @@ def save_with_draft(name: str, directory: Path, draft_directory: Path, seed: int
     import torch
     import transformers
 
-    torch.manual_seed(seed)
-    config, kwargs = MODELS[name]
-    made = getattr(transformers, config)(**{**_SIZES, **kwargs})
-    model = transformers.AutoModelForCausalLM.from_config(made)
+    model = _make(name, seed)
     with torch.no_grad():
         for layer in model.model.layers[1:]:
             layer.self_attn.o_proj.weight *= _LATER_LAYERS
             layer.mlp.down_proj.weight *= _LATER_LAYERS
     model.save_pretrained(directory)
-    made.num_hidden_layers = 1
-    draft = transformers.AutoModelForCausalLM.from_config(made)
+    model.config.num_hidden_layers = 1
+    draft = transformers.AutoModelForCausalLM.from_config(model.config)
     draft.load_state_dict({key: weights for key, weights in model.state_dict().items() if key in draft.state_dict()})
     draft.save_pretrained(draft_directory)
     return directory
+
+
+def _make(name: str, seed: int) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config, kwargs = MODELS[name]
+    images = "vision_config" in kwargs
+    made = getattr(transformers, config)(**(kwargs if images else {**_SIZES, **kwargs}))
+    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    return kind.from_config(made)

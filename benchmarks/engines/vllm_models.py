@@ -33,6 +33,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "dtype": "float32",
 }
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
 def save_llama(directory: Path, seed: int = 0, *, layers: int = LAYERS, **shape: int) -> Path:
@@ -57,9 +58,7 @@ def save_gemma3(directory: Path, seed: int = 0) -> Path:
         num_hidden_layers=len(layers),
         layer_types=layers,
         sliding_window=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        **_HEADS,
     )
     return _save(Gemma3ForCausalLM, config, directory, seed)
 
@@ -73,9 +72,7 @@ def save_gemma2(directory: Path, seed: int = 0) -> Path:
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        **_HEADS,
         query_pre_attn_scalar=64,
     )
     return _save(Gemma2ForCausalLM, config, directory, seed, _make_layers_louder)
@@ -90,9 +87,7 @@ def save_gpt_oss(directory: Path, seed: int = 0) -> Path:
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        **_HEADS,
         num_local_experts=4,
         num_experts_per_tok=2,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -58,11 +57,9 @@ def wait_until_shared(client: Client, blocks: int) -> None:
 
     Raises BenchmarkError: that takes too long.
     """
-    give_up = time.monotonic() + _WAIT_S
-    while (shared := remote_stats(client).shared_blocks) < blocks:
-        if time.monotonic() > give_up:
-            raise harness.BenchmarkError(f"{shared} of {blocks} blocks were shared within {_WAIT_S:g} s")
-        time.sleep(0.05)
+    if not harness.wait_until(lambda: remote_stats(client).shared_blocks >= blocks, _WAIT_S):
+        shared = remote_stats(client).shared_blocks
+        raise harness.BenchmarkError(f"{shared} of {blocks} blocks were shared within {_WAIT_S:g} s")
 
 
 def lost_in_store(client: Client) -> int:

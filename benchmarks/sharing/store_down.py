@@ -121,11 +121,8 @@ def _session(plan: Plan, folder: Path, order: Sequence[str]) -> tuple[Times, dic
 
 def _wait_until_out(clients: Mapping[str, Client]) -> None:
     """Until the daemons know that their stores are down."""
-    give_up = time.monotonic() + _WAIT_S
-    while not all(remote_stats(clients[arm]).failures for arm in DOWN):
-        if time.monotonic() > give_up:
-            raise harness.BenchmarkError(f"a daemon has not noticed within {_WAIT_S:g} s that its store is down")
-        time.sleep(0.05)
+    if not harness.wait_until(lambda: all(remote_stats(clients[arm]).failures for arm in DOWN), _WAIT_S):
+        raise harness.BenchmarkError(f"a daemon has not noticed within {_WAIT_S:g} s that its store is down")
 
 
 def _rounds(engines: Mapping[str, Engine], first: int, rounds: int, rng: np.random.Generator) -> Times:

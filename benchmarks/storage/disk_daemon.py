@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import harness
+from benchmarks.common.footprint import status_bytes
 from benchmarks.storage import slabs
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, Tier
@@ -155,18 +156,19 @@ def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     """What a daemon without a model costs on the store that `slabs.fill` has made, and that it serves its blocks."""
     index_alone = {"disk.bytes": blocks * slabs.SLOT_BYTES, "cpu.populate": False}  # no memory for blocks' bytes
     with DaemonProcess(index_alone) as daemon:
-        empty_bytes = _status_bytes(daemon.pid, "VmRSS")
+        empty_bytes = status_bytes(daemon.pid)["VmRSS"]
     begin = time.perf_counter()
     with DaemonProcess({"data_dir": folder, **index_alone}) as daemon:
         start_s = time.perf_counter() - begin
         asyncio.run(_ask(daemon.address, blocks))
-        resident = _status_bytes(daemon.pid, "VmRSS")
+        memory = status_bytes(daemon.pid)
+        resident = memory["VmRSS"]
         return {
             "start_s": round(start_s, 3),
             "reopen_s": round(daemon.opening_s, 3),
             "bytes_per_block": round(resident / blocks, 1),
             # The kernel counts pages a thread at a time and late: its peak can be a little below what is there now.
-            "peak_bytes_per_block": round(max(resident, _status_bytes(daemon.pid, "VmHWM")) / blocks, 1),
+            "peak_bytes_per_block": round(max(resident, memory["VmHWM"]) / blocks, 1),
             "empty_daemon_bytes": empty_bytes,
         }
 
@@ -192,10 +194,3 @@ async def _ask(address: str, blocks: int) -> None:
 
 def _spec(name: str, block_bytes: int) -> NamespaceSpec:
     return NamespaceSpec(name, slabs.TOKENS, (PartSpec("full", 0, block_bytes),))
-
-
-def _status_bytes(pid: int, field: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    raise harness.BenchmarkError(f"the system does not tell {field} of process {pid}")

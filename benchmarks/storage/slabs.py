@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.common import harness
+from benchmarks.common.footprint import status_bytes
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_digest
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span
@@ -318,7 +319,7 @@ def fill(path: Path, blocks: int, prompts: Prompts = Prompts()) -> None:
 
 def reopen(path: Path, blocks: int) -> dict[str, Any]:
     """Time to open and load the store, and what stays in memory; in a process that did nothing else before."""
-    before = _resident_bytes()
+    before = status_bytes("self")["VmRSS"]
     begin = time.perf_counter()
     store = SlabStore.open(path, blocks * SLOT_BYTES)
     records = store.load()
@@ -326,7 +327,7 @@ def reopen(path: Path, blocks: int) -> dict[str, Any]:
     if len(records) != blocks:
         raise harness.BenchmarkError(f"{len(records)} of {blocks} records came back")
     del records
-    after = _resident_bytes()
+    after = status_bytes("self")["VmRSS"]
     store.close()
     return {"store_reopen_s": round(elapsed, 3), "store_bytes_per_block": round((after - before) / blocks, 1)}
 
@@ -364,7 +365,3 @@ def _timed(
     yield
     if counts:
         seconds.setdefault(name, []).append((time.perf_counter() - begin, time.process_time() - cpu))
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

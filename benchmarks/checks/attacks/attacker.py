@@ -99,6 +99,11 @@ class Mallory:
     async def until_stopped(self) -> None:
         await self._stopped.wait()
 
+    async def hold(self, **facts: Any) -> None:
+        """The attack is in place, and stays so until it is stopped."""
+        self.in_place(**facts)
+        await self.until_stopped()
+
     async def channels(self, count: int, *, unread: bool = False) -> list[grpc.aio.Channel]:
         """Connections to the TCP door that show nothing, each its own; where answers have no window if `unread`."""
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -107,13 +112,12 @@ class Mallory:
         opened = (grpc.aio.insecure_channel(self.tcp, options=options) for _ in range(count))
         return [await self._clients.enter_async_context(channel) for channel in opened]
 
-    async def go_on(self, attacks: Iterable[Coroutine[Any, Any, None]], in_place_s: float = 2.0) -> None:
+    async def go_on(self, attacks: Iterable[Coroutine[Any, Any, None]], in_place_s: float = 2.0, **facts: Any) -> None:
         """Does all of these at once; the attack is in place after so long. Raises what one of them fails with: an
         attack that did not take place holds nothing off."""
         tasks = [asyncio.create_task(attack) for attack in attacks]
         await asyncio.sleep(in_place_s)
-        self.in_place()
-        await self.until_stopped()
+        await self.hold(**facts)
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):

@@ -86,8 +86,7 @@ class OpenMetrics(Scenario):
             page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
             mallory.in_place(nbytes=len(page), names=page.count(b"prefixd_"))
         except urllib.error.HTTPError as error:
-            mallory.in_place(status=error.code)
-        await mallory.until_stopped()
+            await mallory.hold(status=error.code)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         if facts.get("names"):
@@ -212,8 +211,7 @@ class LocalAdmin(Scenario):
         await attempt("unpin", client.unpin(key))
         await attempt("evict", client.evict(key=key))
         await attempt("drain", client.drain(timeout_s=5.0))
-        mallory.in_place(did=did, refused=refused[:2])
-        await mallory.until_stopped()
+        await mallory.hold(did=did, refused=refused[:2])
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         if done := [what for what in facts.get("did", ()) if what not in ("stats",)]:
@@ -244,8 +242,7 @@ class NoTicket(Scenario):
                 event = await stream.read()
                 mallory.in_place(opened=event is not grpc.aio.EOF, tenant=getattr(event.opened, "tenant", ""))
             except grpc.aio.AioRpcError as error:
-                mallory.in_place(refused=refusal(error))
-            await mallory.until_stopped()
+                await mallory.hold(refused=refusal(error))
             stream.cancel()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
@@ -318,8 +315,7 @@ class SocketDirectory(Scenario):
         try:
             server = await asyncio.start_unix_server(visited, folder / "prefixd.sock")
             (folder / "prefixd.sock").chmod(0o777)
-            mallory.in_place(listening=True)
-            await mallory.until_stopped()
+            await mallory.hold(listening=True)
             server.close()
         finally:
             shutil.rmtree(folder)
@@ -453,8 +449,7 @@ class Terminal(Scenario):
                 await cache.store(np.arange(16, dtype=np.uint32), np.zeros(1024, np.uint8))
             except ClientError as error:
                 refused.append(refusal(error))
-        mallory.in_place(refused=refused[:2])
-        await mallory.until_stopped()
+        await mallory.hold(refused=refused[:2])
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
@@ -488,8 +483,7 @@ class HostileTraces(Scenario):
     )
 
     async def attack(self, mallory: Mallory) -> None:
-        mallory.in_place(lines=self.lines)
-        await mallory.until_stopped()
+        await mallory.hold(lines=self.lines)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         with tempfile.TemporaryDirectory() as folder:

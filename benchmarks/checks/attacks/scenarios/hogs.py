@@ -56,8 +56,7 @@ class SilentPut(Scenario):
             with suppress(grpc.aio.AioRpcError, TimeoutError):
                 async with asyncio.timeout(2.0):
                     agreed += any(name == "prefixd-agreed" for name, _ in await stream.initial_metadata())
-        mallory.in_place(agreed=agreed)
-        await mallory.until_stopped()
+        await mallory.hold(agreed=agreed)
         for stream in streams:
             stream.cancel()
 
@@ -89,8 +88,7 @@ class LeasesForAnHour(Scenario):
                 granted += reserved.blocks
         except grpc.aio.AioRpcError as error:
             refused = refusal(error)
-        mallory.in_place(granted_blocks=granted, refused=refused)
-        await mallory.until_stopped()
+        await mallory.hold(granted_blocks=granted, refused=refused)
 
 
 class CacheFlood(Scenario):
@@ -122,10 +120,7 @@ class CacheFlood(Scenario):
                     refused += 1
                     await asyncio.sleep(0.05)
 
-        tasks = [asyncio.create_task(flood(1_000_000 * (1 + index))) for index in range(4)]
-        await asyncio.sleep(3.0)
-        mallory.in_place()
-        await asyncio.gather(*tasks)
+        await mallory.go_on((flood(1_000_000 * (1 + index)) for index in range(4)), in_place_s=3.0)
         return {"stored_blocks": stored, "refused": refused}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
@@ -157,8 +152,7 @@ class RetainedPool(Scenario):
             except ClientError as error:  # no room just now
                 refused = refused or ("" if "retain" not in str(error) else str(error))
                 await asyncio.sleep(0.02)
-        mallory.in_place(retained_blocks=stored, refused=refused[:120])
-        await mallory.until_stopped()
+        await mallory.hold(retained_blocks=stored, refused=refused[:120])
         return {}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
@@ -209,10 +203,7 @@ class PrefetchFlood(Scenario):
                     asked += await cache.prefetch(_prompt(numbers[(first + index) % len(numbers)], _PIECE))
                 await asyncio.sleep(0.01)
 
-        tasks = [asyncio.create_task(flood(each, index)) for index, each in enumerate(caches)]
-        await asyncio.sleep(2.0)
-        mallory.in_place(sessions=len(caches))
-        await asyncio.gather(*tasks)
+        await mallory.go_on((flood(each, index) for index, each in enumerate(caches)), sessions=len(caches))
         return {"asked_blocks": asked}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
@@ -231,8 +222,7 @@ class LongSessionNames(Scenario):
             await client.session()
 
         opened, refused = await until_refused(12, open_one)
-        mallory.in_place(opened=opened, refused=refused)
-        await mallory.until_stopped()
+        await mallory.hold(opened=opened, refused=refused)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         with scene.operator() as operator:
@@ -406,8 +396,7 @@ class LargeAnswers(Scenario):
                 statuses["OK"] += 1
             except grpc.aio.AioRpcError as error:
                 statuses[f"{error.code().name}: {error.details()}"[:200]] += 1
-        mallory.in_place(session=session, statuses=dict(statuses))
-        await mallory.until_stopped()
+        await mallory.hold(session=session, statuses=dict(statuses))
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         told = sum(count for status, count in facts.get("statuses", {}).items() if status == "OK")
@@ -439,8 +428,7 @@ class LateWriter(Scenario):
             )
         )
         await writing.close()
-        mallory.in_place(offsets=list(reserved.offsets))
-        await mallory.until_stopped()
+        await mallory.hold(offsets=list(reserved.offsets))
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         kept = sum(tier.quarantined_bytes for tier in scene.stats().tiers)
@@ -486,8 +474,7 @@ class HoldEverything(Scenario):
                 counted[error.code().name] += 1
             with suppress(ClientError):
                 counted["pinned"] += (await local.pin(_last_key(tokens, seed))).blocks
-        mallory.in_place(**counted)
-        await mallory.until_stopped()
+        await mallory.hold(**counted)
         return dict(counted)
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:

@@ -98,8 +98,7 @@ class KeySquatting(Scenario):
                         content = np.zeros(cache.spec.block_bytes, np.uint8)
                         stored += (await cache.store(np.frombuffer(block, np.uint32), content)).committed
                         break
-        mallory.in_place(stored=stored, numbers=mallory.given["numbers"])
-        await mallory.until_stopped()
+        await mallory.hold(stored=stored, numbers=mallory.given["numbers"])
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         numbers = facts.get("numbers", [])

@@ -47,8 +47,7 @@ class Poisoning(Scenario):
                 stored += (await cache.store(fresh_prompt(number) % 256, content.view(np.uint8))).committed
             except ClientError as error:
                 refused.append(refusal(error))
-        mallory.in_place(stored=stored, refused=refused[:2], **mallory.given)
-        await mallory.until_stopped()
+        await mallory.hold(stored=stored, refused=refused[:2], **mallory.given)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         wrong: Counter[str] = Counter()
@@ -82,8 +81,7 @@ class LockOut(Scenario):
                 cache = await client.register(NamespaceSpec(name, 48, geometry, salt=salt))
                 await cache.store(np.arange(48, dtype=np.uint32), np.zeros(64, np.uint8))
                 taken.append(name)
-        mallory.in_place(taken=taken, **mallory.given)
-        await mallory.until_stopped()
+        await mallory.hold(taken=taken, **mallory.given)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         yield from self._locked_out(scene, facts["other"])
@@ -130,8 +128,7 @@ class ManySalts(Scenario):
             await cache.store(tokens, content)
 
         registered, refused = await until_refused(self.salts, fill_one)
-        mallory.in_place(registered=registered, refused=refused)
-        await mallory.until_stopped()
+        await mallory.hold(registered=registered, refused=refused)
 
 
 class LongParts(Scenario):
@@ -145,8 +142,7 @@ class LongParts(Scenario):
         registered, refused = await until_refused(
             64, lambda number: client.register(NamespaceSpec(f"{number:02d}" + "n" * 1000, 16, parts))
         )
-        mallory.in_place(registered=registered, refused=refused)
-        await mallory.until_stopped()
+        await mallory.hold(registered=registered, refused=refused)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         try:

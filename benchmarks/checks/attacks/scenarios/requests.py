@@ -49,8 +49,7 @@ class _Flood(Scenario):
 
         tasks = [asyncio.create_task(repeat(number)) for number in range(self.at_once)]
         await asyncio.sleep(0.5)
-        mallory.in_place()
-        await mallory.until_stopped()
+        await mallory.hold()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -167,8 +166,7 @@ class SamplingExtremes(Scenario):
             await generated_tokens(client, prompt, Sampling(temperature=heat, seed=1, max_tokens=8, ignore_eos=True))
             for heat in (1e30, 1e39, 1e308)
         ]
-        mallory.in_place(greedy=greedy, cold=cold, hot=hot)
-        await mallory.until_stopped()
+        await mallory.hold(greedy=greedy, cold=cold, hot=hot)
         return {}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
@@ -191,8 +189,7 @@ class HeldBackText(Scenario):
         whole = await _text(client, list(b"prompt"), Sampling(max_tokens=8, ignore_eos=True))
         until = Sampling(max_tokens=8, ignore_eos=True, stop=[whole[-1:] + "\n\n"])
         stopped = await _text(client, list(b"prompt"), until)
-        mallory.in_place(half=half, whole=whole, stopped=stopped)
-        await mallory.until_stopped()
+        await mallory.hold(half=half, whole=whole, stopped=stopped)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         if "whole" in facts and not (facts["half"].startswith("abc") and len(facts["half"]) > 3):

@@ -68,8 +68,7 @@ class ClaimedModel(_WithRouters):
         client = await mallory.client()
         cache = await client.register(NamespaceSpec(mallory.given["served"], 16, (PartSpec("full", 0, 2),)))
         stored = (await cache.store(fresh_prompt(_PROMPT), np.zeros(2 * 4, np.uint8))).committed
-        mallory.in_place(stored=stored)
-        await mallory.until_stopped()
+        await mallory.hold(stored=stored)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         if not facts.get("stored"):

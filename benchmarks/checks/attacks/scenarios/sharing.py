@@ -45,8 +45,7 @@ class Colluders(_WithCommonBlocks):
             for number in range(mallory.given["first"], mallory.given["first"] + 80):
                 for cache in caches:
                     await cache.store(fresh_prompt(number, self.blocks), fresh_bytes(number, self.blocks))
-            mallory.in_place(stored_mib=80 * self.blocks * 8192 // MIB)
-            await mallory.until_stopped()
+            await mallory.hold(stored_mib=80 * self.blocks * 8192 // MIB)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         yield from self._too_much(scene)
@@ -82,8 +81,7 @@ class ForgottenComputations(_WithCommonBlocks):
         for call in range(36):
             tokens = np.arange(4096, dtype=np.uint32) + call * 4096
             await cache.store(tokens, np.zeros(4096, np.uint8))
-        mallory.in_place(blocks=36 * 4096)
-        await mallory.until_stopped()
+        await mallory.hold(blocks=36 * 4096)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         tokens, content = fresh_prompt(self._number), fresh_bytes(self._number)

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import harness
-from benchmarks.common.options import result_file
+from benchmarks.common.options import only
 from benchmarks.gpu_parts import (
     attach,
     attention,
@@ -52,9 +52,9 @@ from benchmarks.gpu_parts import (
     swap,
     virtual_memory,
 )
-from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.model import random_model
-from benchmarks.gpu_parts.part import Budget, Draw, Part, Unavailable, one_line
+from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.model import random_model
+from benchmarks.gpu_parts.rig.part import Budget, Draw, Part, Unavailable, one_line
 from prefixd.workloads.circumstances import circumstances
 
 # The last part can fail in a way that leaves the GPU's context unusable.
@@ -129,10 +129,9 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
     names = [part.name for part in PARTS]
-    parser = harness.bare_parser("gpu", __doc__)
-    parser.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
+    parser = harness.parser("gpu", __doc__)
     parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="for plots, and a result without --json")
-    parser.add_argument("--only", action="append", choices=names, metavar="PART", help="this part; may be repeated")
+    only(names).add_to(parser)
     parser.add_argument("--device", choices=("cuda", "stand-in", "cpu"), default="cuda", help="see above (cuda)")
     parser.add_argument("--ordinal", type=int, default=0, help="which GPU (0)")
     return parser

@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.common.options import option
 from benchmarks.common.throttled import DiskRate, ThrottledDaemon
-from benchmarks.workloads.first_token import (
+from benchmarks.workloads.ttft import (
     first_token,
     gpu_bytes,
     in_turn,

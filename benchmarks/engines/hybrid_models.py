@@ -117,5 +117,5 @@ def _make(name: str, seed: int) -> Any:
     config, kwargs = MODELS[name]
     images = "vision_config" in kwargs
     made = getattr(transformers, config)(**(kwargs if images else {**_SIZES, **kwargs}))
-    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     return kind.from_config(made)

@@ -33,7 +33,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "dtype": "float32",
 }
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
 def save_llama(directory: Path, seed: int = 0, *, layers: int = LAYERS, **shape: int) -> Path:

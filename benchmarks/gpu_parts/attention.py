@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.engines.varlen_reference import varlen_reference
-from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.kv import GQA, LAYOUTS, MHA, MQA, SMALL, Heads, Tensors, virtual_tensors
-from benchmarks.gpu_parts.part import Budget, Part, Unavailable
+from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, MHA, MQA, SMALL, Heads, Tensors, virtual_tensors
+from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from prefixd.worker.attention.attention import AttentionBackend, StepAttention
 from prefixd.worker.attention.flash_attention import FlashAttention, VarlenKernel, find_kernel
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.model import random_model, random_tokens, shape, write
-from benchmarks.gpu_parts.part import Budget, Part
+from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.model import random_model, random_tokens, shape, write
+from benchmarks.gpu_parts.rig.part import Budget, Part
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Sampling, Tokens
 from prefixd.v1 import admin_pb2

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
-from benchmarks.gpu_parts.part import Budget, Part
+from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
+from benchmarks.gpu_parts.rig.part import Budget, Part
 from prefixd.cache.placement.movement import Movement
 from prefixd_swap import CpuArena, FramePool, HostPin, create_copy_engine
 from prefixd_swap.copies.copy_engine import CopyEngine, Pair, coalesce, wait_all

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
-from benchmarks.gpu_parts.part import Budget, Part
+from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.model import EngineRig, engine_rig, random_model, random_tokens, shape
+from benchmarks.gpu_parts.rig.part import Budget, Part
 from prefixd.worker.attention.flash_attention import FlashAttention
 
 _BATCHES = (1, 8, 32, 64)

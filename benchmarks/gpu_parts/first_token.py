@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.plots import lines
-from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
-from benchmarks.gpu_parts.part import Budget, Part
+from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.model import EngineRig, engine_rig, random_model, random_tokens, shape
+from benchmarks.gpu_parts.rig.part import Budget, Part
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, create_copy_engine
 from prefixd_swap.copies.pinning import HostPin

@@ -6,9 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.kv import GQA, LAYOUTS, SMALL, Heads
-from benchmarks.gpu_parts.part import Budget, Part
+from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, SMALL, Heads
+from benchmarks.gpu_parts.rig.part import Budget, Part
 from prefixd_swap.geometry import Layout
 from prefixd_swap.vmem import FrameId, FrameTable
 from prefixd_swap.vtensor import VirtualTensorManager

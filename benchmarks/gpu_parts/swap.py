@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
-from benchmarks.gpu_parts.part import Budget, Part, Unavailable
+from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
+from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, CudaCopyEngine, register_host, unregister_host
 from prefixd_swap.copies.page_copies import PackedPages, PageCopies, PageRun

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
-from benchmarks.gpu_parts.part import Budget, Part, Unavailable
+from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
+from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from prefixd_swap.vmem.cuda import CudaMemory
 from prefixd_swap.vmem.cuda_driver import open_device
 

@@ -13,7 +13,7 @@ from benchmarks.common.plots import lines
 from benchmarks.common.slow_link import SlowLink
 from benchmarks.sharing.hosts import Secrets, sharing, wait_until_shared
 from benchmarks.sharing.valkey_server import ValkeyServer
-from benchmarks.workloads.first_token import first_token, in_turn, prompt_of, quartiles, settings, start
+from benchmarks.workloads.ttft import first_token, in_turn, prompt_of, quartiles, settings, start
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, Tier
 from prefixd.workloads.text_analysis import BLOCK_TOKENS

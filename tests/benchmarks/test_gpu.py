@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_parts.device import Device
-from benchmarks.gpu_parts.part import Budget, Part, Unavailable
+from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 
 ROOT = Path(__file__).parents[2]
 SIZES = (4, 16, 32, 64)  # MiB of a piece of the daemon's copies

@@ -12,7 +12,7 @@ from benchmarks import load_or_recompute
 from benchmarks.common.harness import BenchmarkError
 from benchmarks.common.throttled import DiskRate
 from benchmarks.load_or_recompute import Point
-from benchmarks.workloads.first_token import prompt_of
+from benchmarks.workloads.ttft import prompt_of
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
-from benchmarks.gpu_parts.part import Unavailable
+from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
+from benchmarks.gpu_parts.rig.part import Unavailable
 from prefixd.base.sampling import Sampling
 from prefixd.worker.attention.attention import ATTENTION_NAME, register_attention
 from prefixd.worker.attention.decode_graphs import DecodeGraphs

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.rig.device import Device
 
 Draw = Callable[[Any, Mapping[str, Any]], None]
 

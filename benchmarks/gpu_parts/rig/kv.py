@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.rig.device import Device
 from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.geometry import KvGeometry, Layout
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory

@@ -191,12 +191,9 @@ def _left_behind(scene: Scene) -> list[str]:
 
 def _forgotten(scene: Scene) -> list[str]:
     """Evicts what the attacker has in the cache: the next one is to have all that it may have; what does not go."""
-    deadline = time.monotonic() + _BACK_S
-    while left := scene.evict(MALLORY):
-        if time.monotonic() > deadline:
-            return [f"{left} blocks of {MALLORY.name} cannot be evicted"]
-        time.sleep(_POLL_S)
-    return []
+    if harness.wait_until(lambda: not scene.evict(MALLORY), _BACK_S, _POLL_S):
+        return []
+    return [f"{scene.evict(MALLORY)} blocks of {MALLORY.name} cannot be evicted"]
 
 
 def _of_a_closed_loop(record: logging.LogRecord) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.harness import wait_until
 from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Budget, Part
 from prefixd.cache.placement.movement import Movement
@@ -72,11 +73,8 @@ class _Memory:
         if device.kind != "cpu":
             pin = HostPin(arena.span(0, 1).address, arena.capacity_bytes, device.ordinal, print)
             stack.callback(pin.close)
-            deadline = time.monotonic() + _PIN_S
-            while pin.pinned_bytes < arena.capacity_bytes:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"only {pin.pinned_bytes} of {arena.capacity_bytes} bytes were pinned")
-                time.sleep(0.01)
+            if not wait_until(lambda: pin.pinned_bytes >= arena.capacity_bytes, _PIN_S, 0.01):
+                raise RuntimeError(f"only {pin.pinned_bytes} of {arena.capacity_bytes} bytes were pinned")
 
     def clear(self) -> None:
         for slot in self.back[:, 0].tolist():

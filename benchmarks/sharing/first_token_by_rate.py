@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,8 @@ def summary(points: Sequence[Point]) -> dict[str, Any]:
     }
 
 
-def violations(result: Mapping[str, Any]) -> list[str]:
-    """What is not as it has to be."""
-    return harness.missed(result, most={"worst_ratio": WORST_RATIO})
+violations = partial(harness.missed, most={"worst_ratio": WORST_RATIO})
+"""What is not as it has to be."""
 
 
 def draw(axes: Any, result: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from benchmarks.checks.attacks.people import ALICE, BOB, MIB, Person
 from benchmarks.checks.attacks.tenant_client import Bystander, Sample
 from benchmarks.checks.tenancy.house import House
 from benchmarks.common.footprint import footprint
-from benchmarks.common.harness import free_port
+from benchmarks.common.harness import free_port, wait_until
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, Finished, NamespaceSpec, PartSpec, Sampling, Tokens
 from prefixd.v1 import admin_pb2
@@ -164,12 +163,11 @@ class Scene:
 
     def drained(self, before_s: float = float("inf")) -> bool:
         """Waits until no call of a bystander is under way that began before then; whether that came about."""
-        deadline = time.monotonic() + _DRAINED_S
-        while time.monotonic() < deadline:
-            if min(bystander.look() for bystander in self.bystanders) >= before_s:
-                return True
-            time.sleep(_POLL_S)
-        return False
+
+        def drained() -> bool:
+            return min(bystander.look() for bystander in self.bystanders) >= before_s
+
+        return wait_until(drained, _DRAINED_S, _POLL_S)
 
     def take_samples(self) -> tuple[list[Sample], list[str]]:
         """Calls of bystanders that ended since the last time, and what failed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from benchmarks.common import harness
 from prefixd.base.tiers import Tier
 from prefixd.v1 import admin_pb2, cache_pb2
 
@@ -112,11 +113,8 @@ def isolation(phases: Sequence[Phase]) -> dict[str, float]:
 
 def broken(result: Mapping[str, Any]) -> list[str]:
     """Which bounds a result misses, a line each."""
-    lines = [f"{name} is {result[name]}" for name in ("below_guarantee", "above_most", "failed_calls") if result[name]]
-    if result["integrity_violations"]:
-        lines.append(f"integrity_violations is {result['integrity_violations']}")
-    if result["isolation"] < ISOLATION:
-        lines.append(f"isolation is {result['isolation']:g}, less than {ISOLATION:g}")
+    zero = ("below_guarantee", "above_most", "failed_calls", "integrity_violations")
+    lines = harness.missed(result, zero=zero, least={"isolation": ISOLATION})
     if not result["resting_samples"]:
         lines.append("the tenant that rested had nothing to lose, so that nothing was shown")
     if result["unreached"]:

@@ -28,6 +28,7 @@ from benchmarks.checks.attacks.attacker import Given, Mallory, refusal, varint
 from benchmarks.checks.attacks.people import ALICE, MALLORY
 from benchmarks.checks.attacks.scenario import Scenario
 from benchmarks.checks.attacks.scene import Scene
+from benchmarks.common.harness import wait_until
 from prefixd.cache import BlockChain
 from prefixd.client import AsyncClient, Client, ClientError, NamespaceSpec, PartSpec
 from prefixd.v1 import cache_pb2, inference_pb2
@@ -413,9 +414,7 @@ class AuditLog(Scenario):
         folder = scene.daemon.directory.parent
         log = folder / "logs" / "audit.log"
         log.rename(log.with_suffix(".1"))
-        deadline = time.monotonic() + 10.0
-        while not os.path.lexists(log) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: os.path.lexists(log), 10.0, 0.01)
         os.kill(scene.daemon.pid, signal.SIGHUP)
         time.sleep(0.5)
         scene.evict(MALLORY)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
-from benchmarks.engines.vllm_models import save_gemma2, save_gpt_oss, save_lfm2, save_qwen3_next
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, RecurrentState, Rule, SlidingWindow
 from tests.vllm.served import DAEMON, NewRequests, StartEngine, Tokens, alter, registered, run
+from tests.vllm.tiny_models import save_gemma2, save_gpt_oss, save_lfm2, save_qwen3_next
 
 WINDOWS = [SlidingWindow(128), None]
 BFLOAT16 = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}  # vLLM's gated delta rule on a CPU takes no other

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
-from benchmarks.engines.vllm_models import save_blip2
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from tests.vllm.served import NewRequests, StartEngine, Tokens, run
+from tests.vllm.tiny_models import save_blip2
 
 TEXT = 200  # tokens, behind the image's 8
 CACHED = 192

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines.vllm_models import save_lora, save_mla
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, SlidingWindow
 from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, registered, run, tokens_of
+from tests.vllm.tiny_models import save_lora, save_mla
 
 LENGTHS = (700, 389, 512, 1000, 129)
 

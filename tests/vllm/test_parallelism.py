@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.engines.vllm_engine import EngineFailed, EngineRequest
 from benchmarks.engines.vllm_engine_child import EngineLoop
-from benchmarks.engines.vllm_models import save_mla
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
 from prefixd.v1.cache_pb2 import TIER_CPU
@@ -26,6 +25,7 @@ from tests.vllm.served import (
     run,
     tokens_of,
 )
+from tests.vllm.tiny_models import save_mla
 
 LENGTHS = (700, 389, 520, 1000, 129)  # no multiples of vLLM's block size, which is 16 for latents on a CPU
 LATENT_BYTES = 2 * (512 + 64) * 4

@@ -7,7 +7,6 @@ and 7 are. Those two are then added to the two halves of the accumulator by excl
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 BLOCK_TOKENS = 16
 
@@ -57,25 +56,6 @@ def crowded_chain(blocks: int, seed: int) -> bytes:
             chain.append(block)
             parent = key
     return b"".join(chain)
-
-
-def key_families(count: int) -> dict[str, npt.NDArray[np.uint8]]:
-    """[count, 16]: different keys each, with the structure that a weak function of both halves would keep."""
-    numbers = np.arange(count, dtype=np.uint64)
-    side = int(np.ceil(np.sqrt(count)))
-    x, y = numbers % np.uint64(side), numbers // np.uint64(side)
-    zero = np.zeros(count, np.uint64)
-    families = {
-        "equal first half": (zero, numbers),
-        "equal second half": (numbers, zero),
-        "equal halves": (numbers, numbers),
-        "opposite halves": (numbers, zero - numbers),
-        "one half the complement of the other": (numbers, ~numbers),
-    }
-    for bits in (16, 32, 40, 48):
-        families[f"multiples of 2**{bits}"] = (numbers << np.uint64(bits), zero)
-        families[f"a grid of multiples of 2**{bits + 8}"] = (x << np.uint64(bits + 8), y << np.uint64(bits + 8))
-    return {name: np.stack(halves, axis=1).view(np.uint8) for name, halves in families.items()}
 
 
 def _block(wanted_low: int, wanted_high: int, seed: int) -> bytes:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines.sglang_engine import EngineProcess
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client
+from tests.sglang.engine.engine_process import EngineProcess
 from tests.sglang.engine.tiny_llama import VOCABULARY, make_adapter, make_model
 from tests.sglang.served import DAEMON, flush, options
 from tests.waiting import wait_until

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from benchmarks.checks.attacks.crafted_tokens import (
     BLOCK_TOKENS,
     block_with_key,
     blocks_with_equal_first_half,
-    key_families,
 )
 from prefixd.cache import Trie
 from prefixd.cache.index.keys.block_keys import BlockChain
@@ -18,6 +18,27 @@ from prefixd.cache.index.keys.key_index import KeyIndex
 from tests.cache.index.entering import enter_block
 
 COUNT = 20_000
+
+
+def key_families(count: int) -> dict[str, npt.NDArray[np.uint8]]:
+    """[count, 16]: different keys each, with the structure that a weak function of both halves would keep."""
+    numbers = np.arange(count, dtype=np.uint64)
+    side = int(np.ceil(np.sqrt(count)))
+    x, y = numbers % np.uint64(side), numbers // np.uint64(side)
+    zero = np.zeros(count, np.uint64)
+    families = {
+        "equal first half": (zero, numbers),
+        "equal second half": (numbers, zero),
+        "equal halves": (numbers, numbers),
+        "opposite halves": (numbers, zero - numbers),
+        "one half the complement of the other": (numbers, ~numbers),
+    }
+    for bits in (16, 32, 40, 48):
+        families[f"multiples of 2**{bits}"] = (numbers << np.uint64(bits), zero)
+        families[f"a grid of multiples of 2**{bits + 8}"] = (x << np.uint64(bits + 8), y << np.uint64(bits + 8))
+    return {name: np.stack(halves, axis=1).view(np.uint8) for name, halves in families.items()}
+
+
 FAMILIES = key_families(COUNT)
 
 

@@ -3,7 +3,7 @@
 Its CPU kernels (`sgl_kernel`) are not needed: without AMX SGLang computes with torch. What is replaced is what only a
 GPU has: pinned host memory, and the kernels that copy between the GPU's pool and the host pool.
 
-    python -m benchmarks.engines.sglang_engine FD       serves an `EngineProcess` over the connection FD
+    python -m tests.sglang.engine.engine_process FD       serves an `EngineProcess` over the connection FD
 """
 
 from __future__ import annotations

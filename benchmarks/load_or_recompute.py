@@ -87,8 +87,8 @@ class Subject:
 
     def first_token_s(self, prompt: Sequence[int]) -> float:
         """Seconds from sending the prompt to its first token. Raises BenchmarkError for blocks that are not on disk."""
-        first_s, hits = first_token(self._client, prompt)
-        if left := hits[Tier.GPU]:
+        first_s, ended = first_token(self._client, prompt)
+        if left := ended.hit_tokens[Tier.GPU]:
             raise harness.BenchmarkError(f"{left} of {len(prompt)} tokens were on the GPU tier still, and none may")
         return first_s
 

@@ -263,8 +263,7 @@ class Lives:
     async def _put(self, prompt: Prompt, durable: bool) -> None:
         cache = await self._cache(prompt)
         self._dropped.pop(prompt, None)
-        tokens = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
-        stored = await cache.store(tokens, content(prompt), durable=durable)
+        stored = await cache.store(prompt.whole, content(prompt), durable=durable)
         if durable and self._roomy:
             if stored.committed + stored.duplicates < prompt.blocks:
                 self._findings.note("failed", f"store of {prompt} in a roomy tier: {stored}")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -24,8 +23,9 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import option, seed
+from benchmarks.workloads.ttft import first_token
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Accepted, Client, Finished, Sampling, Tokens
+from prefixd.client import Client
 from prefixd.serving.models.embedded_model import VOCAB_SIZE
 
 SHARE_AFTER = 3
@@ -52,14 +52,8 @@ class Seen:
 
 def ask(client: Client, prompt: Prompt) -> Seen:
     """Asks a prompt, and looks at the answer as closely as a client can."""
-    first_s, begin_s = None, time.perf_counter()
-    for event in client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True), timeout_s=60):
-        if isinstance(event, Tokens) and first_s is None:
-            first_s = time.perf_counter() - begin_s
-        if isinstance(event, Finished):
-            return Seen(any(event.hit_tokens.values()), (first_s or 0.0, event.ttft_s))
-        assert isinstance(event, Accepted | Tokens), "the only events of one sequence"
-    raise harness.BenchmarkError("an answer did not end")
+    first_s, ended = first_token(client, prompt, timeout_s=60)
+    return Seen(any(ended.hit_tokens.values()), (first_s, ended.ttft_s))
 
 
 def guess(seen: Sequence[Seen], cached: int) -> dict[str, list[bool]]:

@@ -243,7 +243,7 @@ class MixedLoad:
     async def _store(self, rng: random.Random) -> None:
         prompt = self._shared(rng)
         durable = rng.random() < 0.2
-        await (await self._cache(prompt)).store(_full(prompt), content(prompt), durable=durable)
+        await (await self._cache(prompt)).store(prompt.whole, content(prompt), durable=durable)
 
     async def _load(self, rng: random.Random) -> None:
         await self._read_all(self._shared(rng))
@@ -267,8 +267,8 @@ class MixedLoad:
         self._next_own += 1
         prompt = Prompt(rng.randrange(len(NAMESPACES)), self.plan.owner, self._next_own)
         cache, at_once = await self._cache(prompt), rng.random() < 0.7
-        stored = await cache.store(_full(prompt), content(prompt), durable=at_once)
-        there = stored.committed + stored.duplicates if at_once else await cache.persist(_full(prompt))
+        stored = await cache.store(prompt.whole, content(prompt), durable=at_once)
+        there = stored.committed + stored.duplicates if at_once else await cache.persist(prompt.whole)
         if there == prompt.blocks:
             self.durable[prompt] = None
 
@@ -293,7 +293,7 @@ class MixedLoad:
         """One part of the blocks now, the other by whoever comes next."""
         prompt = Prompt(2, 0, rng.randrange(self.plan.numbers))
         part = rng.randrange(len(prompt.spec.parts))
-        await (await self._cache(prompt)).store(_full(prompt), content(prompt, 0, (part,)), parts=[part])
+        await (await self._cache(prompt)).store(prompt.whole, content(prompt, 0, (part,)), parts=[part])
 
     async def _give_up(self, rng: random.Random) -> None:
         """Reserves, fills some of it and gives it up, or commits only the beginning."""
@@ -301,7 +301,7 @@ class MixedLoad:
         cache = await self._cache(prompt)
         if (await self._client.session()).arena is None:
             return
-        async with await cache.reserve(_full(prompt)) as reservation:
+        async with await cache.reserve(prompt.whole) as reservation:
             if reservation.blocks:
                 await reservation.copy_from(content(prompt, reservation.first_block)[: _bytes_of(reservation, prompt)])
                 if rng.random() < 0.5:
@@ -411,10 +411,6 @@ class MixedLoad:
         """A prompt that everybody asks for, the first ones more often."""
         number = min(int(rng.expovariate(3 / self.plan.numbers)), self.plan.numbers - 1)
         return Prompt(rng.randrange(len(NAMESPACES)), 0, number)
-
-
-def _full(prompt: Prompt) -> Any:
-    return prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
 
 
 def _bytes_of(reservation: Any, prompt: Prompt) -> int:

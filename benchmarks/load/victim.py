@@ -65,8 +65,7 @@ class Victim:
     async def put(self) -> None:
         """In the middle of bytes that are streamed to the daemon."""
         prompt = self._prompt()
-        tokens = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
-        await (await self._cache(prompt)).store(tokens, content(prompt), durable=self._rng.random() < 0.3)
+        await (await self._cache(prompt)).store(prompt.whole, content(prompt), durable=self._rng.random() < 0.3)
 
     async def get(self) -> None:
         """In the middle of bytes that are streamed from the daemon."""
@@ -76,8 +75,7 @@ class Victim:
     async def durable(self) -> None:
         """While the daemon writes to disk for it."""
         prompt = self._prompt()
-        tokens = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
-        await (await self._cache(prompt)).store(tokens, content(prompt), durable=True)
+        await (await self._cache(prompt)).store(prompt.whole, content(prompt), durable=True)
 
     async def mixed(self) -> None:
         """Eight calls of all kinds under way at once."""

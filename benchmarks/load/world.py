@@ -54,6 +54,11 @@ class Prompt:
         """Its token ids; the last block may be incomplete."""
         return _tokens(self)
 
+    @property
+    def whole(self) -> Tokens:
+        """The token ids of its whole blocks."""
+        return self.tokens[: self.blocks * self.spec.block_tokens]
+
 
 def brief_namespace(owner: int) -> NamespaceSpec:
     """The namespace that a client fills with small blocks and evicts as a whole; few in all, however many clients."""
@@ -74,8 +79,7 @@ def content(prompt: Prompt, first_block: int = 0, parts: Sequence[int] | None = 
 
 def store_prompt(client: Client, prompt: Prompt, *, durable: bool = False) -> int:
     """Stores its whole blocks; how many are new."""
-    whole = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
-    return client.register(prompt.spec).store(whole, content(prompt), durable=durable).committed
+    return client.register(prompt.spec).store(prompt.whole, content(prompt), durable=durable).committed
 
 
 def read_prompt(client: Client, prompt: Prompt) -> tuple[int, list[int]]:

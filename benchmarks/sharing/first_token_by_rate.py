@@ -77,10 +77,10 @@ class Subject:
 
         Raises BenchmarkError: some of it was in the daemon's own tiers.
         """
-        first_s, hits = first_token(self._client, prompt)
-        if own := sum(tokens for tier, tokens in hits.items() if tier is not Tier.REMOTE):
+        first_s, ended = first_token(self._client, prompt)
+        if own := sum(tokens for tier, tokens in ended.hit_tokens.items() if tier is not Tier.REMOTE):
             raise harness.BenchmarkError(f"{own} of {len(prompt)} tokens were on this host, and none may be")
-        self.loaded_tokens += hits[Tier.REMOTE]
+        self.loaded_tokens += ended.hit_tokens[Tier.REMOTE]
         return first_s
 
 

@@ -6,12 +6,14 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
+from benchmarks.common.harness import BenchmarkError
 from benchmarks.common.options import positive
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, Finished, Sampling, Tier, Tokens
+from prefixd.client import Client, Finished, Sampling, Tokens
 from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS
 
 _BODY_TOKENS = 8  # less than a block: what a request computes besides never grows the prefix
@@ -23,16 +25,18 @@ def prompt_of(tokens: int, *seed: int) -> list[int]:
     return made
 
 
-def first_token(client: Client, prompt: Sequence[int]) -> tuple[float, Mapping[Tier, int]]:
-    """Seconds from sending the prompt to its first token, and its tokens that were cached, by tier."""
+def first_token(client: Client, prompt: Sequence[int], **how: Any) -> tuple[float, Finished]:
+    """Seconds from sending the prompt to its first token, and the answer's last event; `how` as for `generate`.
+
+    Raises BenchmarkError: there is none.
+    """
     began_s, first_s = time.monotonic(), 0.0
-    hits: Mapping[Tier, int] = {}
-    for event in client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True)):
+    for event in client.generate(prompt, sampling=Sampling(max_tokens=1, ignore_eos=True), **how):
         if isinstance(event, Tokens) and not first_s:
             first_s = time.monotonic() - began_s
         if isinstance(event, Finished):
-            hits = event.hit_tokens
-    return first_s, hits
+            return first_s, event
+    raise BenchmarkError("the daemon ended a request without its last event; see its log")
 
 
 def in_turn(ways: Sequence[str], repeats: int, measure: Callable[[str, int], float]) -> dict[str, list[float]]:

@@ -14,10 +14,10 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks.checks.attacks import people
-from benchmarks.checks.attacks.people import ALICE, BOB, MIB, Person
+from benchmarks.checks.attacks.people import ALICE, BOB, Person
 from benchmarks.checks.attacks.tenant_client import Bystander, Sample
 from benchmarks.checks.tenancy.house import House
-from benchmarks.common.footprint import footprint
+from benchmarks.common.footprint import status_bytes
 from benchmarks.common.harness import free_port, wait_until
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, Finished, NamespaceSpec, PartSpec, Sampling, Tokens
@@ -234,11 +234,11 @@ class Memory:
             self._most = max(self._most, self._now())
 
     def _now(self) -> int:
-        total = 0.0
+        total = 0
         for pid in (self._pid, *_children(self._pid)):
             with suppress(OSError, KeyError):
-                total += footprint(pid, 0.0).anon
-        return int(total * MIB)
+                total += status_bytes(pid)["RssAnon"]
+        return total
 
 
 def _children(pid: int) -> list[int]:

@@ -210,8 +210,7 @@ def _run(options: dict[str, Any]) -> None:
                 elif kind == "match":
                     blocks = cache.match(prompt.tokens).blocks
                 else:
-                    tokens = prompt.tokens[: prompt.blocks * prompt.spec.block_tokens]
-                    result = cache.store(tokens, content(prompt), durable=kind == "durable")
+                    result = cache.store(prompt.whole, content(prompt), durable=kind == "durable")
                     blocks = result.committed + result.duplicates
             except ClientError as failure:
                 error, message = type(failure).__name__, str(failure)

@@ -4,7 +4,7 @@ Each is a function with its options declared above it, and its module's docstrin
 parses the options, writes the result with machine and commit, draws it, and ends with status 2 when a promise was
 broken.
 
-    common      the base, and what several rooms need: daemons with a slow disk, a slow link, footprints
+    common      the base, and what several rooms need: right bytes, daemons with a slow disk, a slow link, footprints
     workloads   what is asked (conversations, traces, chats), how it is asked, and the figures that come of it
     load        client processes that store, load and verify
     storage     slabs, tiers and flipped bits

@@ -21,7 +21,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -338,17 +338,7 @@ async def _time(name: str, act: Act, scene: Scene, repeatable: bool) -> Call:
 
 def plain(call: Call) -> dict[str, object]:
     """A call as it stands in the result."""
-    return {
-        "name": call.name,
-        "longest_hold_ms": call.longest_hold_ms,
-        "bystander_p99_ms": call.bystander_p99_ms,
-        "bystander_failures": call.bystander_failures,
-        "seconds": call.seconds,
-        "longest_wait_ms": call.longest_wait_ms,
-        "longest_gc_ms": call.longest_gc_ms,
-        "callback": call.callback,
-        "where": call.where,
-    }
+    return {name: value for name, value in asdict(call).items() if name != "begin_s"}
 
 
 def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median_high
 from typing import Any
 
@@ -64,21 +64,12 @@ class Verdict:
         self.seconds += again.seconds
 
     def plain(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
+        return asdict(self) | {
             "breached": self.breached,
             "bystander_p99_ratio": round(self.bystander_p99_ratio, 2),
             "ratios": [round(ratio, 2) for ratio in self.ratios],
-            "honest_failures": self.honest_failures,
-            "breaches": self.breaches,
-            "not_made": self.not_made,
-            "failures": self.failures,
             "closed_before": bool(self.closed_by),
-            "closed_by": self.closed_by,
-            "samples": list(self.samples),
-            "p99_ms": {kind: list(both) for kind, both in self.p99_ms.items()},
             "memory_mib": round(self.memory_mib, 1),
-            "found": self.found,
             "seconds": round(self.seconds, 1),
         }
 

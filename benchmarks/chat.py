@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
-from benchmarks.common.options import number, option, seed
+from benchmarks.common.options import from_options, number, option, seed
 from benchmarks.workloads import figures as serving
 from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
 from benchmarks.workloads.figures import Figures
@@ -70,12 +70,7 @@ def shortcomings(
 
 def _conversations(options: argparse.Namespace, scale: float) -> tuple[list[Conversation], int]:
     """What is said, as far as the model's context reaches, and how many conversations begin too long for it."""
-    statistics = Statistics(
-        turns=options.turns,
-        system_tokens=options.system_tokens,
-        users_per_system=options.users_per_system,
-        header_tokens=options.header_tokens,
-    )
+    statistics = from_options(Statistics, options)
     how: dict[str, Any] = {"scale": scale, "time_scale": options.time_scale}
     count = options.conversations
     if options.sharegpt is not None and options.trace is not None:
@@ -128,13 +123,12 @@ def main(options: harness.Options) -> harness.Outcome:
     scale = options.scale or _SCALES[source]
     conversations, left_out = _conversations(options, scale)
     lengths = [each.tokens for each in conversations]
-    room = Room(
+    room = from_options(
+        Room,
+        options,
         longest=max(lengths),
         usual=sum(lengths) // len(lengths),
         all_tokens=distinct_tokens(conversations),
-        running=options.running,
-        gpu_share=options.gpu_share,
-        cpu_share=options.cpu_share,
     )
     ways = chosen_ways(options)
     measured = measure(ways, conversations, room, options.users)

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common import harness
-from benchmarks.common.options import number, option, seed
+from benchmarks.common.options import from_options, number, option, seed
 from benchmarks.workloads.chat_engine import ChatEngine, Counts
 from benchmarks.workloads.growing_chats import ChatPlan, Chats
 from prefixd.cli.demo.daemon_process import DaemonProcess
@@ -39,19 +39,6 @@ def namespace(options: argparse.Namespace, *, rules: bool) -> NamespaceSpec:
         "gemma3-27b",
         options.block_tokens,
         (PartSpec("full", 0, FULL_LAYERS * layer_bytes), PartSpec("window", 0, WINDOW_LAYERS * layer_bytes, window)),
-    )
-
-
-def chat_plan(options: argparse.Namespace) -> ChatPlan:
-    """The chats: they differ in nothing between the two runs."""
-    return ChatPlan(
-        options.chats,
-        options.turns,
-        options.system_tokens,
-        options.user_tokens,
-        options.output_tokens,
-        vocabulary=256_000,
-        seed=options.seed,
     )
 
 
@@ -83,7 +70,8 @@ async def replay(address: str, spec: NamespaceSpec, plan: ChatPlan) -> tuple[Cou
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both runs, each with a daemon of its own. Raises DaemonFailed."""
-    plan = chat_plan(options)
+    # The chats differ in nothing between the two runs.
+    plan = from_options(ChatPlan, options, conversations=options.chats, vocabulary=256_000)
     nbytes = bytes_of_chats(plan, namespace(options, rules=False))
     cpu_bytes = int(nbytes * options.share) // 4096 * 4096
     runs = []

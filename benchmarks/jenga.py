@@ -60,7 +60,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.common import harness
-from benchmarks.common.options import chosen, option, seed
+from benchmarks.common.options import chosen, from_options, option, seed
 from benchmarks.common.plots import bars
 from benchmarks.jenga_parts.chats import Plan
 from benchmarks.jenga_parts.comparison import summary, violations
@@ -82,17 +82,7 @@ DRAFT_SHARE = 1.5
 
 def plans_of(options: argparse.Namespace) -> dict[str, Plan]:
     """The chats of each subject."""
-    plan = Plan(
-        options.chats,
-        options.turns,
-        options.user_tokens,
-        options.output_tokens,
-        options.at_once,
-        options.share,
-        options.rounds,
-        options.seed,
-        options.images,
-    )
+    plan = from_options(Plan, options)
     others = {
         "two": replace(plan, share=TWO_SHARES * plan.share),
         "draft": replace(plan, share=DRAFT_SHARE, at_once=1, output_tokens=options.answer_tokens),

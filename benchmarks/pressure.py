@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import harness
-from benchmarks.common.options import option, seed
+from benchmarks.common.options import from_options, option, seed
 from benchmarks.workloads.asking import generated_tokens
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Sampling
@@ -207,7 +207,7 @@ def violations(result: Mapping[str, Any]) -> list[str]:
 )
 def main(options: harness.Options) -> harness.Outcome:
     """The runs, and what must hold of them."""
-    batch = Batch(options.requests, options.prompt_tokens, options.output_tokens, options.share, options.seed)
+    batch = from_options(Batch, options)
     with harness.progress("requests", (1 + len(MODES)) * batch.requests) as step:
         runs = measure(batch, step)
     result = {"wanted_blocks": batch.wanted_blocks, **summary(runs)}

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.common import harness
-from benchmarks.common.options import chosen, option, seed, size
+from benchmarks.common.options import chosen, from_options, option, seed, size
 from benchmarks.text_analysis_parts.goals import goals
 from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
 from benchmarks.text_analysis_parts.panels import draw, panels
@@ -108,22 +108,8 @@ def same_answers(measured: Sequence[Measured]) -> bool:
 def main(options: harness.Options) -> harness.Outcome:
     """The suites; broken: outputs that differ, and goals that were missed."""
     lengths = sorted(set(options.prefix_tokens))
-    workload = TextAnalysis(
-        prefixes=options.prefixes,
-        requests=options.requests,
-        prefix_tokens=lengths[0],
-        body_tokens=options.body_tokens,
-        output_tokens=options.output_tokens,
-        outstanding=options.outstanding,
-        repeats=options.repeats,
-        seed=options.seed,
-    )
-    sizes = TierSizes(
-        gpu_prefixes=options.gpu_prefixes,
-        cpu_prefixes=options.cpu_prefixes,
-        disk_prefixes=options.disk_prefixes,
-        running=options.running,
-    )
+    workload = from_options(TextAnalysis, options, prefix_tokens=lengths[0])
+    sizes = from_options(TierSizes, options)
     if options.header >= lengths[0]:
         raise harness.BenchmarkError(
             f"--header {options.header} leaves nothing of prefixes of {lengths[0]} tokens; give fewer"

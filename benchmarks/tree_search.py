@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.common import harness
-from benchmarks.common.options import number, option, seed
+from benchmarks.common.options import from_options, number, option, seed
 from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
 from benchmarks.tree_parts.language_server import LanguageServer, pylsp
 from benchmarks.tree_parts.programs import PROGRAMS
@@ -96,26 +96,12 @@ def main(options: harness.Options) -> harness.Outcome:
     if options.programs > len(PROGRAMS):
         raise harness.BenchmarkError(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
     programs = PROGRAMS[: options.programs]
-    plan = Plan(
-        programs=programs,
-        width=options.width,
-        candidates=options.candidates,
-        attempts=options.attempts,
-        sites=options.sites,
-        seed=options.seed,
-    )
+    plan = from_options(Plan, options, programs=programs)
     # A remark takes less room than this.
     longest = len(INSTRUCTIONS) + max(
         len(program.task) + len(program.source) + 240 * options.sites * options.attempts for program in programs
     )
-    room = Room(
-        longest=longest,
-        usual=longest,
-        all_tokens=longest,
-        running=options.running,
-        gpu_share=options.gpu_share,
-        cpu_share=options.cpu_share,
-    )
+    room = from_options(Room, options, longest=longest, usual=longest, all_tokens=longest)
     ways = chosen_ways(options)
     measured, searched, checked = asyncio.run(measure(ways, plan, room))
     wrong = shortcomings(ways, measured, searched, plan, options.least_hit_rate)

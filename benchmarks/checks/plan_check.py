@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
-from benchmarks.common.options import chosen, number, option, seed
+from benchmarks.common.options import chosen, from_options, number, option, seed
 from benchmarks.text_analysis_parts.measuring import worker_threads
 from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
 from benchmarks.workloads import figures as serving
@@ -211,17 +211,8 @@ def vars_of(machine: Calibration) -> dict[str, Any]:
 )
 def main(options: harness.Options) -> harness.Outcome:
     """Predictions beside what was measured; broken: one that is off by too much."""
-    workload = TextAnalysis(
-        prefixes=options.prefixes,
-        requests=options.requests,
-        prefix_tokens=options.prefix_tokens,
-        body_tokens=options.body_tokens,
-        seed=options.seed,
-        repeats=options.rounds,
-    )
-    tiers = TierSizes(
-        gpu_prefixes=options.gpu_prefixes, cpu_prefixes=options.cpu_prefixes, disk_prefixes=options.disk_prefixes
-    )
+    workload = from_options(TextAnalysis, options, repeats=options.rounds)
+    tiers = from_options(TierSizes, options)
     with tempfile.TemporaryDirectory(prefix="prefixd-") as directory:
         machine = calibrated(Path(directory), options.threads)
         rows = []

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
-from benchmarks.common.options import option, size
+from benchmarks.common.options import from_options, option, size
 from benchmarks.workloads.asking import generated_tokens
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, ClientError, Sampling, Tier
@@ -211,9 +211,7 @@ def violations(result: Mapping[str, Any]) -> list[str]:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """The plan of a run."""
-    return Plan(
-        options.rounds, options.clients, options.prompts, options.max_tokens, options.gpu_bytes, options.pause_s
-    )
+    return from_options(Plan, options)
 
 
 @harness.benchmark(

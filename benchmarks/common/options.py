@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from prefixd.base.sizes import parse_size
 from prefixd.workloads.circumstances import circumstances
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository."""
@@ -156,6 +158,13 @@ def chosen(flag: str, names: Iterable[str], text: str, default: Iterable[str] | 
     every = list(names)
     few = every if default is None else list(default)
     return Option(flag, {"nargs": "+", "choices": every, "default": few, "help": f"{text} ({' '.join(few)})"})
+
+
+def from_options(kind: type[T], options: argparse.Namespace, **others: Any) -> T:
+    """A dataclass whose fields have the values of the options of the same names, and of `others` those given here."""
+    made: Any = kind
+    named = {each.name: getattr(options, each.name) for each in fields(made) if hasattr(options, each.name)}
+    return cast(T, made(**{**named, **others}))
 
 
 def _in_words(default: Any, kind: Callable[[str], Any]) -> str:

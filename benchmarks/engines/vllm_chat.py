@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.options import from_options
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from benchmarks.engines.vllm_figures import PromptTokens, Reply, Stage
 from benchmarks.workloads.growing_chats import ChatPlan, Chats, Tokens
@@ -21,16 +22,7 @@ VOCABULARY = 4096
 
 def chat_plan(options: Namespace, spread: float = 0.0) -> ChatPlan:
     """The chats that the options describe."""
-    return ChatPlan(
-        conversations=options.conversations,
-        turns=options.turns,
-        system_tokens=options.system_tokens,
-        user_tokens=options.user_tokens,
-        output_tokens=options.output_tokens,
-        vocabulary=VOCABULARY,
-        seed=options.seed,
-        spread=spread,
-    )
+    return from_options(ChatPlan, options, vocabulary=VOCABULARY, spread=spread)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 BLOCK_TOKENS, PART_BYTES = 4, (96, 32)
 DEADLINE_S = 60.0
 """Longer than any call takes: one that gets no answer for so long hangs."""
+QUIET_S = 2.0
+"""The deadline of a stream that may have nothing to tell."""
 
 # Has the arena handed out for the sessions that it reads, without which they reserve nothing. The slots of what they
 # reserve are given to others when it has ended.
@@ -174,7 +176,8 @@ class Batch:
         raws = self._messages(method, kind, rng)
         if method.name == "Drain":  # a daemon that ends has no more answers
             raws = [raw for raw in raws if not _shuts_down(raw)] or [b""]
-        path, timeout_s, patience_s = method.path, DEADLINE_S, None
+        path, patience_s = method.path, None
+        timeout_s = QUIET_S if method.may_be_quiet else DEADLINE_S
         metadata: Metadata = self._caller.shows
         stop_after = 1 if method.endless else 4 if method.name == "Generate" else None
         match kind:

@@ -19,6 +19,7 @@ _WORDS = {
     "taken": "ALREADY_EXISTS",
     "state": "FAILED_PRECONDITION",
     "none": "UNIMPLEMENTED",
+    "quiet": "DEADLINE_EXCEEDED",  # a stream that has nothing to tell until its deadline
 }
 # As the comments of proto/prefixd/v1 say: what can be the matter with a call of this method.
 _CAUSES = {
@@ -33,7 +34,7 @@ _CAUSES = {
     "Retain": "any session room",
     "Renew": "any session",
     "Prefetch": "any session",
-    "WatchBlocks": "any session room",
+    "WatchBlocks": "any session room quiet",  # a session without namespaces has no blocks to report
     "Get": "any session room",
     "Put": "any session room state",
     "Generate": "any known room taken none",
@@ -70,6 +71,11 @@ class Method:
     @property
     def path(self) -> str:
         return f"/{self.service}/{self.name}"
+
+    @property
+    def may_be_quiet(self) -> bool:
+        """Whether its stream may end at the caller's deadline without a message."""
+        return "quiet" in _CAUSES[self.name].split()
 
     def open_to(self, role: Role) -> bool:
         """Whether a caller with this role may use it."""

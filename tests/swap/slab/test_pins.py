@@ -14,7 +14,7 @@ import pytest
 from prefixd_swap import IntegrityError, StorageError
 from prefixd_swap.slab.index.block_record import index_key
 from prefixd_swap.slab.store import SlabStore
-from tests.swap.slab.index.test_recovery import CAPACITY, NS, key, write
+from tests.swap.slab.chains import CAPACITY, NS, key, opened, write
 
 
 @pytest.fixture
@@ -27,37 +27,33 @@ def names(*numbers: int) -> list[tuple[bytes, bytes]]:
 
 
 def test_pins_outlast_a_restart_and_end_with_unpin(path: Path) -> None:
-    store = SlabStore.open(path, CAPACITY)
-    write(store, (1, None, b"a"), (2, 1, b"b"), (3, 2, b"c"))
-    assert store.pin(names(1, 2, 3), True) == 3
-    assert store.pin(names(3), False) == 1
-    store.close()
-    store = SlabStore.open(path, CAPACITY)
-    assert store.pins() == names(1, 2)
-    assert store.pin(names(1, 2), False) == 2
-    assert store.pins() == []
-    store.close()
+    with opened(path) as store:
+        write(store, (1, None, b"a"), (2, 1, b"b"), (3, 2, b"c"))
+        assert store.pin(names(1, 2, 3), True) == 3
+        assert store.pin(names(3), False) == 1
+    with opened(path) as store:
+        assert store.pins() == names(1, 2)
+        assert store.pin(names(1, 2), False) == 2
+        assert store.pins() == []
 
 
 def test_only_blocks_that_are_stored_are_pinned(path: Path) -> None:
-    store = SlabStore.open(path, CAPACITY)
-    write(store, (1, None, b"a"))
-    assert store.pin(names(1, 7), True) == 1
-    assert store.pins() == names(1)
-    store.close()
+    with opened(path) as store:
+        write(store, (1, None, b"a"))
+        assert store.pin(names(1, 7), True) == 1
+        assert store.pins() == names(1)
 
 
 def test_a_pin_goes_with_its_block_and_stays_when_it_is_written_again(path: Path) -> None:
-    store = SlabStore.open(path, CAPACITY)
-    write(store, (1, None, b"a"), (2, 1, b"b"))
-    store.pin(names(1, 2), True)
-    write(store, (1, None, b"other bytes"))
-    assert store.pins() == names(1, 2)
-    store.remove(names(2))
-    store.check_integrity()
-    write(store, (2, 1, b"b"))
-    assert store.pins() == names(1), "the block that came later has none"
-    store.close()
+    with opened(path) as store:
+        write(store, (1, None, b"a"), (2, 1, b"b"))
+        store.pin(names(1, 2), True)
+        write(store, (1, None, b"other bytes"))
+        assert store.pins() == names(1, 2)
+        store.remove(names(2))
+        store.check_integrity()
+        write(store, (2, 1, b"b"))
+        assert store.pins() == names(1), "the block that came later has none"
 
 
 def test_a_pin_without_a_block_is_found(path: Path) -> None:
@@ -85,14 +81,12 @@ def forget_pins(path: Path) -> None:
 
 
 def test_an_index_from_before_there_were_pins_opens(path: Path) -> None:
-    store = SlabStore.open(path, CAPACITY)
-    write(store, (1, None, b"a"))
-    store.close()
+    with opened(path) as store:
+        write(store, (1, None, b"a"))
     forget_pins(path)
-    store = SlabStore.open(path, CAPACITY)
-    assert (store.recovery.kept, store.pins()) == (1, [])
-    assert store.pin(names(1), True) == 1
-    store.close()
+    with opened(path) as store:
+        assert (store.recovery.kept, store.pins()) == (1, [])
+        assert store.pin(names(1), True) == 1
 
 
 class FullEnvironment:
@@ -116,14 +110,12 @@ class FullEnvironment:
 
 
 def test_an_index_without_room_for_pins_grows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SlabStore.open(path, CAPACITY)
-    write(store, (1, None, b"a"))
-    store.close()
+    with opened(path) as store:
+        write(store, (1, None, b"a"))
     forget_pins(path)
     monkeypatch.setattr(lmdb, "open", FullEnvironment)
-    store = SlabStore.open(path, CAPACITY)
-    assert store.pin(names(1), True) == 1
-    store.close()
+    with opened(path) as store:
+        assert store.pin(names(1), True) == 1
 
 
 def test_a_killed_writer_has_pinned_what_it_was_told_and_nothing_without_its_bytes(path: Path) -> None:
@@ -152,9 +144,8 @@ for number in range(10**6):
         if last == 40:
             child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
-    store = SlabStore.open(path, CAPACITY)
-    store.check_integrity()  # every pin has its block
-    pinned = {int.from_bytes(name, "big") for _, name in store.pins()}
-    assert pinned >= set(range(last - 10, last + 1))
-    assert len(pinned) <= 14
-    store.close()
+    with opened(path) as store:
+        store.check_integrity()  # every pin has its block
+        pinned = {int.from_bytes(name, "big") for _, name in store.pins()}
+        assert pinned >= set(range(last - 10, last + 1))
+        assert len(pinned) <= 14

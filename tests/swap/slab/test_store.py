@@ -32,6 +32,7 @@ from prefixd_swap.slab.index.block_record import BlockRecord, NewBlock
 from prefixd_swap.slab.index.rows import Change
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
+from tests.swap.slab.chains import opened
 
 NS = b"namespac"
 PAGE = 4096
@@ -138,9 +139,8 @@ def faults() -> Faults:
 
 @pytest.fixture(params=["buffered", "direct", "mmap"])
 def store(tmp_path: Path, faults: Faults, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
-    made = SlabStore.open(tmp_path / "store", 64 * PAGE, io=request.param, ops=faults)
-    yield made
-    made.close()
+    with opened(tmp_path / "store", 64 * PAGE, io=request.param, ops=faults) as made:
+        yield made
 
 
 def test_a_block_with_parts_comes_back_as_written(store: SlabStore) -> None:
@@ -265,21 +265,20 @@ def test_memory_of_any_alignment_is_written_and_read(tmp_path: Path) -> None:
     base = -int(memory.ctypes.data) % PAGE + int(memory.ctypes.data)
     ways: list[DiskIo] = ["buffered", "direct", "mmap"]
     for io in ways:
-        store = SlabStore.open(tmp_path / io, 64 * MIB, io=io)
-        for shift, nbytes in [(0, 2 * MIB), (0, 2 * MIB + 1), (64, 2 * MIB), (1, PAGE + 7), (8, MIB), (3, 1)]:
-            content = memory[base - int(memory.ctypes.data) + shift :][:nbytes].tobytes()
-            new = NewBlock(NS, key(nbytes + shift), b"", b"", 0, [Span(base + shift, nbytes)])
-            (record,) = store.write([new])
-            part = record.parts[0] if record else None
-            assert record is not None and part is not None
-            for into in (0, 5):
-                target = np.zeros(nbytes + PAGE + 8, np.uint8)
-                start = -int(target.ctypes.data) % PAGE + into
-                store.read(part, Span(int(target.ctypes.data) + start, nbytes))
-                assert target[start : start + nbytes].tobytes() == content
-                assert not target[start + nbytes :].any() and not target[:start].any()
-            assert store.check(NS, record.key)
-        store.close()
+        with opened(tmp_path / io, 64 * MIB, io=io) as store:
+            for shift, nbytes in [(0, 2 * MIB), (0, 2 * MIB + 1), (64, 2 * MIB), (1, PAGE + 7), (8, MIB), (3, 1)]:
+                content = memory[base - int(memory.ctypes.data) + shift :][:nbytes].tobytes()
+                new = NewBlock(NS, key(nbytes + shift), b"", b"", 0, [Span(base + shift, nbytes)])
+                (record,) = store.write([new])
+                part = record.parts[0] if record else None
+                assert record is not None and part is not None
+                for into in (0, 5):
+                    target = np.zeros(nbytes + PAGE + 8, np.uint8)
+                    start = -int(target.ctypes.data) % PAGE + into
+                    store.read(part, Span(int(target.ctypes.data) + start, nbytes))
+                    assert target[start : start + nbytes].tobytes() == content
+                    assert not target[start + nbytes :].any() and not target[:start].any()
+                assert store.check(NS, record.key)
 
 
 def test_many_slabs_become_fewer_larger_ones(tmp_path: Path) -> None:
@@ -293,10 +292,9 @@ def test_many_slabs_become_fewer_larger_ones(tmp_path: Path) -> None:
         def free_bytes(self, path: Path) -> int:
             return 1 << 50
 
-    store = SlabStore.open(tmp_path / "store", 1 << 40, ops=NoSpace())
-    put(store, 1, b"x" * PAGE)
-    assert made == [(1 << 40) // 256]
-    store.close()
+    with opened(tmp_path / "store", 1 << 40, ops=NoSpace()) as store:
+        put(store, 1, b"x" * PAGE)
+        assert made == [(1 << 40) // 256]
 
 
 def test_small_blocks_are_written_by_all_threads(tmp_path: Path) -> None:
@@ -312,10 +310,9 @@ def test_small_blocks_are_written_by_all_threads(tmp_path: Path) -> None:
                 assert all_there.wait(30), f"only {len(writers)} write at a time"
             return super().pwrite(fd, buffer, offset)
 
-    store = SlabStore.open(tmp_path / "store", 1 << 20, io_threads=4, io="buffered", ops=Meeting())
-    records = store.write([block(number, Payload(b"x" * PAGE)) for number in range(1, 33)])
-    assert all(isinstance(record, BlockRecord) for record in records)
-    store.close()
+    with opened(tmp_path / "store", 1 << 20, io_threads=4, io="buffered", ops=Meeting()) as store:
+        records = store.write([block(number, Payload(b"x" * PAGE)) for number in range(1, 33)])
+        assert all(isinstance(record, BlockRecord) for record in records)
 
 
 def test_reading_refuses_wrong_spans_and_lost_slabs(store: SlabStore, faults: Faults) -> None:
@@ -580,45 +577,40 @@ def test_waiting_writers_share_one_commit(store: SlabStore, faults: Faults) -> N
 
 
 def test_many_threads_write_read_and_remove(tmp_path: Path) -> None:
-    store = SlabStore.open(tmp_path / "store", 256 * PAGE)
+    with opened(tmp_path / "store", 256 * PAGE) as store:
 
-    def worker(lane: int) -> None:
-        for turn in range(12):
-            number = lane * 1000 + turn
-            content = struct.pack("<I", number) * (500 + 400 * lane)
-            record = put(store, number, content)
-            assert record is not None and stored(store, record) == content
-            if turn % 3:
-                store.remove([(NS, key(number))])
+        def worker(lane: int) -> None:
+            for turn in range(12):
+                number = lane * 1000 + turn
+                content = struct.pack("<I", number) * (500 + 400 * lane)
+                record = put(store, number, content)
+                assert record is not None and stored(store, record) == content
+                if turn % 3:
+                    store.remove([(NS, key(number))])
 
-    with ThreadPoolExecutor(6) as pool:
-        for future in [pool.submit(worker, lane) for lane in range(6)]:
-            future.result(60)
-    assert len(list(store.records())) == 6 * 4
-    store.check_integrity()
-    store.close()
+        with ThreadPoolExecutor(6) as pool:
+            for future in [pool.submit(worker, lane) for lane in range(6)]:
+                future.result(60)
+        assert len(list(store.records())) == 6 * 4
 
 
 def test_the_index_grows_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_index, "MAP_BYTES", 64 * 1024)
-    store = SlabStore.open(tmp_path / "store", 2000 * PAGE)
-    payload = Payload(b"x")
-    assert all(store.write([block(i, payload) for i in range(1500)]))
-    assert len(list(store.records())) == 1500
-    assert (tmp_path / "store" / "index" / "data.mdb").stat().st_size > 64 * 1024
-    store.close()
+    with opened(tmp_path / "store", 2000 * PAGE) as store:
+        payload = Payload(b"x")
+        assert all(store.write([block(i, payload) for i in range(1500)]))
+        assert len(list(store.records())) == 1500
+        assert (tmp_path / "store" / "index" / "data.mdb").stat().st_size > 64 * 1024
 
 
 def test_namespaces_are_kept(tmp_path: Path) -> None:
-    store = SlabStore.open(tmp_path / "store", 64 * PAGE)
-    store.put_namespace(NS, b"{model}")
-    store.put_namespace(b"another!", b"{}")
-    store.close()
+    with opened(tmp_path / "store", 64 * PAGE) as store:
+        store.put_namespace(NS, b"{model}")
+        store.put_namespace(b"another!", b"{}")
     with pytest.raises(StorageError, match="closed"):
         store.put_namespace(NS, b"")
-    store = SlabStore.open(tmp_path / "store", 64 * PAGE)
-    assert store.namespaces() == {NS: b"{model}", b"another!": b"{}"}
-    store.close()
+    with opened(tmp_path / "store", 64 * PAGE) as store:
+        assert store.namespaces() == {NS: b"{model}", b"another!": b"{}"}
 
 
 def test_close_waits_for_a_write_and_closes_everything(tmp_path: Path, faults: Faults) -> None:
@@ -648,35 +640,31 @@ def test_close_waits_for_a_write_and_closes_everything(tmp_path: Path, faults: F
 
 def test_two_sizes_share_a_tier_by_pages(tmp_path: Path) -> None:
     """64 KiB in a tier full of 4 KiB slots costs one page, not a slab."""
-    store = SlabStore.open(tmp_path / "store", 16 * MIB)
-    payload = Payload(b"s" * PAGE)
-    records = store.write([block(number, payload) for number in range(16 * 256)])
-    slots = np.array([record.parts[0].slot for record in records if record and record.parts[0]], np.int64)
-    assert len(slots) == 16 * 256 and store.room(64 * 1024) == 0
-    worth = np.random.default_rng(0).random(len(slots))
-    victims = store.choose_victims(64 * 1024, 1, slots, worth)
-    assert len(victims.positions) == 16 and victims.slots == 1
-    store.remove([(NS, key(number)) for number in victims.positions.tolist()])
-    assert store.room(64 * 1024) == 1 and put(store, 5000, b"L" * 64 * 1024) is not None
-    assert store.used_bytes == store.capacity_bytes
-    store.check_integrity()
-    store.close()
+    with opened(tmp_path / "store", 16 * MIB) as store:
+        payload = Payload(b"s" * PAGE)
+        records = store.write([block(number, payload) for number in range(16 * 256)])
+        slots = np.array([record.parts[0].slot for record in records if record and record.parts[0]], np.int64)
+        assert len(slots) == 16 * 256 and store.room(64 * 1024) == 0
+        worth = np.random.default_rng(0).random(len(slots))
+        victims = store.choose_victims(64 * 1024, 1, slots, worth)
+        assert len(victims.positions) == 16 and victims.slots == 1
+        store.remove([(NS, key(number)) for number in victims.positions.tolist()])
+        assert store.room(64 * 1024) == 1 and put(store, 5000, b"L" * 64 * 1024) is not None
+        assert store.used_bytes == store.capacity_bytes
 
 
 def test_a_slot_larger_than_whole_slabs_has_room_when_some_are_empty(tmp_path: Path) -> None:
-    store = SlabStore.open(tmp_path / "store", 64 * PAGE)
-    payload = Payload(b"s")
-    records = store.write([block(number, payload) for number in range(64)])
-    slots = np.array([record.parts[0].slot for record in records if record and record.parts[0]], np.int64)
-    worth = np.arange(64.0)
-    evictable = np.ones(64, np.bool_)
-    evictable[5] = False
-    victims = store.choose_victims(9 * PAGE, 1, slots, worth, evictable)
-    assert (victims.slots, victims.positions.tolist()) == (1, [0, 1, 2, 3, *range(8, 16)]), "three slabs of four"
-    store.remove([(NS, key(number)) for number in victims.positions.tolist()])
-    assert store.room(9 * PAGE) == 1 and put(store, 100, b"L" * 9 * PAGE) is not None
-    store.check_integrity()
-    store.close()
+    with opened(tmp_path / "store", 64 * PAGE) as store:
+        payload = Payload(b"s")
+        records = store.write([block(number, payload) for number in range(64)])
+        slots = np.array([record.parts[0].slot for record in records if record and record.parts[0]], np.int64)
+        worth = np.arange(64.0)
+        evictable = np.ones(64, np.bool_)
+        evictable[5] = False
+        victims = store.choose_victims(9 * PAGE, 1, slots, worth, evictable)
+        assert (victims.slots, victims.positions.tolist()) == (1, [0, 1, 2, 3, *range(8, 16)]), "three slabs of four"
+        store.remove([(NS, key(number)) for number in victims.positions.tolist()])
+        assert store.room(9 * PAGE) == 1 and put(store, 100, b"L" * 9 * PAGE) is not None
 
 
 def test_what_contradicts_the_slabs_is_found(store: SlabStore) -> None:
@@ -707,25 +695,24 @@ def test_what_contradicts_the_slabs_is_found(store: SlabStore) -> None:
 
 
 def test_a_prefix_lies_together_on_disk(tmp_path: Path) -> None:
-    store = SlabStore.open(tmp_path / "store", 64 * MIB)
-    store.room(64 * 1024)  # pages of 64 KiB
-    payload = Payload(b"x" * PAGE)
-    homes = []
-    last: list[int | None] = [None, None]
-    for depth in range(4):
-        for prompt in range(2):
-            parent = None if depth == 0 else prompt * 100 + depth - 1
-            new = replace(block(prompt * 100 + depth, payload, parent), near=[last[prompt]])
-            (record,) = store.write([new])
-            assert record is not None and record.parts[0] is not None
-            last[prompt] = record.parts[0].slot
-            homes.append((prompt, record.parts[0].slot >> 4))
-    assert len(set(homes)) == 2 and len({home for _, home in homes}) == 2
-    store.write([block(500, payload), *(block(501 + at, payload, 500 + at) for at in range(10))])
-    keys = {key(500 + at) for at in range(11)}
-    found = [record.parts[0].slot >> 4 for record in store.records() if record.parts[0] and record.key in keys]
-    assert len(set(found)) == 1, "parents in the same write are known"
-    store.close()
+    with opened(tmp_path / "store", 64 * MIB) as store:
+        store.room(64 * 1024)  # pages of 64 KiB
+        payload = Payload(b"x" * PAGE)
+        homes = []
+        last: list[int | None] = [None, None]
+        for depth in range(4):
+            for prompt in range(2):
+                parent = None if depth == 0 else prompt * 100 + depth - 1
+                new = replace(block(prompt * 100 + depth, payload, parent), near=[last[prompt]])
+                (record,) = store.write([new])
+                assert record is not None and record.parts[0] is not None
+                last[prompt] = record.parts[0].slot
+                homes.append((prompt, record.parts[0].slot >> 4))
+        assert len(set(homes)) == 2 and len({home for _, home in homes}) == 2
+        store.write([block(500, payload), *(block(501 + at, payload, 500 + at) for at in range(10))])
+        keys = {key(500 + at) for at in range(11)}
+        found = [record.parts[0].slot >> 4 for record in store.records() if record.parts[0] and record.key in keys]
+        assert len(set(found)) == 1, "parents in the same write are known"
 
 
 class StoreModel(RuleBasedStateMachine):

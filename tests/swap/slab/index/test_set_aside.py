@@ -19,6 +19,7 @@ from prefixd_swap.slab.files.file_ops import FileOps
 from prefixd_swap.slab.index.block_record import DiskPart, encode_record, index_key
 from prefixd_swap.slab.index.set_aside import MOST, NOTE
 from prefixd_swap.slab.salvage import NO_PARENT, OVERWRITTEN, UNREADABLE
+from tests.swap.slab.chains import opened
 
 NS, OTHER = b"namespac", b"other ns"
 PAGE = 4096
@@ -64,10 +65,9 @@ def contents(store: SlabStore) -> dict[int, bytes]:
 
 
 def filled(path: Path, count: int = 40) -> None:
-    store = SlabStore.open(path, CAPACITY)
-    store.put_namespace(NS, b"what it stands for")
-    write(store, range(count))
-    store.close()
+    with opened(path, CAPACITY) as store:
+        store.put_namespace(NS, b"what it stands for")
+        write(store, range(count))
 
 
 def only(store: SlabStore) -> SetAside:
@@ -108,22 +108,21 @@ def test_what_can_be_read_of_a_file_that_was_cut_off_is_back_at_once(path: Path,
     data = path / "index" / "data.mdb"
     whole = data.read_bytes()
     data.write_bytes(whole[: pages * PAGE])
-    store = SlabStore.open(path, CAPACITY)
-    if not store.recovery.index_damage:
-        pytest.skip("no page that is in use is missing")
-    assert "cut off" in only(store).reason
-    note = json.loads((only(store).path / NOTE).read_text())
-    assert note == {"reason": only(store).reason, "blocks": only(store).blocks}
-    counted = only(store).blocks
-    found = contents(store)
-    assert all(found[number] == content(number) for number in found)
-    assert all(number % CHAIN == 0 or number - 1 in found for number in found)
-    assert counted == 40 - len(found) or (counted is None and not found)
-    assert store.recovery.lost == {}, "counted once, with what was set aside"
-    blocks, lost = bring_back(store)
-    assert blocks == 0 and set(lost) <= {UNREADABLE, NO_PARENT} and sum(lost.values()) == (counted or 0)
-    assert contents(store) == found
-    store.close()
+    with opened(path, CAPACITY) as store:
+        if not store.recovery.index_damage:
+            pytest.skip("no page that is in use is missing")
+        assert "cut off" in only(store).reason
+        note = json.loads((only(store).path / NOTE).read_text())
+        assert note == {"reason": only(store).reason, "blocks": only(store).blocks}
+        counted = only(store).blocks
+        found = contents(store)
+        assert all(found[number] == content(number) for number in found)
+        assert all(number % CHAIN == 0 or number - 1 in found for number in found)
+        assert counted == 40 - len(found) or (counted is None and not found)
+        assert store.recovery.lost == {}, "counted once, with what was set aside"
+        blocks, lost = bring_back(store)
+        assert blocks == 0 and set(lost) <= {UNREADABLE, NO_PARENT} and sum(lost.values()) == (counted or 0)
+        assert contents(store) == found
 
 
 @pytest.mark.parametrize("damaged", [3, 12, 39])
@@ -133,22 +132,20 @@ def test_a_key_out_of_order_costs_its_block_and_what_continues_it(path: Path, da
     whole = data.read_bytes()
     wrong = NS + b"\x7f" + key(damaged)[1:] if damaged < 39 else NS + key(0)[:-1] + b"\x01"
     data.write_bytes(whole.replace(NS + key(damaged), wrong))
-    store = SlabStore.open(path, CAPACITY)
-    end = damaged - damaged % CHAIN + CHAIN
-    lost = set(range(damaged, end))
-    assert "out of order" in store.recovery.index_damage
-    found = contents(store)
-    assert {number: each for number, each in found.items() if number < 40} == {
-        number: content(number) for number in range(40) if number not in lost
-    }
-    store.check_integrity()
-    assert only(store).blocks == 40 - len(found)
-    bring_back(store)
-    assert contents(store) == found
-    store.close()
-    store = SlabStore.open(path, CAPACITY)
-    assert contents(store) == found and not store.recovery.lost
-    store.close()
+    with opened(path, CAPACITY) as store:
+        end = damaged - damaged % CHAIN + CHAIN
+        lost = set(range(damaged, end))
+        assert "out of order" in store.recovery.index_damage
+        found = contents(store)
+        assert {number: each for number, each in found.items() if number < 40} == {
+            number: content(number) for number in range(40) if number not in lost
+        }
+        store.check_integrity()
+        assert only(store).blocks == 40 - len(found)
+        bring_back(store)
+        assert contents(store) == found
+    with opened(path, CAPACITY) as store:
+        assert contents(store) == found and not store.recovery.lost
 
 
 def test_a_page_that_the_device_cannot_read_costs_what_is_in_it(path: Path) -> None:
@@ -171,12 +168,11 @@ def test_a_page_that_the_device_cannot_read_costs_what_is_in_it(path: Path) -> N
     for Bad.page in range(2, pages):
         copy = path.with_name(f"page{Bad.page}")
         shutil.copytree(path, copy)
-        store = SlabStore.open(copy, CAPACITY, ops=Bad())
-        assert "cannot be read: Input/output error" in store.recovery.index_damage
-        found = contents(store)
-        assert all(each == content(number) for number, each in found.items())
-        kept.append(len(found))
-        store.close()
+        with opened(copy, CAPACITY, ops=Bad()) as store:
+            assert "cannot be read: Input/output error" in store.recovery.index_damage
+            found = contents(store)
+            assert all(each == content(number) for number, each in found.items())
+            kept.append(len(found))
     assert min(kept) < 40 and max(kept) == 40 and sum(20 < each < 40 for each in kept) > 1
 
 
@@ -190,23 +186,21 @@ def test_an_index_that_is_gone_beside_slabs_is_set_aside(path: Path, gone: str) 
     else:
         (path / "index" / "data.mdb").write_bytes(b"")
     for _ in range(2):
-        store = SlabStore.open(path, CAPACITY)
-        assert only(store).blocks is None and not contents(store)
-        assert re.fullmatch("data.mdb is empty|the index is gone, and \\d+ slab files are there", only(store).reason)
-        store.close()
-    store = SlabStore.open(path, CAPACITY)
-    assert bring_back(store) == (0, {}) and store.set_aside() == []
-    store.close()
-    store = SlabStore.open(path, CAPACITY)
-    assert store.set_aside() == []
-    store.close()
+        with opened(path, CAPACITY) as store:
+            assert only(store).blocks is None and not contents(store)
+            assert re.fullmatch(
+                "data.mdb is empty|the index is gone, and \\d+ slab files are there", only(store).reason
+            )
+    with opened(path, CAPACITY) as store:
+        assert bring_back(store) == (0, {}) and store.set_aside() == []
+    with opened(path, CAPACITY) as store:
+        assert store.set_aside() == []
 
 
 def test_a_new_directory_has_lost_nothing(path: Path) -> None:
     for _ in range(2):
-        store = SlabStore.open(path, CAPACITY)
-        assert store.set_aside() == []
-        store.close()
+        with opened(path, CAPACITY) as store:
+            assert store.set_aside() == []
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -214,20 +208,19 @@ def test_what_was_overwritten_since_does_not_come_back(path: Path, seed: int) ->
     rng = random.Random(seed)
     filled(path)
     (path / "index").rename(path / "index.damaged")
-    store = SlabStore.open(path, CAPACITY)
-    store.put_namespace(NS, b"what it stands for")
-    again = range(0, 4 * rng.randint(1, 3))
-    write(store, again)  # computed again
-    write(store, range(100, 100 + 4 * rng.randint(1, 4)))
-    new = contents(store)
-    result = salvage(only(store), store)
-    assert (result.there, result.blocks + sum(result.lost.values())) == (len(again), 40 - len(again))
-    assert result.lost[OVERWRITTEN]
-    bring_back(store)
-    found = contents(store)
-    assert found.items() >= new.items() and len(found) == len(new) + result.blocks
-    assert all(each == content(number) for number, each in found.items())
-    store.close()
+    with opened(path, CAPACITY) as store:
+        store.put_namespace(NS, b"what it stands for")
+        again = range(0, 4 * rng.randint(1, 3))
+        write(store, again)  # computed again
+        write(store, range(100, 100 + 4 * rng.randint(1, 4)))
+        new = contents(store)
+        result = salvage(only(store), store)
+        assert (result.there, result.blocks + sum(result.lost.values())) == (len(again), 40 - len(again))
+        assert result.lost[OVERWRITTEN]
+        bring_back(store)
+        found = contents(store)
+        assert found.items() >= new.items() and len(found) == len(new) + result.blocks
+        assert all(each == content(number) for number, each in found.items())
 
 
 def test_records_that_name_no_bytes_or_the_same_are_not_believed(path: Path) -> None:
@@ -250,12 +243,11 @@ def test_records_that_name_no_bytes_or_the_same_are_not_believed(path: Path) -> 
             records = dict(txn.cursor())
     assert len(records) == 13
     (path / "index").rename(path / "index.damaged")
-    store = SlabStore.open(path, CAPACITY)
-    blocks, lost = bring_back(store)
-    # 4 and 202 name the same bytes, and 5 to 7 continue 4.
-    assert (blocks, lost) == (4, {UNREADABLE: 4, OVERWRITTEN: 2, NO_PARENT: 3})
-    assert sorted(contents(store)) == [0, 1, 2, 3]
-    store.close()
+    with opened(path, CAPACITY) as store:
+        blocks, lost = bring_back(store)
+        # 4 and 202 name the same bytes, and 5 to 7 continue 4.
+        assert (blocks, lost) == (4, {UNREADABLE: 4, OVERWRITTEN: 2, NO_PARENT: 3})
+        assert sorted(contents(store)) == [0, 1, 2, 3]
 
 
 def _part(value: bytes) -> tuple[int, int, int]:
@@ -268,9 +260,8 @@ def test_slabs_that_it_names_are_not_deleted_for_a_smaller_capacity(path: Path) 
     (path / "index").rename(path / "index.damaged")
     with pytest.raises(ShrinkError, match="slabs that hold blocks"):
         SlabStore.open(path, CAPACITY // 8, shrink=False)
-    store = SlabStore.open(path, CAPACITY, shrink=False)
-    assert bring_back(store) == (40, {})
-    store.close()
+    with opened(path, CAPACITY, shrink=False) as store:
+        assert bring_back(store) == (40, {})
 
 
 def test_four_are_kept(path: Path) -> None:
@@ -300,36 +291,33 @@ def test_a_note_that_cannot_be_read_costs_the_reason(path: Path, note: bytes | N
         (path / "index.damaged" / NOTE).mkdir()  # reading it is an OSError
     else:
         (path / "index.damaged" / NOTE).write_bytes(note)
-    store = SlabStore.open(path, CAPACITY)
-    assert only(store).blocks in (4, None) and only(store).reason in ("", "r")
-    assert bring_back(store) == (4, {})
-    store.close()
+    with opened(path, CAPACITY) as store:
+        assert only(store).blocks in (4, None) and only(store).reason in ("", "r")
+        assert bring_back(store) == (4, {})
 
 
 def test_a_directory_that_cannot_be_read_is_an_error_of_storage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(path, 4)
-    store = SlabStore.open(path, CAPACITY)
+    with opened(path, CAPACITY) as store:
 
-    def refuse(self: Path) -> bool:
-        raise PermissionError(errno.EACCES, "Permission denied")
+        def refuse(self: Path) -> bool:
+            raise PermissionError(errno.EACCES, "Permission denied")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "is_dir", refuse)
-        with pytest.raises(StorageError, match=r"looking for .*index.damaged; give this user the right"):
-            store.set_aside()
-    store.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "is_dir", refuse)
+            with pytest.raises(StorageError, match=r"looking for .*index.damaged; give this user the right"):
+                store.set_aside()
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage " * 4096])
 def test_what_is_no_index_brings_nothing_back(path: Path, content: bytes) -> None:
     filled(path)
     (path / "index" / "data.mdb").write_bytes(content)
-    store = SlabStore.open(path, CAPACITY)
-    for found in store.set_aside():
-        assert found.blocks is None
-        result = salvage(found, store)
-        assert (result.blocks, result.there, dict(result.lost)) == (0, 0, {})
-    store.close()
+    with opened(path, CAPACITY) as store:
+        for found in store.set_aside():
+            assert found.blocks is None
+            result = salvage(found, store)
+            assert (result.blocks, result.there, dict(result.lost)) == (0, 0, {})
 
 
 @pytest.fixture

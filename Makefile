@@ -52,8 +52,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # The engines' own variables begin like these: one that prefixd does not know would be part of the names of namespaces.
 unexport VLLM_TESTS SGLANG_TESTS
 
-.PHONY: help install install-vllm install-sglang run test test-slow test-all test-remote test-stores test-remote-vllm \
-	test-vllm test-vllm-matrix $(VLLM_MATRIX) test-vllm-0.32.0 test-vllm-0.33.0 test-sglang test-sglang-engine \
+.PHONY: help install install-vllm install-sglang install-docs run test test-slow test-all test-remote test-stores \
+	test-remote-vllm test-vllm test-vllm-matrix $(VLLM_MATRIX) test-vllm-0.32.0 test-vllm-0.33.0 test-sglang test-sglang-engine \
 	test-sglang-matrix test-routers bench-peers check results docs format proto gpu-check clean
 .DEFAULT_GOAL := help
 
@@ -73,7 +73,7 @@ help:
 	@echo "make check         style, types, import rules, generated code, docs/results.md"
 	@echo "make results       write docs/results.md and the README's figures from benchmarks/results"
 	@echo "make docs          build the documentation's site in build/docs; links and pages are checked"
-	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang: the engines')"
+	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang, install-docs: theirs)"
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/, and the client without async from the asyncio one"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
@@ -102,6 +102,8 @@ install: $(INSTALLED)
 install-vllm: $(VLLM_INSTALLED)
 
 install-sglang: $(SGLANG_INSTALLED)
+
+install-docs: $(DOCS_INSTALLED)
 
 run: $(INSTALLED)
 	$(BIN)/prefixd demo

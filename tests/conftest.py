@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -27,6 +28,13 @@ settings.load_profile("prefixd")
 # A script's background jobs ignore SIGINT, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty folder whose path leaves room for a unix socket's name, which has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="pfx-") as name:
+        yield Path(name)
 
 
 @pytest.fixture
@@ -53,6 +61,13 @@ def pytest_collection() -> Generator[None, object, object]:
     """Without the garbage collector the imports take half the time, and it then skips all that they have made."""
     with heap.imports():
         return (yield)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`make test-slow` begins with the rooms whose files take longest: its workers end at about the same time."""
+    if config.getoption("markexpr") == "slow":
+        longest = [config.rootpath / "tests" / room for room in ("benchmarks", "serving", "worker")]
+        items.sort(key=lambda item: not any(item.path.is_relative_to(room) for room in longest))
 
 
 _popen = subprocess.Popen.__init__

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,24 +106,17 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
     assert text in done.stderr and "8GiB" in done.stderr
 
 
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A folder whose path leaves room for a unix socket's name, which has 107 characters at most."""
-    with tempfile.TemporaryDirectory(prefix="pfx-") as name:
-        yield Path(name)
-
-
-def test_sigterm_ends_a_benchmark_and_its_daemon(short_folder: Path) -> None:
+def test_sigterm_ends_a_benchmark_and_its_daemon(folder: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.match", "--repeats", "100000000"],
         cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(short_folder)},
+        env=os.environ | {"TMPDIR": str(folder)},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
             deadline = time.monotonic() + 120
-            while not (sockets := list(short_folder.glob("*/prefixd.sock"))):
+            while not (sockets := list(folder.glob("*/prefixd.sock"))):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)
             with Client(f"unix:{sockets[0]}") as client:
@@ -139,7 +130,7 @@ def test_sigterm_ends_a_benchmark_and_its_daemon(short_folder: Path) -> None:
             assert process.stderr is not None and process.stderr.read() == ""
         finally:
             process.kill()
-    assert list(short_folder.iterdir()) == []
+    assert list(folder.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.kill(daemon, 0)
 

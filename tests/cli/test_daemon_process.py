@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,6 @@ from prefixd.cli.demo.daemon_process import DaemonFailed, DaemonProcess, ended_b
 from tests.waiting import wait_until
 
 SMALL = {"cpu.bytes": "1MiB", "disk.bytes": "4MiB"}
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    with tempfile.TemporaryDirectory(prefix="prefixd-") as name:
-        yield Path(name)
 
 
 def alive(pid: int) -> bool:
@@ -54,10 +45,10 @@ def test_it_runs_is_restarted_and_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_directory_that_was_given_stays(directory: Path) -> None:
-    with DaemonProcess(SMALL, directory=directory):
+def test_a_directory_that_was_given_stays(folder: Path) -> None:
+    with DaemonProcess(SMALL, directory=folder):
         pass
-    assert (directory / "data").is_dir()
+    assert (folder / "data").is_dir()
 
 
 @pytest.mark.slow
@@ -86,16 +77,16 @@ def test_one_that_does_not_end_is_killed() -> None:
 
 
 @pytest.mark.slow
-def test_the_callers_configuration_does_not_reach_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_configuration_does_not_reach_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFIXD_CPU__BYTES", "nonsense from the environment")
-    monkeypatch.chdir(directory)
-    (directory / "prefixd.toml").write_text("nonsense in a file")
+    monkeypatch.chdir(folder)
+    (folder / "prefixd.toml").write_text("nonsense in a file")
     with DaemonProcess(SMALL) as daemon:
         assert alive(daemon.pid)
 
 
 @pytest.mark.slow
-def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
+def test_it_ends_with_a_parent_that_is_killed(folder: Path) -> None:
     program = """if True:
         import os, pathlib, signal, sys
         from prefixd.cli.demo.daemon_process import DaemonProcess
@@ -104,7 +95,7 @@ def test_it_ends_with_a_parent_that_is_killed(directory: Path) -> None:
         print(daemon.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run([sys.executable, "-c", program, str(directory)], stdout=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, timeout=60)
     assert done.returncode == -signal.SIGKILL
     daemon = int(done.stdout)
     wait_until(lambda: not alive(daemon), "the daemon outlived the process that it was started for")

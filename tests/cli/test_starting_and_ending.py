@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -67,13 +66,6 @@ main()
 """
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """In a short path: a socket's is limited."""
-    with tempfile.TemporaryDirectory(prefix="pfx-") as name:
-        yield Path(name)
-
-
 Signalled = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -98,23 +90,26 @@ def signalled(folder: Path) -> Signalled:
     return run
 
 
+# Both signals where a command and the daemon begin and where the daemon has begun; in between one after the other.
 @pytest.mark.parametrize(
-    ("moment", "command"),
+    ("moment", "command", "number"),
     [
-        ("prefixd.cli.app", ("stats",)),
-        ("typer", ("--help",)),
-        ("prefixd.client", ("ls",)),
-        ("grpc", ("generate", "x")),
-        ("prefixd.cli.commands.plan", ("plan", "--help")),
-        ("pydantic", SERVE),
-        ("lmdb", SERVE),
-        ("torch", (*SERVE, "--embedded", "--set=gpu.device=cuda")),
-        ("prefixd_swap:SlabStore.open", SERVE),
-        ("prefixd.cache.cache:TieredCache.restore", SERVE),
-        ("prefixd.server.rpc.memory_listener:MemoryListener.start", SERVE),
+        ("prefixd.cli.app", ("stats",), INT),
+        ("prefixd.cli.app", ("stats",), TERM),
+        ("typer", ("--help",), INT),
+        ("prefixd.client", ("ls",), TERM),
+        ("grpc", ("generate", "x"), INT),
+        ("prefixd.cli.commands.plan", ("plan", "--help"), TERM),
+        ("pydantic", SERVE, INT),
+        ("pydantic", SERVE, TERM),
+        ("lmdb", SERVE, INT),
+        ("torch", (*SERVE, "--embedded", "--set=gpu.device=cuda"), TERM),
+        ("prefixd_swap:SlabStore.open", SERVE, INT),
+        ("prefixd.cache.cache:TieredCache.restore", SERVE, TERM),
+        ("prefixd.server.rpc.memory_listener:MemoryListener.start", SERVE, INT),
+        ("prefixd.server.rpc.memory_listener:MemoryListener.start", SERVE, TERM),
     ],
 )
-@pytest.mark.parametrize("number", [INT, TERM])
 def test_a_signal_while_anything_starts_ends_it_without_a_word(
     signalled: Signalled, moment: str, command: Sequence[str], number: signal.Signals
 ) -> None:

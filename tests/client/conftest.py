@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,15 +181,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
 
 
 @pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A folder whose path leaves room for a unix socket's name, which has 107 characters at most."""
-    with tempfile.TemporaryDirectory(prefix="prefixd-") as name:
-        yield Path(name)
-
-
-@pytest.fixture
-async def stand_in(short_folder: Path) -> AsyncIterator[StandIn]:
-    server = StandIn(short_folder)
+async def stand_in(folder: Path) -> AsyncIterator[StandIn]:
+    server = StandIn(folder)
     await server.start()
     yield server
     await server.stop()

@@ -87,15 +87,13 @@ async def test_a_stream_that_the_daemon_gave_up_keeps_its_words(stand_in: Any, s
             await cache.match(TOKENS)
 
 
-async def test_no_daemon_is_said_at_once_and_names_the_address(short_folder: Any) -> None:
-    async with AsyncClient(f"unix:{short_folder}/nobody", timeout_s=3600.0) as client, asyncio.timeout(60):
+async def test_no_daemon_is_said_at_once_and_names_the_address(folder: Any) -> None:
+    async with AsyncClient(f"unix:{folder}/nobody", timeout_s=3600.0) as client, asyncio.timeout(60):
         with pytest.raises(ServerUnavailable, match="nobody"):
             await client.stats()
 
 
-async def test_a_daemon_that_is_slow_to_greet_is_waited_for(
-    stand_in: Any, spec: NamespaceSpec, short_folder: Path
-) -> None:
+async def test_a_daemon_that_is_slow_to_greet_is_waited_for(stand_in: Any, spec: NamespaceSpec, folder: Path) -> None:
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -107,7 +105,7 @@ async def test_a_daemon_that_is_slow_to_greet_is_waited_for(
         there = await asyncio.open_unix_connection(stand_in.address.removeprefix("unix:"))
         await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
 
-    late = short_folder / "late"
+    late = folder / "late"
     async with (
         await asyncio.start_unix_server(relay, late),
         AsyncClient(f"unix:{late}", memory="streamed") as client,
@@ -438,8 +436,8 @@ async def test_closing_ends_the_wait_for_a_session(stand_in: Any, spec: Namespac
         await waiting
 
 
-async def test_closing_ends_a_call_that_waits_for_the_next_attempt_to_connect(short_folder: Path) -> None:
-    client = AsyncClient(f"unix:{short_folder}/nobody")
+async def test_closing_ends_a_call_that_waits_for_the_next_attempt_to_connect(folder: Path) -> None:
+    client = AsyncClient(f"unix:{folder}/nobody")
     with pytest.raises(ServerUnavailable):
         await client.stats()
     waiting = asyncio.create_task(client.stats())
@@ -467,13 +465,13 @@ class Taker(cache_pb2_grpc.PrefixCacheServicer):
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-async def test_bytes_are_sent_when_the_daemon_has_agreed_to_take_them(short_folder: Path, agrees: bool) -> None:
+async def test_bytes_are_sent_when_the_daemon_has_agreed_to_take_them(folder: Path, agrees: bool) -> None:
     taker = Taker(agrees)
     server = grpc.aio.server()
     cache_pb2_grpc.add_PrefixCacheServicer_to_server(taker, server)
-    server.add_insecure_port(f"unix:{short_folder}/s")
+    server.add_insecure_port(f"unix:{folder}/s")
     await server.start()
-    connection = Connection(f"unix:{short_folder}/s", 60.0)
+    connection = Connection(f"unix:{folder}/s", 60.0)
     pieces = iter([cache_pb2.PutRequest(data=b"x")] * 5)
     try:
         if agrees:

@@ -89,8 +89,8 @@ class Guarded:
 
 
 @pytest.fixture
-async def guarded(short_folder: Path) -> AsyncIterator[Guarded]:
-    guarded = Guarded(short_folder)
+async def guarded(folder: Path) -> AsyncIterator[Guarded]:
+    guarded = Guarded(folder)
     await guarded.start()
     yield guarded
     await guarded.stop()

@@ -19,12 +19,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 
 @pytest.fixture
-def path(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of the default socket, which is there."""
     monkeypatch.delenv("PREFIXD_SERVER__SOCKET", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     path = default_socket()
-    assert path == short_folder / "prefixd" / "prefixd.sock"
+    assert path == folder / "prefixd" / "prefixd.sock"
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
@@ -98,9 +98,9 @@ async def test_it_is_looked_at_before_every_call(path: Path) -> None:
 
 
 async def test_a_path_that_was_given_is_the_givers_business(
-    stand_in: Any, spec: NamespaceSpec, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+    stand_in: Any, spec: NamespaceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    short_folder.chmod(0o777)
+    folder.chmod(0o777)
     async with AsyncClient(stand_in.address) as client:
         await client.register(spec)

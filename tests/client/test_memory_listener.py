@@ -22,11 +22,11 @@ NBYTES = 8192
 
 
 @pytest.fixture
-async def door(short_folder: Path) -> AsyncIterator[MemoryListener]:
+async def door(folder: Path) -> AsyncIterator[MemoryListener]:
     fd = os.memfd_create("arena")
     os.ftruncate(fd, NBYTES)
     os.pwrite(fd, b"hello", 4096)
-    made = MemoryListener(short_folder / "m", fd, NBYTES, {"alive"}.__contains__)
+    made = MemoryListener(folder / "m", fd, NBYTES, {"alive"}.__contains__)
     await made.start()
     yield made
     await made.close()
@@ -115,7 +115,7 @@ async def test_a_user_who_crowds_the_door_sends_only_its_own_away(
         each.close()
 
 
-async def test_who_is_let_in_can_be_decided_elsewhere(short_folder: Path) -> None:
+async def test_who_is_let_in_can_be_decided_elsewhere(folder: Path) -> None:
     fd = os.memfd_create("arena")
     os.ftruncate(fd, NBYTES)
     visits: list[tuple[str, int, int]] = []
@@ -125,7 +125,7 @@ async def test_who_is_let_in_can_be_decided_elsewhere(short_folder: Path) -> Non
         return "not for this session" if session_id == "other" else None
 
     let_in = [True]
-    door = MemoryListener(short_folder / "m", fd, NBYTES, lambda _: True, admit=visit, may_map=lambda uid: let_in[0])
+    door = MemoryListener(folder / "m", fd, NBYTES, lambda _: True, admit=visit, may_map=lambda uid: let_in[0])
     await door.start()
     (await fetch(door, "alive")).close()
     assert visits == [("alive", os.geteuid(), os.getpid())]
@@ -146,8 +146,8 @@ async def test_only_the_owner_may_connect_and_the_socket_goes_at_close(door: Mem
         await fetch(door, "alive")
 
 
-async def test_a_leftover_is_replaced_and_a_living_socket_is_not(door: MemoryListener, short_folder: Path) -> None:
-    leftover = short_folder / "old"
+async def test_a_leftover_is_replaced_and_a_living_socket_is_not(door: MemoryListener, folder: Path) -> None:
+    leftover = folder / "old"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(leftover))
     replaced = MemoryListener(leftover, 0, 1, lambda _: False)

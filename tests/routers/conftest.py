@@ -22,12 +22,11 @@ from benchmarks.common.harness import free_port
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Cache, Client, NamespaceSpec, PartSpec
 from tests.routers.stand_in_worker import StandInWorker
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 ROUTERS = Path(__file__).parents[2] / ".venv-routers" / "bin"
 BLOCK_TOKENS = 64  # of the daemon; routers count in 16
 BLOCK_BYTES = 512
-WAIT_S = 60.0
 _LOOPBACK = {name: "127.0.0.1" for name in ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_TCP_RESPONSE_STREAM_HOST")}
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from tests.daemons import Answer, Remote
 pytestmark = pytest.mark.slow
 
 PROMPT, NEW = 70, 40
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    made = Path(tempfile.mkdtemp(prefix="prefixd-"))
-    yield made
-    shutil.rmtree(made)
 
 
 def noised(directory: Path, target: Path) -> Path:

@@ -17,8 +17,7 @@ from prefixd.images.image_files import ImageLimits
 from prefixd.serving.images.image_decoder import ImageDecoder, _DecodeProcess
 from prefixd.serving.images.pixel_store import PixelPlace, PixelStore
 from prefixd.serving.models.model_host import ModelHost
-
-WAIT_S = 30.0
+from tests.waiting import WAIT_S
 
 
 class Process:

@@ -11,6 +11,7 @@ import pytest
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.v1 import admin_pb2, inference_pb2, inference_pb2_grpc
 from tests.daemons import Remote
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,6 @@ queue_limit = 36
 [tenants.bob]
 requests_per_s = 0.01
 """
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

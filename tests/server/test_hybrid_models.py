@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +29,6 @@ MODELS = os.environ.get("PREFIXD_MODELS", "gemma3_text jamba").split()
 @pytest.fixture(params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    made = Path(tempfile.mkdtemp(prefix="prefixd-"))
-    yield made
-    shutil.rmtree(made)
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,6 @@ BLOCK = 16
 NEW = 6
 # LLaVA-OneVision: rows in the place of tokens. PREFIXD_IMAGE_MODELS names others.
 MODELS = os.environ.get("PREFIXD_IMAGE_MODELS", "llava_onevision").split()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    made = Path(tempfile.mkdtemp(prefix="prefixd-"))
-    yield made
-    shutil.rmtree(made)
 
 
 class Conversation:

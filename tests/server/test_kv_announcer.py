@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -407,14 +405,6 @@ async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, mo
     assert router.topics == [b"kv@early", b"kv@late", b"kv@late"]
     assert router.batches[:2] == [[AllBlocksCleared()]] * 2
     assert router.blocks == matchable(namespace, trie)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    name = tempfile.mkdtemp(prefix="prefixd-")
-    yield Path(name)
-    shutil.rmtree(name)
 
 
 async def test_a_context_that_does_not_end_is_left_to_itself(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +21,8 @@ from prefixd.cache.index.keys.block_keys import BlockChain
 from prefixd.server.kv_events.block_hashes import block_hash
 from prefixd.v1 import admin_pb2, cache_pb2
 from tests.daemons import Remote
+from tests.waiting import WAIT_S
 
-WAIT_S = 60.0
 SIZE = 3000
 TOKENS = list(range(100, 140))  # ten blocks
 END = (1 << 64) - 1
@@ -106,14 +104,6 @@ def hashes(namespace: bytes, tokens: Sequence[int], block_tokens: int = 4) -> li
 
 def data(tokens: Sequence[int], size: int = SIZE) -> bytes:
     return np.random.default_rng(1).bytes(len(tokens) // 4 * size)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    name = tempfile.mkdtemp(prefix="prefixd-")
-    yield Path(name)
-    shutil.rmtree(name)
 
 
 @pytest.fixture

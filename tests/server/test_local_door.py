@@ -7,7 +7,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,11 +50,10 @@ except OSError as error:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path, and open to be passed through."""
-    with tempfile.TemporaryDirectory(prefix="prefixd-") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
+def folder(folder: Path) -> Path:
+    """Open to be passed through."""
+    folder.chmod(0o755)
+    return folder
 
 
 @pytest.fixture
@@ -108,8 +106,15 @@ def test_a_readable_data_directory_is_closed(folder: Path, launch: Callable[...,
     assert f"{folder / 'data'} was open to other users (mode 0755)" in remote.daemon.log.read_text()
 
 
-@pytest.mark.parametrize("name", ["data_dir", "disk.path"])
 @pytest.mark.parametrize("bits", [0o777, 0o770, 0o1777])
+def test_what_others_can_write_to_is_not_private(folder: Path, bits: int) -> None:
+    folder.chmod(bits)
+    with pytest.raises(ConfigError, match=rf"can be written to by other users \(mode {bits:04o}\); run `chmod 700"):
+        make_private("data_dir", folder)
+    assert mode(folder) == bits
+
+
+@pytest.mark.parametrize(("name", "bits"), [("data_dir", 0o777), ("disk.path", 0o1777)])
 @pytest.mark.slow
 def test_a_directory_that_others_can_write_to_is_refused(
     folder: Path, serve_failing: Callable[..., subprocess.CompletedProcess[str]], name: str, bits: int

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,14 +28,6 @@ pytestmark = pytest.mark.slow
 SIDECAR: dict[str, str | int] = {"cpu.bytes": "4MiB", "disk.bytes": "16MiB"}
 TOKENS = list(range(50, 90))
 BYTES = np.random.default_rng(8).bytes(10 * 3000)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    name = tempfile.mkdtemp(prefix="prefixd-")
-    yield Path(name)
-    shutil.rmtree(name)
 
 
 @pytest.fixture

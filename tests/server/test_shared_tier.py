@@ -24,9 +24,7 @@ from prefixd.worker_protocol.errors import ProtocolError
 from prefixd.worker_protocol.protocol import GroupShape, Hello
 from prefixd_swap import FramePool, VirtualMemory, create_memory
 from prefixd_swap.vmem import HostMemory
-from tests.waiting import until
-
-WAIT_S = 30.0
+from tests.waiting import WAIT_S, until
 
 
 def hello(frame_bytes: int, *groups: GroupShape, chunk_bytes: int = 4096) -> Hello:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +78,6 @@ def settings_of(first: Reference, second: Reference, gpu_bytes: int) -> dict[str
         "disk.bytes": "64MiB",
         "scheduler.load": "always",
     }
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    made = Path(tempfile.mkdtemp(prefix="prefixd-"))
-    yield made
-    shutil.rmtree(made)
 
 
 def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path) -> None:

@@ -23,11 +23,10 @@ from prefixd.worker_protocol.protocol import Failed, Hello, encode
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap import FramePool
 from tests.hello import HELLO
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 60.0
 SAYS_AND_WAITS = """
 import os, sys
 os.write(int(sys.argv[1]), bytes.fromhex(sys.argv[2]))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import pytest
 import zmq
 from vllm.distributed import kv_events as theirs
 
@@ -26,8 +23,7 @@ from tests.vllm.served import (
     run,
     tokens_of,
 )
-
-WAIT_S = 60.0
+from tests.waiting import WAIT_S
 
 
 class Stream:
@@ -94,14 +90,6 @@ class Stream:
             for end in range(VLLM_BLOCK_TOKENS, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS + 1, VLLM_BLOCK_TOKENS)
         }
         return {self.prompts[key] for key in self.has[medium]} == expected
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    name = tempfile.mkdtemp(prefix="prefixd-")
-    yield Path(name)
-    shutil.rmtree(name)
 
 
 def saved(engine: EngineProcess, request: EngineRequest) -> list[int]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +65,6 @@ class Subscriber:
             assert batch.data_parallel_rank == 0  # as of a vLLM without data parallelism
             self._events += batch.events
         return self._events.popleft()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short enough for a socket's path."""
-    name = tempfile.mkdtemp(prefix="prefixd-")
-    yield Path(name)
-    shutil.rmtree(name)
 
 
 def test_the_events_of_a_daemon(folder: Path) -> None:

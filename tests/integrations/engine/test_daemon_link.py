@@ -23,12 +23,10 @@ from prefixd.client.connecting.portal import Portal
 from prefixd.integrations.engine import daemon_link as link_module
 from prefixd.integrations.engine.daemon_link import Link, LinkDown
 from prefixd.server.access.local_credentials import SCHEME, LocalCredentials, LocalProcess
-from tests.client.conftest import StandIn, short_folder
+from tests.client.conftest import StandIn
 from tests.client.test_client_tickets import Guarded
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S
 from tests.waiting import wait_until
-
-__all__ = ["short_folder"]  # a fixture
 
 SPEC = NamespaceSpec("link", 2, (PartSpec("all", 0, 64),))
 TOKENS = [1, 2, 3, 4]
@@ -150,9 +148,9 @@ async def _refused(link: Link) -> BaseException | None:
     return await asyncio.to_thread(link.start(match(link)).exception, DEADLINE_S)
 
 
-async def test_who_is_refused_is_not_up(short_folder: Path, make_link: MakeLink, said: Said) -> None:
+async def test_who_is_refused_is_not_up(folder: Path, make_link: MakeLink, said: Said) -> None:
     """The session is open and lives on, and every call in it is refused, the first one with another ticket, too."""
-    guarded = Guarded(short_folder)
+    guarded = Guarded(folder)
     await guarded.start()
     try:
         link = make_link(guarded.stand_in.address)
@@ -178,11 +176,9 @@ async def test_who_is_refused_is_not_up(short_folder: Path, make_link: MakeLink,
         os.close(guarded.stand_in.fd)
 
 
-async def test_who_gets_no_memory_is_not_up_and_reads_what_to_do(
-    short_folder: Path, make_link: MakeLink, said: Said
-) -> None:
+async def test_who_gets_no_memory_is_not_up_and_reads_what_to_do(folder: Path, make_link: MakeLink, said: Said) -> None:
     """A connector does not stream. The engine runs on, and caches as soon as it may map the memory."""
-    stand_in = StandIn(short_folder)
+    stand_in = StandIn(folder)
     stand_in._door._may_map = lambda uid: False
     await stand_in.start()
     try:
@@ -204,9 +200,9 @@ async def test_who_gets_no_memory_is_not_up_and_reads_what_to_do(
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.PERMISSION_DENIED])
 async def test_who_gets_no_session_is_not_up(
-    short_folder: Path, make_link: MakeLink, said: Said, code: grpc.StatusCode
+    folder: Path, make_link: MakeLink, said: Said, code: grpc.StatusCode
 ) -> None:
-    stand_in = StandIn(short_folder)
+    stand_in = StandIn(folder)
     await stand_in.start()
     try:
         link = make_link(stand_in.address)

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -226,15 +225,10 @@ sys.stdin.read()
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="PID namespaces need root")
-def test_engine_and_daemon_in_pid_namespaces_of_their_own_on_an_old_kernel() -> None:
-    with tempfile.TemporaryDirectory(prefix="pfx-") as folder:
-        _serve_apart(Path(folder))
-
-
-def _serve_apart(short_folder: Path) -> None:
+def test_engine_and_daemon_in_pid_namespaces_of_their_own_on_an_old_kernel(folder: Path) -> None:
     apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c"]
-    address = f"unix:{short_folder}/s"
-    places = ["--data-dir", f"{short_folder}/d", "--socket", f"{short_folder}/s", "--config", os.devnull, "--json"]
+    address = f"unix:{folder}/s"
+    places = ["--data-dir", f"{folder}/d", "--socket", f"{folder}/s", "--config", os.devnull, "--json"]
     serve = [*apart, OLD_KERNEL, "serve", "--cpu-bytes", "1MiB", "--disk-bytes", "0", *places]
     daemon = subprocess.Popen(serve, stdout=subprocess.PIPE)
     try:

@@ -22,10 +22,9 @@ from prefixd.serving.images import image_decoder
 from prefixd.serving.images.image_decoder import AT_ONCE, ImageDecoder
 from prefixd.serving.images.pixel_store import PixelPlace, PixelStore
 from tests.serving.images.decode_stand_in import PID
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
-WAIT_S = 30.0
 LONG = ImageLimits(1, 1 << 20, 1 << 20, image_seconds=3600)
 
 

@@ -25,9 +25,7 @@ from prefixd.worker_protocol.protocol import ImageShape
 from prefixd_swap import FramePool, SwapError, VirtualMemory
 from prefixd_swap.vmem import HostMemory
 from tests.hello import hello as hello_with
-from tests.waiting import until
-
-WAIT_S = 60.0
+from tests.waiting import WAIT_S, until
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ FEATURES: Mapping[str, Mapping[str, Sequence[str]]] = {
         "engine restarted": ["test_hits.py::test_after_the_engine_was_restarted"],
         "daemon restarted": ["test_hits.py::test_after_the_daemon_was_restarted_prefixes_come_from_disk"],
         "sliding windows": [
-            "test_models.py::test_hybrid_model",
+            "test_windows.py::test_what_windows_need_is_saved_and_loaded",
             "test_failures.py::test_daemon_killed_in_the_middle_of_a_hybrid_models_load",
         ],
         "images": ["test_media.py::test_images_by_hash"],

@@ -136,26 +136,25 @@ def test_after_the_daemon_was_restarted_prefixes_come_from_disk(
         assert engine.metrics().cached_by_source["disk"] - before["disk"] == hits
 
 
-@pytest.fixture(scope="module", params=["async", "layerwise"])
-def other_engine(
-    request: pytest.FixtureRequest, llama: Path, daemon: DaemonProcess, make_engine: StartEngine
-) -> Iterator[EngineProcess]:
-    with make_engine(llama, daemon, {"load": request.param}) as running:
-        yield running
-
-
 def test_two_engines_share_one_daemon_at_once(
-    engine: EngineProcess, other_engine: EngineProcess, expected: Expected, new_requests: NewRequests
+    llama: Path,
+    daemon: DaemonProcess,
+    engine: EngineProcess,
+    make_engine: StartEngine,
+    expected: Expected,
+    new_requests: NewRequests,
 ) -> None:
+    """One loads while others are computed, the other layer by layer."""
     ours, theirs, both = new_requests(*LENGTHS), new_requests(*LENGTHS), new_requests(*LENGTHS)
-    assert engine.reset_prefix_cache()
-    ids = engine.submit([*ours, *both])
-    other_ids = other_engine.submit([*both, *theirs])
-    first, second = tokens_of(engine.collect(ids)), tokens_of(other_engine.collect(other_ids))
-    engine.wait_until_idle()
-    other_engine.wait_until_idle()
-    crossed, hits = run(engine, theirs)
-    crossed_too, other_hits = run(other_engine, ours)
+    with make_engine(llama, daemon, {"load": "layerwise"}) as other:
+        assert engine.reset_prefix_cache()
+        ids = engine.submit([*ours, *both])
+        other_ids = other.submit([*both, *theirs])
+        first, second = tokens_of(engine.collect(ids)), tokens_of(other.collect(other_ids))
+        engine.wait_until_idle()
+        other.wait_until_idle()
+        crossed, hits = run(engine, theirs)
+        crossed_too, other_hits = run(other, ours)
     assert first == [*expected(ours), *expected(both)]
     assert second == [*expected(both), *expected(theirs)]
     assert crossed == expected(theirs)

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.common.harness import BenchmarkError
 from benchmarks.wheels import build_wheel, make_environment
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from tests.vllm.served import DAEMON, Expected, NewRequests, StartEngine, cacheable, run
+from tests.vllm.served import DAEMON, Expected, NewRequests, StartEngine, cacheable, run, wait_until_back
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +32,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 def test_hits_after_a_restart_of_the_daemon(
     daemon: DaemonProcess, llama: Path, make_engine: StartEngine, expected: Expected, new_requests: NewRequests
 ) -> None:
-    requests = new_requests(300, 129)
+    requests, (other,) = new_requests(300, 129), new_requests(200)
     with make_engine(llama, daemon) as engine:
         cold, no_hits = run(engine, requests)
-    daemon.restart()
-    with make_engine(llama, daemon) as engine:
+        run(engine, [other])
+        daemon.restart()
+        # The engine finds out with its next request.
+        wait_until(lambda: run(engine, [other])[1], "no hits after the daemon's return")
+        wait_until_back(engine)
         warm, hits = run(engine, requests)
     assert cold == warm == expected(requests)
     assert (no_hits, hits) == (0, cacheable(requests))

@@ -28,9 +28,15 @@ LLAMA_BLOCK = BLOCK_TOKENS * 2048
 GEMMA_BLOCK = 6 * BLOCK_TOKENS * 1024
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small_daemon() -> Iterator[DaemonProcess]:
     with DaemonProcess({"cpu.bytes": TIER * LLAMA_BLOCK, "disk.bytes": "512MiB"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path, small_daemon: DaemonProcess, make_engine: StartEngine) -> Iterator[EngineProcess]:
+    with make_engine(llama, small_daemon) as running:
         yield running
 
 
@@ -55,21 +61,26 @@ def counted(daemon: DaemonProcess) -> tuple[int, int]:
     return stats.asked_tokens, stats.hit_tokens
 
 
-@pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_a_prompt_longer_than_the_tier_is_loaded_whole(
-    llama: Path,
-    small_daemon: DaemonProcess,
-    make_engine: StartEngine,
-    expected: Expected,
-    new_requests: NewRequests,
-    load: str,
+    engine: EngineProcess, small_daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
 ) -> None:
-    requests = new_requests(PROMPT_TOKENS)
-    with make_engine(llama, small_daemon, {"load": load}) as engine:
-        save_all(engine, small_daemon, requests)
-        before = counted(small_daemon)
-        warm, hits = run(engine, requests)
-        after = counted(small_daemon)
+    loaded_whole(engine, small_daemon, expected, new_requests(PROMPT_TOKENS))
+
+
+def test_a_prompt_longer_than_the_tier_is_loaded_whole_layer_by_layer(
+    llama: Path, small_daemon: DaemonProcess, make_engine: StartEngine, expected: Expected, new_requests: NewRequests
+) -> None:
+    with make_engine(llama, small_daemon, {"load": "layerwise"}) as layerwise:
+        loaded_whole(layerwise, small_daemon, expected, new_requests(PROMPT_TOKENS))
+
+
+def loaded_whole(
+    engine: EngineProcess, daemon: DaemonProcess, expected: Expected, requests: Sequence[EngineRequest]
+) -> None:
+    save_all(engine, daemon, requests)
+    before = counted(daemon)
+    warm, hits = run(engine, requests)
+    after = counted(daemon)
     assert warm == expected(requests)
     assert hits == cacheable(requests)
     asked, found = (later - earlier for later, earlier in zip(after, before, strict=True))
@@ -78,12 +89,11 @@ def test_a_prompt_longer_than_the_tier_is_loaded_whole(
 
 
 def test_long_prompts_get_on_beside_each_other(
-    llama: Path, small_daemon: DaemonProcess, make_engine: StartEngine, expected: Expected, new_requests: NewRequests
+    engine: EngineProcess, small_daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
 ) -> None:
     requests = new_requests(*[PROMPT_TOKENS] * 4)
-    with make_engine(llama, small_daemon) as engine:
-        save_all(engine, small_daemon, requests)
-        warm, hits = run(engine, requests)
+    save_all(engine, small_daemon, requests)
+    warm, hits = run(engine, requests)
     assert warm == expected(requests)
     assert hits == cacheable(requests)
 
@@ -101,18 +111,17 @@ def test_with_windows_a_prompt_longer_than_the_tier_is_loaded_whole(
 
 
 def test_beside_a_lease_a_long_prompt_is_loaded_whole(
-    llama: Path, small_daemon: DaemonProcess, make_engine: StartEngine, expected: Expected, new_requests: NewRequests
+    engine: EngineProcess, small_daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
 ) -> None:
     requests, others = new_requests(PROMPT_TOKENS), new_requests(5 * BLOCK_TOKENS + 10)
-    with make_engine(llama, small_daemon) as engine:
-        save_all(engine, small_daemon, [*requests, *others])
-        with Client(small_daemon.address) as client:
-            (cache,) = registered(client)
-            with cache.acquire(others[0].prompt) as lease:
-                assert lease.blocks == 5
-                assert engine.reset_prefix_cache()
-                before = engine.metrics().external_hits
-                warm = tokens_of(engine.generate(requests))
-                hits = engine.metrics().external_hits - before
+    save_all(engine, small_daemon, [*requests, *others])
+    with Client(small_daemon.address) as client:
+        (cache,) = registered(client)
+        with cache.acquire(others[0].prompt) as lease:
+            assert lease.blocks == 5
+            assert engine.reset_prefix_cache()
+            before = engine.metrics().external_hits
+            warm = tokens_of(engine.generate(requests))
+            hits = engine.metrics().external_hits - before
     assert warm == expected(requests)
     assert hits == cacheable(requests)

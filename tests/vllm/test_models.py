@@ -1,27 +1,19 @@
-"""Models of which a block has several parts, and models that are several: tensor parallel, hybrid, LoRA."""
+"""Models of which a block has several parts, and models that are several: tensor parallel, LoRA."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client, SlidingWindow
-from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, registered, run, tokens_of
+from prefixd.client import Client
+from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, run, tokens_of
 from tests.vllm.tiny_models import save_lora, save_mla
 
 LENGTHS = (700, 389, 512, 1000, 129)
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """For sockets, whose paths must be short."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
 
 
 def left_in(folder: Path) -> list[Path]:
@@ -35,37 +27,22 @@ def test_tensor_parallel(
     expected: Expected,
     new_requests: NewRequests,
     monkeypatch: pytest.MonkeyPatch,
-    short_folder: Path,
+    folder: Path,
 ) -> None:
     requests = new_requests(*LENGTHS)
-    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
-    monkeypatch.setenv("TMPDIR", str(short_folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     with make_engine(llama, daemon, tensor_parallel_size=2) as engine:
-        assert left_in(short_folder), "what vLLM's ranks meet in"
+        assert left_in(folder), "what vLLM's ranks meet in"
         cold, none = run(engine, requests)
         warm, hits = run(engine, requests)
         with Client(daemon.address) as client:
             ranks = {part.rank for known in client.stats().namespaces for part in known.namespace.parts}
-    assert not left_in(short_folder)
+    assert not left_in(folder)
     assert cold == warm == expected(requests)
     assert none == 0
     assert hits == cacheable(requests)
     assert ranks == {0, 1}
-
-
-def test_hybrid_model(
-    gemma3: Path, daemon: DaemonProcess, make_engine: StartEngine, gemma3_expected: Expected, new_requests: NewRequests
-) -> None:
-    requests = new_requests(*LENGTHS)
-    with make_engine(gemma3, daemon) as engine:
-        cold, none = run(engine, requests)
-        warm, hits = run(engine, requests)
-        with Client(daemon.address) as client:
-            rules = [[part.rule for part in cache.spec.parts] for cache in registered(client)]
-    assert cold == warm == gemma3_expected(requests)
-    assert none == 0
-    assert hits == cacheable(requests, windows=True)
-    assert max(rules, key=len) == [SlidingWindow(128), SlidingWindow(128), None]
 
 
 def test_adapters_are_kept_apart(

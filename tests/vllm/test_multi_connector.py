@@ -75,14 +75,11 @@ def test_in_every_place(
     with make_engine(llama, None, kv_transfer=transfer, scheduler_cls=OURS) as engine:
         cold, none = run(engine, requests)
         warm, hits = run(engine, requests)
-        engine.stop()
-        engine.start()
-        again, hits_again = run(engine, requests)
         assert our_loads(engine) == len(LENGTHS)
-        assert engine.metrics().cached_by_source["host"] == hits_again
-    assert cold == warm == again == expected(requests)
+        assert engine.metrics().cached_by_source["host"] == hits
+    assert cold == warm == expected(requests)
     assert none == 0
-    assert hits == hits_again == cacheable(requests)
+    assert hits == cacheable(requests)
     log = engine.log.read_bytes()
     assert b"in the order of lpm" in log and b"there is no PrefixdConnector" not in log
 

@@ -18,7 +18,7 @@ from tests.vllm.served import Expected, NewRequests, StartEngine, always, make_p
 pytestmark = pytest.mark.timeout(1600)  # up to seven engines, one after the other
 
 OURS = "prefixd.integrations.vllm.FastestPrefixFirstScheduler"
-QUEUE = 64
+QUEUE = 48
 PREFIX = 768
 TAIL = 40
 GAIN = 1.3
@@ -27,6 +27,9 @@ POLICIES = ("fcfs", "relaxed-fpf", "lpm", "shortest-ready")
 
 # A prompt takes several steps. There is room for all: what is compared is the order, not what it does to vLLM's cache.
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
+
+Partial = tuple[list[EngineRequest], list[list[int]]]
+"""A queue, and the beginnings of its prompts that are cached."""
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +47,23 @@ def queue(cached: list[list[int]]) -> list[EngineRequest]:
     return [EngineRequest(prompt, 3) for prompt in prompts]
 
 
-@pytest.fixture
-def warm_daemon(llama: Path, cached: list[list[int]]) -> Iterator[DaemonProcess]:
-    """A daemon whose CPU tier has the prefixes, from an engine that is gone."""
+@pytest.fixture(scope="module")
+def partial() -> Partial:
+    """Prompts of many lengths, and of a third of them the beginning that is cached, from a quarter of it to nearly
+    all."""
+    some = random.Random(11)
+    prompts = [make_prompt(4000 + number, some.randrange(128, 1024)) for number in range(QUEUE)]
+    beginnings = [prompt[: int(some.uniform(0.25, 0.95) * len(prompt))] for prompt in prompts[::3]]
+    return [EngineRequest(prompt, 3) for prompt in prompts], beginnings
+
+
+@pytest.fixture(scope="module")
+def warm_daemon(llama: Path, cached: list[list[int]], partial: Partial) -> Iterator[DaemonProcess]:
+    """A daemon whose CPU tier has the prefixes of both queues, from an engine that is gone."""
+    prompts = [*(prefix + [5] * TAIL for prefix in cached), *([*prefix, 5] for prefix in partial[1])]
     with DaemonProcess({"cpu.bytes": "256MiB", "disk.bytes": 0}) as daemon:
         with ForkedEngine(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
-            engine.generate([EngineRequest(prefix + [5] * TAIL, 1) for prefix in cached])
+            engine.generate([EngineRequest(prompt, 1) for prompt in prompts])
             engine.wait_until_idle()
         yield daemon
 
@@ -126,27 +140,19 @@ def test_a_third_in_the_cpu_tier(
 
 
 def test_shortest_time_to_ready_where_prefixes_are_partial(
-    llama: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    llama: Path, warm_daemon: DaemonProcess, partial: Partial, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prompts of many lengths, of a third of which a beginning is cached, from a quarter of it to nearly all."""
-    some = random.Random(11)
-    prompts = [make_prompt(4000 + number, some.randrange(128, 1024)) for number in range(QUEUE)]
-    partial = [prompt[: int(some.uniform(0.25, 0.95) * len(prompt))] for prompt in prompts[::3]]
-    queue = [EngineRequest(prompt, 3) for prompt in prompts]
+    queue, beginnings = partial
     work: dict[str, float] = {}
     seconds: dict[str, float] = {}
     tokens: list[list[int]] = []
-    with DaemonProcess({"cpu.bytes": "256MiB", "disk.bytes": 0}) as daemon:
-        with ForkedEngine(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
-            engine.generate([EngineRequest([*prefix, 5], 1) for prefix in partial])
-            engine.wait_until_idle()
-        for policy in POLICIES:
-            kv_transfer = always(daemon.address, save=False, policy=policy)
-            with ForkedEngine(llama, kv_transfer=kv_transfer, scheduler_cls=OURS, **ENGINE) as engine:
-                results = run(engine, queue)
-            work[policy], seconds[policy] = mean_work(queue, results), mean_ttft_s(results)
-            tokens.append([result.token_ids for result in results])
-            assert sum(result.cached_tokens > 0 for result in results) >= len(partial) - 2, "but for less than a block"
+    for policy in POLICIES:
+        kv_transfer = always(warm_daemon.address, save=False, policy=policy)
+        with ForkedEngine(llama, kv_transfer=kv_transfer, scheduler_cls=OURS, **ENGINE) as engine:
+            results = run(engine, queue)
+        work[policy], seconds[policy] = mean_work(queue, results), mean_ttft_s(results)
+        tokens.append([result.token_ids for result in results])
+        assert sum(result.cached_tokens > 0 for result in results) >= len(beginnings) - 2, "but for less than a block"
     with capsys.disabled():
         print(f"\n  mean TTFT in tokens computed before, and in seconds: {work}, {seconds}")
     assert all(each == tokens[0] for each in tokens)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.engines.vllm_engine import EngineRequest
+import pytest
+
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from prefixd.cli.demo.daemon_process import DaemonProcess
-from prefixd.client import Client
+from prefixd.client import Client, SlidingWindow
 from tests.vllm.served import BLOCK_TOKENS, Expected, NewRequests, StartEngine, cacheable, registered, run
 
 PROMPT_TOKENS = 1000
@@ -22,6 +24,32 @@ def matched(address: str, tokens: Sequence[int]) -> int:
     with Client(address) as client:
         (cache,) = registered(client)
         return cache.match(tokens).blocks
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": 0}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(gemma3: Path, daemon: DaemonProcess, make_engine: StartEngine) -> Iterator[EngineProcess]:
+    with make_engine(gemma3, daemon) as running:
+        yield running
+
+
+def test_what_windows_need_is_saved_and_loaded(
+    engine: EngineProcess, daemon: DaemonProcess, gemma3_expected: Expected, new_requests: NewRequests
+) -> None:
+    requests = new_requests(700, 389, 512, 1000, 129)
+    cold, none = run(engine, requests)
+    warm, hits = run(engine, requests)
+    with Client(daemon.address) as client:
+        (cache,) = registered(client)
+    assert cold == warm == gemma3_expected(requests)
+    assert none == 0
+    assert hits == cacheable(requests, windows=True)
+    assert [part.rule for part in cache.spec.parts] == [SlidingWindow(128), SlidingWindow(128), None]
 
 
 def test_window_bytes_are_dropped_and_tokens_are_equal(
@@ -52,18 +80,17 @@ def test_window_bytes_are_dropped_and_tokens_are_equal(
 
 
 def test_a_prefix_that_only_vllm_has_is_saved_without_what_its_windows_have_passed(
-    gemma3: Path, make_engine: StartEngine, gemma3_expected: Expected, new_requests: NewRequests
+    engine: EngineProcess, daemon: DaemonProcess, gemma3_expected: Expected, new_requests: NewRequests
 ) -> None:
     (request,) = new_requests(640)
     (more,) = new_requests(300)
     longer = EngineRequest([*request.prompt, *more.prompt], 12)
-    with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": 0}) as daemon, make_engine(gemma3, daemon) as engine:
-        run(engine, [request])
-        with Client(daemon.address) as client:
-            client.evict(all=True)
-        assert matched(daemon.address, longer.prompt) == 0
-        grown, none = run(engine, [longer], forget=False)
-        assert matched(daemon.address, request.prompt[:320]) == 0, "its window bytes were saved though vLLM had let go"
-        warm, hits = run(engine, [longer])
+    run(engine, [request])
+    with Client(daemon.address) as client:
+        client.evict(all=True)
+    assert matched(daemon.address, longer.prompt) == 0
+    grown, none = run(engine, [longer], forget=False)
+    assert matched(daemon.address, request.prompt[:320]) == 0, "its window bytes were saved though vLLM had let go"
+    warm, hits = run(engine, [longer])
     assert none == 0 and hits == cacheable([longer], windows=True)
     assert grown == warm == gemma3_expected([longer])

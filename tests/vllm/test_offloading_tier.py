@@ -21,7 +21,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.integrations.vllm import offloading
-from prefixd.integrations.vllm.offloading import releases, tier
+from prefixd.integrations.vllm.offloading import releases, secondary_tier
 from tests.waiting import wait_until
 
 CHUNKS, CHUNK_BYTES = 64, 4096
@@ -35,9 +35,10 @@ class Scheduler:
 
     def __init__(self, address: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         parts = (PartSpec("chunk", 0, CHUNK_BYTES),)
-        monkeypatch.setattr(tier, "callers_configuration", lambda: (None, SimpleNamespace(kv_cache_groups=[])))
-        monkeypatch.setattr(tier, "namespace_of", lambda *_: NamespaceSpec("vllm/tier", 8, parts))
-        monkeypatch.setattr(tier, "prefix_groups", lambda _: frozenset({0}))
+        without_groups = SimpleNamespace(kv_cache_groups=[])
+        monkeypatch.setattr(secondary_tier, "callers_configuration", lambda: (None, without_groups))
+        monkeypatch.setattr(secondary_tier, "namespace_of", lambda *_: NamespaceSpec("vllm/tier", 8, parts))
+        monkeypatch.setattr(secondary_tier, "prefix_groups", lambda _: frozenset({0}))
         self.pool: Pool = np.zeros((CHUNKS, CHUNK_BYTES), np.int8)
         self.view = memoryview(self.pool)
         self.tier = offloading.PrefixdTier(

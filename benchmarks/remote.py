@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.common import harness
 from benchmarks.common.options import number, option, size
-from benchmarks.sharing import copies, second_host, store_down
+from benchmarks.sharing import byte_copies, second_host, store_down
 from benchmarks.sharing import first_token_by_rate as first_token
 from benchmarks.workloads.trace_requests import requests_of
 from benchmarks.workloads.ttft import whole_blocks
@@ -60,7 +60,7 @@ def _first_token(options: argparse.Namespace, folder: Path, step: Callable[[], N
 
 
 def _copies(options: argparse.Namespace, folder: Path, step: Callable[[], None]) -> dict[str, Any]:
-    return copies.measure(options.copied_bytes, folder)
+    return byte_copies.measure(options.copied_bytes, folder)
 
 
 def _store_down(options: argparse.Namespace, folder: Path, step: Callable[[], None]) -> dict[str, Any]:
@@ -71,13 +71,13 @@ def _store_down(options: argparse.Namespace, folder: Path, step: Callable[[], No
 SUITES: Mapping[str, tuple[Suite, Callable[[dict[str, Any]], list[str]]]] = {
     "trace": (_trace, second_host.violations),
     "first_token": (_first_token, first_token.violations),
-    "copies": (_copies, copies.violations),
+    "copies": (_copies, byte_copies.violations),
     "store_down": (_store_down, store_down.violations),
 }
 BOUNDS = {
     "trace": {"hit_rate": "achievable_hit_rate", "wrong_bytes": 0},
     "first_token": {"worst_ratio": first_token.WORST_RATIO},
-    "copies": {"bytes_copied_per_byte": copies.MOST_COPIES},
+    "copies": {"bytes_copied_per_byte": byte_copies.MOST_COPIES},
     "store_down": {"worst_ratio": store_down.MOST_RATIO},
 }
 

@@ -31,9 +31,9 @@ from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
 from benchmarks.tree_parts.language_server import LanguageServer, pylsp
 from benchmarks.tree_parts.programs import PROGRAMS
 from benchmarks.tree_parts.search import INSTRUCTIONS
-from benchmarks.workloads import figures as serving
-from benchmarks.workloads.figures import Figures
-from benchmarks.workloads.progress import daemon_of
+from benchmarks.workloads import way_figures as serving
+from benchmarks.workloads.run_progress import daemon_of
+from benchmarks.workloads.way_figures import Figures
 from benchmarks.workloads.ways import SHARES, WAYS, Room, Way, chosen_ways
 
 

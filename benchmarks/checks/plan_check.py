@@ -29,9 +29,9 @@ from benchmarks.common import harness
 from benchmarks.common.options import chosen, from_options, number, option, seed
 from benchmarks.text_analysis_parts.measuring import worker_threads
 from benchmarks.text_analysis_parts.planned_rounds import of_text_analysis
-from benchmarks.workloads import figures as serving
+from benchmarks.workloads import way_figures as serving
 from benchmarks.workloads.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
-from benchmarks.workloads.progress import Silence
+from benchmarks.workloads.run_progress import Silence
 from benchmarks.workloads.talk import talk
 from benchmarks.workloads.ways import NO_CACHE, TIERS, Room, Way
 from prefixd.cli.demo.daemon_process import DaemonProcess

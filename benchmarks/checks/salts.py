@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import harness
-from benchmarks.common.footprint import status_bytes
 from benchmarks.common.options import option
+from benchmarks.common.process_footprint import status_bytes
 from prefixd.base.errors import ExhaustedError
 from prefixd.base.tenancy.tenants import Tenants
 from prefixd.cache import NamespaceSpec, PartSpec, Session, TieredCache, Tiers

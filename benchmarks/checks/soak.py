@@ -37,8 +37,8 @@ from benchmarks.checks.tenancy.house import House, tenanted_daemon
 from benchmarks.checks.tenancy.left_behind import left_of_tenants
 from benchmarks.common import harness
 from benchmarks.common.daemons import START_S, violations_of, wait_for_worker
-from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
 from benchmarks.common.options import option, seed
+from benchmarks.common.process_footprint import Footprint, footprint, slope_per_minute
 from benchmarks.load.mixed_load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
 from prefixd.base.tenancy.tenants import Role

@@ -9,7 +9,7 @@ from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, SMALL, Heads, virtual_tensors
 from benchmarks.gpu_parts.rig.part import Budget, Part
-from prefixd_swap.geometry import Layout
+from prefixd_swap.group_shape import Layout
 from prefixd_swap.vmem import VirtualMemory
 from prefixd_swap.vtensor import VirtualTensor
 

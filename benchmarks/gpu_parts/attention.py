@@ -27,7 +27,7 @@ from prefixd.worker.memory.kv_memory import KvMemory, Segment, StepKv
 from prefixd.worker.memory.paged_kv import PagedKv, PagedStep
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker_protocol.errors import ModelError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import VirtualMemory
 
 BATCHES, TOKENS, NEW_TOKENS = (1, 8, 64), (1024, 8192, 32768), 128

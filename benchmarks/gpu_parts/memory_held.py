@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, SMALL, Heads
 from benchmarks.gpu_parts.rig.part import Budget, Part
-from prefixd_swap.geometry import Layout
+from prefixd_swap.group_shape import Layout
 from prefixd_swap.vmem import FrameId, FrameTable
 from prefixd_swap.vtensor import VirtualTensorManager
 

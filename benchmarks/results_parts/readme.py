@@ -80,7 +80,7 @@ def _lmcache(r: Figures) -> list[str]:
 def _sglang(r: Figures) -> list[str]:
     layers = r["layouts"]["layer_first"]
     return [
-        "| SGLang's cache controller | prefixd | SGLang's file backend |",
+        "| SGLang's cache controller, `layer_first` | prefixd | SGLang's file backend |",
         "|---|---|---|",
         f"| save, GB/s | {layers['prefixd_save_gbps']:.1f} | {layers['file_save_gbps']:.1f} |",
         f"| load, GB/s | {layers['prefixd_load_gbps']:.1f} | {layers['file_load_gbps']:.1f} |",

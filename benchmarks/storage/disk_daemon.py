@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import harness
-from benchmarks.common.footprint import status_bytes
+from benchmarks.common.process_footprint import status_bytes
 from benchmarks.storage import slabs
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, Tier

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.common import harness
-from benchmarks.common.footprint import status_bytes
+from benchmarks.common.process_footprint import status_bytes
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_digest
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span

@@ -16,7 +16,7 @@ from prefixd.planner.planned_models import LayerGroup
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import WorkerError
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.geometry import ELEMENT_BYTES
+from prefixd_swap.group_shape import ELEMENT_BYTES
 
 
 def main(directory: str) -> str:

@@ -16,11 +16,11 @@ from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Troubles, check_int
 from prefixd.planner.hardware import ComputeCosts, Way, Ways
 from prefixd.planner.plan_figures import PlanFigures, PlannedResult, summarise
 from prefixd.planner.planned_models import PlannedModel
+from prefixd.planner.planned_worker import SimulatedWorker
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
 from prefixd.planner.simulation.link import SimulatedLink, UnbackedCopyEngine
 from prefixd.planner.simulation.memory import UnbackedMemory, UnbackedMemoryTier
 from prefixd.planner.simulation.store import UnbackedStoreTier
-from prefixd.planner.worker import SimulatedWorker
 from prefixd.planner.workload import PlannedRequest, Workload, own_tokens
 from prefixd.serving.dispatch.wiring import make_cache, make_dispatcher
 from prefixd.serving.request.kv_needs import KvNeeds

@@ -39,7 +39,7 @@ from prefixd.worker_protocol.protocol import (
     ToWorker,
 )
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.geometry import chunks_per_frame
+from prefixd_swap.group_shape import chunks_per_frame
 from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem import attach_memory, recv_export
 

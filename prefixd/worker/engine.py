@@ -14,7 +14,7 @@ from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.decoding.beam_run import Beam, BeamRun, not_finite
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.decoding.run import Run, check_arrived
-from prefixd.worker.decoding.sampling import Choice, Chosen, choose_tokens
+from prefixd.worker.decoding.token_choice import Choice, Chosen, choose_tokens
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.runs import Runs, failure

@@ -20,7 +20,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: of weights and KV; "auto" takes the one in config.json, on a CPU float32.
     device: "cpu", "cuda" or "cuda:N".
     block_tokens: asked for; the worker rounds it up until a piece of a block is a whole number of chunks.
-    layout: how a block's bytes lie, see `prefixd_swap.geometry.KvGeometry`.
+    layout: how a block's bytes lie, see `prefixd_swap.group_shape.KvGeometry`.
     chunk_bytes: unit of GPU-tier memory; 0 takes 2 MiB on CUDA, and on a CPU what fits the block.
     max_model_tokens: longest prompt plus output; 0 takes the model's.
     max_step_tokens: most tokens that one forward pass computes, as far as decoding leaves room.

@@ -32,7 +32,7 @@ from prefixd_swap.errors import (
     UnknownPolicyError,
 )
 from prefixd_swap.eviction import EvictionPolicy, UseHistory, Weighing, choose_victims, create_eviction_policy
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.pages.page_eviction import Victims
 from prefixd_swap.pages.page_eviction import choose_victims as choose_page_victims
 from prefixd_swap.pages.pages import PageAllocator

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 
 
 def fill_chunks(asked: KvGeometry, chunk_bytes: int) -> KvGeometry:

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixd.base.sampling import Sampling
+from prefixd.planner.planned_worker import SimulatedWorker
 from prefixd.planner.simulation.event_loop import SimulatedTimeLoop
-from prefixd.planner.worker import SimulatedWorker
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import (
     Arrived,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from prefixd_swap.geometry import KvGeometry, Layout
+from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import VirtualMemory, create_memory
 from prefixd_swap.vmem.cuda_driver import open_device
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prefixd_swap.errors import GeometryError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 
 LLAMA_8B = KvGeometry(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16)
 

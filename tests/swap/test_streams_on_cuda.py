@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import FramePool, VirtualMemory, create_memory
 from prefixd_swap.vtensor import VirtualTensorManager
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prefixd_swap.errors import GeometryError, IntegrityError, MemoryMisuseError, OutOfMemoryError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import FrameId, FramePool, FrameTable, VirtualMemory, create_memory
 from prefixd_swap.vtensor import VirtualTensorManager
 from prefixd_swap.vtensor.virtual_set import Row

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from prefixd_swap.errors import OutOfMemoryError
-from prefixd_swap.geometry import KvGeometry, Layout
+from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import FrameId, FrameTable, create_memory
 from prefixd_swap.vtensor import VirtualTensor, VirtualTensorManager
 

@@ -23,7 +23,7 @@ from prefixd.worker.memory.kv_memory import KvMemory, Segment
 from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd_swap.block_size import fill_chunks
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import FrameId, FrameTable, create_memory
 from prefixd_swap.vtensor import VirtualTensorManager
 

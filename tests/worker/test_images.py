@@ -38,7 +38,7 @@ from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError, RequestError
 from prefixd.worker_protocol.protocol import ImageFrames, ImageGroup, ImageShape, PromptImage
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import IMAGE_TOKEN, IMAGES, save_image_model
 

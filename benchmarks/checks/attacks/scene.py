@@ -17,8 +17,8 @@ from benchmarks.checks.attacks import people
 from benchmarks.checks.attacks.people import ALICE, BOB, Person
 from benchmarks.checks.attacks.tenant_client import Bystander, Sample
 from benchmarks.checks.tenancy.house import House
-from benchmarks.common.footprint import status_bytes
 from benchmarks.common.harness import free_port, wait_until
+from benchmarks.common.process_footprint import status_bytes
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import Client, ClientError, Finished, NamespaceSpec, PartSpec, Sampling, Tokens
 from prefixd.v1 import admin_pb2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu_parts.rig.device import Device
 from prefixd_swap.block_size import fill_chunks
-from prefixd_swap.geometry import KvGeometry, Layout
+from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
 from prefixd_swap.vtensor import VirtualTensorManager
 

@@ -25,7 +25,7 @@ from prefixd.worker.model import CausalModel
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.protocol import Done, Start, Step
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.geometry import Layout
+from prefixd_swap.group_shape import Layout
 from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory
 from prefixd_swap.vtensor import VirtualTensorManager
 

@@ -51,8 +51,10 @@ def figure_rows(message: Message, within: str = "") -> Iterator[tuple[str, str, 
             yield from figure_rows(value, place + ".")
 
 
-def figure(name: str, value: float) -> str:
-    """A figure in the unit that its field's name ends with: `3.0 GiB`, `0.0042 s`, `5,000`."""
+def figure(name: str, value: float | str) -> str:
+    """A figure in the unit that its field's name ends with: `3.0 GiB`, `0.0042 s`, `5,000`; a text as it is."""
+    if isinstance(value, str):
+        return value
     if name.endswith("_bytes"):
         return as_size(int(value))
     if name.endswith("_s"):

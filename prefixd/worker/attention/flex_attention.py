@@ -27,7 +27,7 @@ from prefixd.worker.memory.kv_memory import Segment, StepKv
 from prefixd.worker.memory.virtual_kv import VirtualStep
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.errors import ModelError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest

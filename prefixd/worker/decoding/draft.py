@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from prefixd.worker.decoding.run import Run
-from prefixd.worker.decoding.sampling import choose_tokens
+from prefixd.worker.decoding.token_choice import choose_tokens
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.model import CausalModel

@@ -12,7 +12,7 @@ import torch
 
 from prefixd.base.errors import InvalidArgumentError
 from prefixd.base.sampling import Sampling
-from prefixd.worker.decoding.sampling import Choice, TokenCounts
+from prefixd.worker.decoding.token_choice import Choice, TokenCounts
 from prefixd.worker.images import PromptImages, check_images
 from prefixd.worker.memory.grouped_kv import GroupedSequence
 from prefixd.worker.memory.kv_memory import KvSequence, Segment

@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor
 
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import ImageShape
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 
 VISION_ATTENTION = "sdpa"
 

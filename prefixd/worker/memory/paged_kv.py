@@ -18,7 +18,7 @@ from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import KvUsage, StateFrames
 from prefixd_swap.errors import MemoryMisuseError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 
 
 class BlockTable:

@@ -14,7 +14,7 @@ from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.spec.kv_groups import StateGroup
 from prefixd.worker_protocol.protocol import StateFrames
 from prefixd_swap.errors import SwapError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
 from prefixd_swap.vtensor import VirtualTensor, VirtualTensorManager
 

@@ -24,7 +24,7 @@ from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import GroupShape, ImageGroup, Need, frames_each
 from prefixd_swap.block_size import explain_block_tokens
-from prefixd_swap.geometry import KvGeometry, Layout
+from prefixd_swap.group_shape import KvGeometry, Layout
 
 CUDA_CHUNK_BYTES = 2 << 20
 READ_BLOCK = 128

@@ -31,7 +31,7 @@ from prefixd.worker.spec.tiles import tile_tokens
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import Hello, ImageShape
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.geometry import ELEMENT_BYTES, KvGeometry, Layout
+from prefixd_swap.group_shape import ELEMENT_BYTES, KvGeometry, Layout
 
 _NO_LIMIT = 1 << 16
 """Tokens of a request where the model names no limit, as those without attention do not."""

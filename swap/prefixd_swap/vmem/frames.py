@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
-from prefixd_swap.geometry import chunks_per_frame
+from prefixd_swap.group_shape import chunks_per_frame
 from prefixd_swap.number_runs import consecutive_runs
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem.base import ChunkIds, FrameId, VirtualMemory

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal, SupportsIndex, get_args
 
 from prefixd_swap.block_size import chunk_rule, fill_chunks
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
-from prefixd_swap.geometry import KvGeometry, Layout
+from prefixd_swap.group_shape import KvGeometry, Layout
 from prefixd_swap.vmem import FrameTable, create_memory
 from prefixd_swap.vtensor import AttachCosts, VirtualTensor, VirtualTensorManager
 

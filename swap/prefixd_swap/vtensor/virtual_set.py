@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import GeometryError, IntegrityError, MemoryMisuseError, SwapError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.number_runs import consecutive_runs
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable

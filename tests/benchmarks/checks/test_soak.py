@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checks import soak
-from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
+from benchmarks.common.process_footprint import Footprint, footprint, slope_per_minute
 from prefixd_swap.vmem import HostMemory
 
 

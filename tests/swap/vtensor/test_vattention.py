@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from prefixd_swap import GeometryError, MemoryMisuseError, OutOfMemoryError, VAttention
-from prefixd_swap.geometry import Layout
+from prefixd_swap.group_shape import Layout
 from prefixd_swap.vmem import virtual_range
 from prefixd_swap.vmem.fence import Fence, Work
 from prefixd_swap.vtensor import vattention

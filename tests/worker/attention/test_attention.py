@@ -26,7 +26,7 @@ from prefixd.worker.model import choose_attention, load_model
 from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.worker_settings import WorkerSettings
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 
 
 def random_tokens(seed: int, count: int) -> list[int]:

@@ -17,7 +17,7 @@ from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker_protocol.protocol import Connection, Done, Grow, Memory, Ready, Shrink, Start, to_worker
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import attach_memory, recv_export
 from prefixd_swap.vtensor import VirtualTensorManager
 

@@ -151,7 +151,7 @@ class SamplingExtremes(Scenario):
     """Temperatures at the ends of what a float holds: one token must not come out whatever the model says."""
 
     name = "sampling extremes"
-    closed_by = "tests/worker/decoding/test_sampling.py"
+    closed_by = "tests/worker/decoding/test_token_choice.py"
 
     async def attack(self, mallory: Mallory) -> Given:
         """Compares tiny temperatures with a greedy answer, and looks what comes out at huge ones."""

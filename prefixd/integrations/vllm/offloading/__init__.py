@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
     from prefixd.base.extras import require
     from prefixd.integrations.engine.contract import imports_of
-    from prefixd.integrations.vllm.offloading.releases import check_release
+    from prefixd.integrations.vllm.offloading.tier_releases import check_release
     from prefixd.integrations.vllm.releases import WORKS_WITH
 
     require("vllm", name)

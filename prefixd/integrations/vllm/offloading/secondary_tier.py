@@ -31,13 +31,13 @@ from prefixd.integrations.engine.pages_by_key.shared_copies import SharedCopies
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.offloading.naming import namespace_of, own_name, prefix_groups
 from prefixd.integrations.vllm.offloading.options import TierOptions
-from prefixd.integrations.vllm.offloading.releases import (
+from prefixd.integrations.vllm.offloading.row_copies import Rows
+from prefixd.integrations.vllm.offloading.tier_releases import (
     base_arguments,
     callers_configuration,
     chunk_ids,
     job_result,
 )
-from prefixd.integrations.vllm.offloading.row_copies import Rows
 from prefixd_swap import started_threads
 
 _JOB_S = 10.0  # a longer job ends with the chunks that have come: vLLM keeps memory of its pool for the rest

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from prefixd.base.sampling import MOST_LOGPROBS, Sampling
-from prefixd.worker.decoding.sampling import Choice, TokenCounts, choose_tokens, penalised, uniform, weights
+from prefixd.worker.decoding.token_choice import Choice, TokenCounts, choose_tokens, penalised, uniform, weights
 
 CPU = torch.device("cpu")
 
@@ -167,7 +167,7 @@ def test_the_largest_penalties_leave_a_token():
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
 def test_no_fraction_meets_a_token_without_weight(temperature, monkeypatch):
     """Nor does the largest number below 1, whose product with a total is rounded."""
-    monkeypatch.setattr("prefixd.worker.decoding.sampling.uniform", lambda seed, k: 1.0 - 2.0**-53)
+    monkeypatch.setattr("prefixd.worker.decoding.token_choice.uniform", lambda seed, k: 1.0 - 2.0**-53)
     logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(3))
     logits[:, 40:] = -math.inf
     found = tokens(logits, [choice(temperature=temperature)] * 200)

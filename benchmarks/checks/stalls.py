@@ -341,16 +341,17 @@ def plain(call: Call) -> dict[str, object]:
     return {name: value for name, value in asdict(call).items() if name != "begin_s"}
 
 
-def _broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
-    broken = []
+def broken(calls: Sequence[Call], limit_ms: float) -> list[str]:
+    """What a run has broken, a sentence each: holds of the event loop above the limit, failed matches."""
+    found = []
     if above := [call for call in calls if call.longest_hold_ms > limit_ms]:
         named = "; ".join(
             f"{call.name}: {call.longest_hold_ms:g} ms in {call.callback}, {call.where}" for call in above
         )
-        broken.append(f"the event loop was held for more than {limit_ms:g} ms: {named}")
+        found.append(f"the event loop was held for more than {limit_ms:g} ms: {named}")
     if failures := sum(call.bystander_failures for call in calls):
-        broken.append(f"{failures} of the bystander's matches failed")
-    return broken
+        found.append(f"{failures} of the bystander's matches failed")
+    return found
 
 
 @harness.benchmark(
@@ -385,7 +386,7 @@ def main(options: harness.Options) -> harness.Outcome:
 
     columns = ("name", "longest_hold_ms", "longest_wait_ms", "longest_gc_ms", "bystander_p99_ms", "seconds")
     table = harness.Table(result["calls"], columns)
-    return harness.Outcome(result, _broken(calls, options.limit_ms), [table], draw)
+    return harness.Outcome(result, broken(calls, options.limit_ms), [table], draw)
 
 
 if __name__ == "__main__":

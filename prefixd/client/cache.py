@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from numbers import Integral
 
-from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError
+from prefixd.client.errors import ExhaustedError, ServerError
 from prefixd.client.memory import streaming
 from prefixd.client.memory.buffers import BlockBuffers, Buffer
 from prefixd.client.memory.leases import AsyncLease, AsyncReservation, Granted
 from prefixd.client.memory.namespace import Answer, RegisteredNamespace
 from prefixd.client.memory.streaming import Slice, Wanted
-from prefixd.client.messages import TokenIds, message, token_bytes
+from prefixd.client.messages import TokenIds, as_count, message, token_bytes
 from prefixd.client.spec import LoadEstimate, MatchResult, NamespaceSpec, Prefill, Retention, StoreResult
 from prefixd.v1 import cache_pb2
 
@@ -107,7 +105,12 @@ class AsyncCache:
         `match` that has counted the prompt as asked for; the leased blocks then count as found. `prefill`: the cost of
         computing, for `AsyncLease.estimate`. Raises `MemoryUnavailable` for a client that streams: use `load`.
         """
-        wanted = Wanted(first_block, max_blocks, prefix_blocks, found)
+        wanted = Wanted(
+            as_count("first_block", first_block),
+            as_count("max_blocks", max_blocks),
+            as_count("prefix_blocks", prefix_blocks),
+            found,
+        )
         return await self._acquire(token_bytes(tokens), wanted, ttl_s, parts, counted, prefill)
 
     async def reserve(
@@ -132,7 +135,7 @@ class AsyncCache:
         the daemon's queue to the disk is full. The reservation lives for `ttl_s` seconds (None: the daemon's default).
         Raises `MemoryUnavailable` for a client that streams: use `store`.
         """
-        return await self._reserve(token_bytes(tokens), first_block, ttl_s, parts)
+        return await self._reserve(token_bytes(tokens), as_count("first_block", first_block), ttl_s, parts)
 
     async def load(
         self,
@@ -151,7 +154,7 @@ class AsyncCache:
         copied in slices; the call waits up to two seconds for memory that others hold. Raises `BufferSizeError`, and
         `LeaseLost` if the copied bytes may be wrong.
         """
-        _check_counts(first_block=first_block, max_blocks=max_blocks)
+        first_block, max_blocks = as_count("first_block", first_block), as_count("max_blocks", max_blocks)
         prompt = token_bytes(tokens)
         asked = max(0, self._namespace.full_blocks(prompt) - first_block)
         if max_blocks:
@@ -183,7 +186,7 @@ class AsyncCache:
         `PreconditionError` if the blocks before `first_block` are not cached (any more), or for `durable` if the daemon
         has no disk tier.
         """
-        _check_counts(first_block=first_block)
+        first_block = as_count("first_block", first_block)
         prompt = token_bytes(tokens)
         total = self._namespace.full_blocks(prompt)
         offered = max(0, total - first_block)
@@ -432,9 +435,3 @@ class _CacheSlices(Slices):
         async with await self._cache._acquire(self._prompt, wanted, None, self._parts) as lease:
             await lease.copy_out(self._buffers, first)
             return Slice(lease.blocks, lease.cached_blocks)
-
-
-def _check_counts(**counts: object) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, Integral) or int(count) < 0:
-            raise InvalidArgumentError(f"{name} is {reprlib.repr(count)}; it must be an integer that is not below 0")

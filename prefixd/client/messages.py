@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import reprlib
 import sys
 from array import array
@@ -47,6 +48,19 @@ def message(kind: type[M], **fields: object) -> M:
             if not _fits(kind, name, value):
                 raise InvalidArgumentError(_refusal(kind, name, value)) from error
         raise
+
+
+def as_count(name: str, value: object) -> int:
+    """Returns a number of blocks, of any integer type. Raises InvalidArgumentError."""
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = -1
+    if not 0 <= count < _LIMIT:
+        raise InvalidArgumentError(
+            f"{name} is {reprlib.repr(value)}; it must be {_POSSIBLE[FieldDescriptor.TYPE_UINT32]}"
+        )
+    return count
 
 
 def _fits(kind: type[Message], name: str, value: object) -> bool:

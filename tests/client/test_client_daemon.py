@@ -100,7 +100,7 @@ async def test_first_block_and_max_blocks_cut_a_piece(client: AsyncClient, spec:
     await cache.store(TOKENS[:4], KV[: 2 * 128])
     assert await cache.store(TOKENS, KV[128:], first_block=1) == StoreResult(3, 1)
     target = np.zeros(2 * 128, np.uint8)
-    assert await cache.load(TOKENS, target, first_block=2, max_blocks=2) == 2
+    assert await cache.load(TOKENS, target, first_block=np.array(2), max_blocks=np.int32(2)) == 2
     assert np.array_equal(target, KV[2 * 128 : 4 * 128])
 
 

@@ -246,6 +246,11 @@ async def test_wrong_buffers_and_indexes_are_refused_before_anything_is_asked(
         (lambda cache: cache.reserve(TOKENS, first_block=-1), "first_block is -1; it must be an integer from 0 to"),
         (lambda cache: cache.load(TOKENS, bytearray(256), max_blocks=0.5), "max_blocks is 0.5; it must be an integer"),
         (lambda cache: cache.store(TOKENS, bytes(256), first_block="x"), "first_block is 'x'; it must be an integer"),
+        (lambda cache: cache.acquire(TOKENS, first_block=None), "first_block is None; it must be an integer from 0 to"),
+        (
+            lambda cache: cache.acquire(TOKENS, prefix_blocks=1 << 32),
+            "prefix_blocks is 4294967296; it must be an integer",
+        ),
         (lambda cache: cache.acquire(TOKENS, parts=["x"]), "there is no part 'x': the namespace has"),
     ],
 )

@@ -15,6 +15,9 @@ B = TypeVar("B")
 """What names a block."""
 _ZEROS = ("undetected", "served_wrong", "lost_sound", "integrity_violations")
 
+MOST_NOTES = 100
+"""Notes in a result: after a bad run there is one for each lost block."""
+
 
 @dataclass(slots=True)
 class RotFindings:
@@ -50,7 +53,7 @@ class RotFindings:
             "flips_by_kind": dict(sorted(self.flips.items())),
             "read_blocks": self.read_blocks,
             "recomputed_blocks": self.recomputed,
-            "found": [*self.notes, *self.violations],
+            "found": [*self.notes[:MOST_NOTES], *self.violations],
         }
 
     def more(self) -> dict[str, Any]:

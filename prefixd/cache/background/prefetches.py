@@ -42,7 +42,7 @@ class Prefetches:
     def __init__(self, mover: Mover, limit_bytes: int | None) -> None:
         self._mover = mover
         self._limit_bytes = mover.tiers.shared.capacity_bytes // 2 if limit_bytes is None else limit_bytes
-        self._under_way: dict[asyncio.Task[None], Session] = {}
+        self._under_way: dict[Tenant, dict[str, set[asyncio.Task[None]]]] = {}  # by tenant and session
         self._turns: dict[Tenant, PacedLine] = {}
         self._bytes_of: Counter[Tenant] = Counter()  # being brought
 
@@ -65,7 +65,7 @@ class Prefetches:
         beginning = Beginning(self._mover, owner, reader, set())
         task = self._mover.spawn(beginning.bring(partial(self._bring, session.tenant)))
         nbytes = len(lacking) * block_bytes
-        self._under_way[task] = session
+        self._under_way.setdefault(session.tenant, {}).setdefault(session.id, set()).add(task)
         self._bytes_of[session.tenant] += nbytes
         task.add_done_callback(lambda task: self._ended(session, beginning, task, nbytes))
         return len(lacking)
@@ -93,13 +93,12 @@ class Prefetches:
 
     def end(self, session: Session) -> None:
         """Cancels a session's prefetches."""
-        for task, owner in self._under_way.items():
-            if owner is session:
-                task.cancel()
+        for task in self._under_way.get(session.tenant, {}).get(session.id, ()):
+            task.cancel()
 
     async def end_of(self, tenant: Tenant) -> bool:
         """Ends a tenant's prefetches and their holds, for a caller that needs room; returns whether there were any."""
-        tasks = [task for task, owner in self._under_way.items() if owner.tenant is tenant]
+        tasks = [task for some in self._under_way.get(tenant, {}).values() for task in some]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -109,6 +108,9 @@ class Prefetches:
     def _ended(self, session: Session, beginning: Beginning, task: asyncio.Task[None], nbytes: int) -> None:
         beginning.hold.end()
         self._bytes_of[session.tenant] -= nbytes
-        del self._under_way[task]
+        of_tenant = self._under_way[session.tenant]
+        of_tenant[session.id].remove(task)
+        if not of_tenant[session.id]:
+            del of_tenant[session.id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a prefix could not be brought up ahead of need: %s", error)

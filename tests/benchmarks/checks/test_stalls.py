@@ -89,6 +89,8 @@ def test_every_call_is_measured(tmp_path: Path) -> None:
 def test_a_planted_stall_is_seen_and_named() -> None:
     match, stats, scrape = stalls.run(1024, ("match", "stats", "scrape"), daemon_type=Planted)
     assert match.longest_hold_ms < 150
+    assert stalls.broken([match], 150) == []
+    assert "stats: " in stalls.broken([match, stats], 150)[0]
     for call in (stats, scrape):
         assert call.longest_hold_ms >= 200
         assert "planted.py" in call.where and "held" in call.where, call.where

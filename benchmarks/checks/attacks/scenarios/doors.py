@@ -87,7 +87,8 @@ class OpenMetrics(Scenario):
             page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
             mallory.in_place(nbytes=len(page), names=page.count(b"prefixd_"))
         except urllib.error.HTTPError as error:
-            await mallory.hold(status=error.code)
+            mallory.in_place(status=error.code)
+        await mallory.until_stopped()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         if facts.get("names"):
@@ -243,7 +244,8 @@ class NoTicket(Scenario):
                 event = await stream.read()
                 mallory.in_place(opened=event is not grpc.aio.EOF, tenant=getattr(event.opened, "tenant", ""))
             except grpc.aio.AioRpcError as error:
-                await mallory.hold(refused=refusal(error))
+                mallory.in_place(refused=refusal(error))
+            await mallory.until_stopped()
             stream.cancel()
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:

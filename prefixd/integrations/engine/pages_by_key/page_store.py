@@ -250,30 +250,32 @@ class PageStore:
     def load_each(self, digests: bytes, pages: PagesAt) -> Outcome:
         """As `load`, for pages that are paths of their own: loads every cached one."""
 
-        def load(wanted: Sequence[Wanted], first: int, outcome: Outcome) -> bool:
+        def load(wanted: Sequence[Wanted], first: int, outcome: Outcome) -> None:
             done = self._load_singles(wanted, first, pages)
             outcome.done[first : first + len(done)] = done
             outcome.nbytes += sum(done) * self.page_bytes
-            return True
 
-        return self._move_singles(digests, load)
+        return self._move_singles(digests, load, lambda: True)
 
-    def _move_singles(self, digests: bytes, move: Callable[[Sequence[Wanted], int, Outcome], bool]) -> Outcome:
+    def _move_singles(
+        self, digests: bytes, move: Callable[[Sequence[Wanted], int, Outcome], None], may: Callable[[], bool]
+    ) -> Outcome:
         """Calls `move` with batches of pages that are paths of their own, the number of the batch's first page, and the
-        outcome; until it returns False, it fails, or time is over."""
+        outcome; until `may` is False, `move` fails, or time is over."""
         all_pages = list(_pages(digests))
         outcome = Outcome([False] * len(all_pages))
         with _timed(outcome, self._clock):
             until_s = self._clock() + self._slice_s
             step = min(self._slice, SINGLES)
             for first in range(0, len(all_pages), step):
+                if not may():
+                    break
                 if first and self._clock() >= until_s:
                     outcome.cut = True
                     break
                 wanted = [Wanted(page, 0, 1) for page in all_pages[first : first + step]]
                 try:
-                    if not move(wanted, first, outcome):
-                        break
+                    move(wanted, first, outcome)
                 except _EXPECTED_ERRORS as error:
                     outcome.error = error
                     break
@@ -348,16 +350,13 @@ class PageStore:
     def save_each(self, digests: bytes, pages: PagesAt) -> Outcome:
         """As `save`, for pages that are paths of their own."""
 
-        def save(wanted: Sequence[Wanted], first: int, outcome: Outcome) -> bool:
-            if not self._grants.may_save:
-                return False
+        def save(wanted: Sequence[Wanted], first: int, outcome: Outcome) -> None:
             done, new = self._save_singles(wanted, first, pages)
             outcome.done[first : first + len(done)] = done
             outcome.new += new
             outcome.nbytes += new * self.page_bytes
-            return True
 
-        return self._move_singles(digests, save)
+        return self._move_singles(digests, save, lambda: self._grants.may_save)
 
     def _save_singles(self, wanted: Sequence[Wanted], first: int, pages: PagesAt) -> tuple[list[bool], int]:
         if (grant := self._grants.reserve(wanted)) is None:

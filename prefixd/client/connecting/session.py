@@ -54,12 +54,16 @@ class Holder(Protocol):
 
 
 class Session:
-    """An open session. `arena` is None when bytes travel in the stream of Get and Put."""
+    """An open session. `arena` is None when bytes travel in the stream of Get and Put. `tenant`, `server_version` and
+    `max_ttl_s` are what the daemon answered, for callers of `AsyncClient.session`."""
 
     def __init__(
         self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, connection: Connection
     ) -> None:
         self.session_id = opened.session_id
+        self.tenant = opened.tenant
+        self.server_version = opened.server_version
+        self.max_ttl_s = opened.max_ttl_s
         self.default_ttl_s = opened.default_ttl_s
         self.arena_bytes = opened.arena_bytes
         self.arena = arena

@@ -1,8 +1,8 @@
-"""The command line, `prefixd`. Only what a command needs is imported, so that `--help` answers at once."""
+"""The command line, `prefixd`. A command imports only the modules that it needs, so that `--help` answers at once."""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing's takes as long as all that is imported before a signal has a handler
+TYPE_CHECKING = False  # importing typing takes as long as all imports before the signal handlers are installed
 if TYPE_CHECKING:
     from prefixd_swap import FileOps
 
@@ -11,7 +11,7 @@ def main(ops: FileOps | None = None) -> None:
     """Entry point of the `prefixd` command; ends the process with its exit code.
 
     Args:
-        ops: file calls of the disk tier of a daemon that is served, to have them fail in a test.
+        ops: file calls of a served daemon's disk tier; a test passes calls that fail.
     """
     from prefixd.process import signals
 

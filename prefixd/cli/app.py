@@ -63,4 +63,4 @@ def _root(
 ) -> None:
     """Keep the KV cache of every prompt prefix in GPU memory, CPU memory and on disk."""
     if context.invoked_subcommand != "serve":
-        signals.release_hangups()  # the daemon does it when it can read its settings again
+        signals.release_hangups()  # `serve` does it later, when the daemon can read its settings again

@@ -1,4 +1,4 @@
-"""What every command that talks to a daemon shares: where it is, how to get in, and errors with a next step."""
+"""Connects a command to a daemon: its address, credentials, and errors that name the next step."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def _file(flag: str, help: str, variable: str | None) -> Any:
 
 _CREDENTIALS = {
     "tls_ca": _file(
-        "--tls-ca", "Authorities (PEM) to check its certificate with; without them: no TLS.", "PREFIXD_TLS_CA"
+        "--tls-ca", "Authorities (PEM) that signed its certificate; without this option: no TLS.", "PREFIXD_TLS_CA"
     ),
-    "tls_cert": _file("--tls-cert", "Certificate (PEM) to show it.", "PREFIXD_TLS_CERT"),
+    "tls_cert": _file("--tls-cert", "Certificate (PEM) to send.", "PREFIXD_TLS_CERT"),
     "tls_key": _file("--tls-key", "The certificate's key (PEM).", "PREFIXD_TLS_KEY"),
     # A file, since every user of a machine can read its command lines.
     "token_file": _file(
-        "--token-file", f"File with the token to show it; or set {TOKEN_VARIABLE}, which unix sockets ignore.", None
+        "--token-file", f"File with the token to send; or set {TOKEN_VARIABLE}, which unix sockets ignore.", None
     ),
 }
 _given: ContextVar[dict[str, Path | None]] = ContextVar("credentials given on the command line", default={})  # noqa: B039
 
 
 def asks_daemon(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that has `--address` and connects by `connected`, with the options for a daemon on another host."""
+    """Adds the options for a daemon on another host to a command that has `--address` and calls `connected`."""
 
     @functools.wraps(command)
     def with_credentials(**options: Any) -> None:
@@ -79,15 +79,15 @@ def asks_daemon(command: Callable[..., None]) -> Callable[..., None]:
 
 @asynccontextmanager
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
-    """A client of the daemon at `address`; its errors leave as CommandFailed with what to do next."""
+    """Yields a client of the daemon at `address`; raises its errors as CommandFailed with the next step."""
     from prefixd.client import AsyncClient, ClientError, ServerUnavailable, UnsupportedError
 
     target = address or f"unix:{find_socket(os.environ)}"
     here = target.startswith(("unix:", "/"))
     if here and _given.get().get("token_file") is not None:
         raise WrongUsage(
-            f"--token-file {_given.get()['token_file']}: {target} takes no tokens, it knows callers by user; give "
-            "--address HOST:PORT, or leave --token-file out"
+            f"--token-file {_given.get()['token_file']}: {target} accepts no tokens, it identifies callers by user; "
+            "give --address HOST:PORT, or leave --token-file out"
         )
     try:
         async with AsyncClient(target, name="prefixd cli", memory="streamed", **_credentials()) as client:
@@ -95,7 +95,7 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     except ServerUnavailable as error:
         if error.answered:
             raise CommandFailed(str(error)) from error
-        hint = "Start it with `prefixd serve`, or name it with --address" if here else "Does it want TLS (--tls-ca)?"
+        hint = "Start it with `prefixd serve`, or name it with --address" if here else "Does it need TLS (--tls-ca)?"
         raise CommandFailed(f"{error}. Is it running? {hint}") from error
     except UnsupportedError as error:
         raise CommandFailed(
@@ -113,14 +113,14 @@ def _credentials() -> dict[str, Any]:
         try:
             token = token_file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
             raise CommandFailed(f"cannot read the token in {token_file}: {why}") from error
     return {**given, "token": token.strip()}
 
 
 def run(command: Coroutine[object, object, T]) -> T:
     """Runs a command's coroutine; Ctrl-C cancels it and ends cleanly."""
-    import prefixd.client  # noqa: F401  not in the coroutine: until there is something to cancel, Ctrl-C ends at once
+    import prefixd.client  # noqa: F401  before the coroutine: until `interruptible`, Ctrl-C ends the process at once
 
     with signals.interruptible():
         return asyncio.run(command)

@@ -1,4 +1,4 @@
-"""How a command ends when something is wrong: one line on stderr that says what to do, and an exit code.
+"""Ends a command after an error with one line on stderr that names the remedy, and with an exit code.
 
 1: the command failed. 2: it was called wrongly, or the configuration is wrong. 130: Ctrl-C. 143: SIGTERM.
 """
@@ -23,18 +23,18 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandFailed(PrefixdError):
-    """What a command found out by itself; the message is the line that the user reads."""
+    """An error that the command itself found; the message is the line that the user reads."""
 
 
 class WrongUsage(CommandFailed):
-    """The command was called wrongly; the line names the option, its value and what is possible."""
+    """The command was called wrongly; the line names the option, its value and the possible values."""
 
 
 class CleanGroup(TyperGroup):
-    """A group of commands whose foreseen errors never show a traceback, a package that is not installed among them."""
+    """A group of commands that shows expected errors, a missing package too, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; what it raises becomes a line on stderr and an exit code."""
+        """Runs the command; turns its errors into a line on stderr and an exit code."""
         try:
             return super().invoke(ctx)
         except (ConfigError, WrongUsage) as error:
@@ -47,7 +47,7 @@ class CleanGroup(TyperGroup):
             line = MissingExtraError(f"{ctx.command_path} {ctx.invoked_subcommand}", str(error.name), extra)
             raise _end(str(line), EXIT_USAGE) from error
         except BrokenPipeError as error:
-            # The reader (`head`, a pager) has seen enough. Python would complain when it flushes at exit.
+            # The reader (`head`, a pager) has ended. Python would report an error when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from error
         except OSError as error:
@@ -63,12 +63,12 @@ def _end(line: str, code: int) -> typer.Exit:
 
 
 def paragraphs(docstring: str) -> str:
-    """A docstring as a command's help: a paragraph's lines joined, for the terminal to break anew."""
+    """Returns a docstring as a command's help: the lines of each paragraph joined, since the terminal breaks them."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))
 
 
 def examples(*commands: str) -> str:
-    """The examples below a command's help, one a line."""
-    # A blank line between them: the help joins the lines of a paragraph.
+    """Returns the examples below a command's help, one a line."""
+    # Blank lines separate them, since the help joins the lines of a paragraph.
     heading = "Example:" if len(commands) == 1 else "Examples:"
     return "\n\n".join([heading, *(f"  {command}" for command in commands)])

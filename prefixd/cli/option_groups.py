@@ -1,4 +1,4 @@
-"""Options that travel together as one type: a command's parameter that is a dataclass stands for an option a field."""
+"""Groups of options: a command's parameter that is a dataclass stands for one option for each of its fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: its dataclasses' fields, which are annotated as options, among its parameters."""
+    """Returns the command with its dataclasses replaced by their fields, which are annotated as typer's options."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
         name: parameter.annotation

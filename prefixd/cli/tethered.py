@@ -1,7 +1,7 @@
 """`python -m prefixd.cli.tethered PARENT serve ...`: the command line, which ends when process PARENT does.
 
-The kernel sends SIGTERM when the thread that started this process is gone, even by SIGKILL, so that no daemon of
-a demo, a benchmark or a test outlives what it was started for.
+The kernel sends SIGTERM when the thread that started this process ends, even if SIGKILL ended it. So a daemon never
+outlives the demo, benchmark or test that started it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(ops: FileOps | None = None) -> None:
-    """Ties this process to its parent and goes on as `prefixd`; `ops` as for its `main`."""
+    """Ties this process to its parent and runs the command line; `ops` as for `prefixd.cli.main`."""
     from prefixd.cli import main as prefixd
 
     parent = int(sys.argv.pop(1))

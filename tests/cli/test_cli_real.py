@@ -176,7 +176,7 @@ def test_the_demo(prefixd: Prefixd, home: Path) -> None:
     result = prefixd("demo", "--prefixes", "4", "--requests", "12", "--prefix-tokens", "64", "--json", "demo.json")
     assert result.returncode == 0, result.stderr
     assert "All answers are the same, token for token." in result.stdout
-    assert "of the prefix tokens came from what the daemon had left on disk" in result.stdout
+    assert "of the prefix tokens came from the blocks that were left on disk" in result.stdout
     assert "prefixd serve --embedded" in result.stdout
     figures = json.loads((home / "demo.json").read_text())
     assert figures["same_answers"] is True

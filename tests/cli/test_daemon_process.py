@@ -30,7 +30,7 @@ def test_it_runs_is_restarted_and_leaves_nothing() -> None:
         first = daemon.pid
         assert alive(first) and daemon.socket.exists()
         assert daemon.tcp is not None and daemon.tcp.startswith("127.0.0.1:")
-        with pytest.raises(DaemonFailed, match=f"runs already, as process {first}"):
+        with pytest.raises(DaemonFailed, match=f"already runs as process {first}"):
             daemon.start()
         daemon.restart()
         assert not alive(first) and alive(daemon.pid)
@@ -54,7 +54,7 @@ def test_a_directory_that_was_given_stays(folder: Path) -> None:
 @pytest.mark.slow
 def test_one_that_does_not_start_tells_why_and_leaves_nothing() -> None:
     daemon = DaemonProcess({"cpu.bytes": "12QiB"})
-    with pytest.raises(DaemonFailed, match=r"ended before it was ready; it said: .*12QiB"):
+    with pytest.raises(DaemonFailed, match=r"ended before it was ready; its log ends with: .*12QiB"):
         daemon.__enter__()
     assert not daemon.directory.exists()
 

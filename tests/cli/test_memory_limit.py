@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.base.errors import ConfigError
-from prefixd.cli.machine_checks import _control_group
+from prefixd.cli.machine_checks import _check_control_group
 from prefixd.settings import Settings
 from prefixd.settings.checks import check_start
 from prefixd.v1 import admin_pb2, cache_pb2
@@ -139,10 +139,10 @@ def test_auto_is_half_of_what_there_may_be(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_doctor_says_whose_group_pays(tmp_path: Path) -> None:
     tiers: dict[int, admin_pb2.TierStats] = {cache_pb2.TIER_CPU: admin_pb2.TierStats(capacity_bytes=GIB)}
-    check = _control_group(0, tiers, limited(tmp_path / "small", GIB))
+    check = _check_control_group(0, tiers, limited(tmp_path / "small", GIB))
     assert "memory.max" in check.found and "cpu.bytes = auto" in check.remedy
-    assert not _control_group(0, tiers, limited(tmp_path / "large", 2 * GIB)).remedy
-    assert _control_group(0, tiers, tmp_path).found == "it limits no memory"
+    assert not _check_control_group(0, tiers, limited(tmp_path / "large", 2 * GIB)).remedy
+    assert _check_control_group(0, tiers, tmp_path).found == "it limits no memory"
 
 
 @pytest.fixture

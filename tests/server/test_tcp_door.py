@@ -193,7 +193,7 @@ def test_the_command_line_brings_its_credentials(
     lost = stats("--tls-ca", "/nowhere", **known)
     assert lost.returncode == 1 and lost.stderr == "prefixd: tls_ca = /nowhere: No such file or directory\n"
     plain = stats("--address", remote.daemon.tcp)
-    assert plain.returncode == 1 and "Does it want TLS (--tls-ca)?" in plain.stderr
+    assert plain.returncode == 1 and "Does it need TLS (--tls-ca)?" in plain.stderr
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ def _run(
                 return jobs if planned.is_set() else jobs - 1
 
             def draw() -> Curve:
-                shown = progress.beside("miss-ratio curve")
+                shown = progress.add_bar("miss-ratio curve")
                 return curve_of(trace, limit, policies, pool, shown, at_once=others)
 
             drawn = beside.submit(draw) if curve and jobs > 1 else None
@@ -295,7 +295,7 @@ def _run(
         points = sweep(plans, pool, progress.advance)
         if not curve:
             return points, None
-        return points, curve_of(trace, limit, policies, pool, progress.beside("miss-ratio curve"))
+        return points, curve_of(trace, limit, policies, pool, progress.add_bar("miss-ratio curve"))
 
 
 def _varied(

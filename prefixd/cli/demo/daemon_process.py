@@ -1,4 +1,4 @@
-"""A daemon in its own process, for the demo, the benchmarks and the tests: started, waited for, ended by its pid."""
+"""Starts and ends a daemon in its own process, for the demo, the benchmarks and the tests."""
 
 from __future__ import annotations
 
@@ -25,19 +25,27 @@ _LAST_BYTES = 32 << 10
 
 
 class DaemonFailed(PrefixdError):
-    """The daemon did not start, or did not end, as it should; the message has the last lines of its log."""
+    """The daemon did not start or did not end; the message has the last lines of its log."""
 
 
 class DaemonProcess:
-    """`prefixd serve` with its data, its socket and its log in `directory`. Started again, it finds there what it kept.
+    """`prefixd serve` with its data, its socket and its log in `directory`; a later start restores its cache there.
 
-    `settings` are by dotted name (`{"cpu.bytes": "2GiB"}`), `config` is a file of more; other configuration and
-    `PREFIXD_*` variables of the caller do not reach the daemon, so that a run can be repeated. Without `directory` it
-    gets a temporary one, which goes when the context is left. Use it as a context manager: on leaving, the process
-    gets SIGTERM (it writes its cache back and ends). It also gets it when the thread that started it ends, however
-    that happens.
+    Use it as a context manager: at the end of the block the process gets SIGTERM, writes its cache back and ends. It
+    also gets SIGTERM when the thread that started it ends in any way.
 
-    `program` is what `python` runs; it gets this process's id and then the command line of `prefixd`.
+    The daemon reads neither the caller's `PREFIXD_*` variables nor any other configuration, so that a run can be
+    repeated.
+
+    Args:
+        settings: by dotted name (`{"cpu.bytes": "2GiB"}`).
+        directory: by default a temporary one, which is removed at the end of the block.
+        start_timeout_s: longest time until the daemon answers.
+        stop_timeout_s: longest time until the daemon ends.
+        python: the interpreter.
+        program: arguments of the interpreter, followed by this process's id and the command line of `prefixd`.
+        config: a file with further settings.
+        log_level: `--log-level`.
     """
 
     def __init__(
@@ -53,14 +61,14 @@ class DaemonProcess:
         log_level: str = "warning",
     ) -> None:
         self._temporary = directory is None
-        # Not below a long path: a unix socket's name has at most 107 bytes.
+        # A short path, since a unix socket's path has at most 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="prefixd-")) if directory is None else directory
         self.tcp: str | None = None
-        """host:port where it listens for other hosts, when its settings say so and it runs."""
+        """host:port of the running daemon for other hosts; None without the setting `server.tcp`."""
         self.metrics_port: int | None = None
-        """Where it serves metrics, when its settings say so and it runs."""
+        """Port of the running daemon's metrics; None without the setting `server.metrics_port`."""
         self.opening_s = 0.0
-        """From opening its tiers, restoring what is on disk among it, until it took calls; of its last start."""
+        """Seconds of the last start, from opening the tiers (and restoring the blocks on disk) to the first call."""
         self._settings = dict(settings or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -77,24 +85,24 @@ class DaemonProcess:
 
     @property
     def address(self) -> str:
-        """What a client connects to."""
+        """The address for clients."""
         return f"unix:{self.socket}"
 
     @property
     def log(self) -> Path:
-        """What it writes to stderr: warnings and errors, of all its runs."""
+        """The daemon's stderr of all its runs: warnings and errors."""
         return self.directory / "daemon.log"
 
     @property
     def pid(self) -> int:
-        """The process; raises DaemonFailed when none runs."""
+        """The daemon's process; raises DaemonFailed if it was not started."""
         if self._process is None:
             raise DaemonFailed("the daemon is not running; start it first")
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; False too when it ended by itself."""
+        """True while the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> Self:
@@ -112,18 +120,18 @@ class DaemonProcess:
             self._remove_directory()
 
     def start(self) -> None:
-        """Returns when the daemon answers; raises DaemonFailed."""
+        """Starts the daemon and waits until it answers; raises DaemonFailed."""
         self.launch()
         self.wait_until_ready()
 
     def configure(self, settings: Mapping[str, object]) -> None:
-        """Gives it other settings from its next start on; those that are not named stay."""
+        """Changes these settings from the next start on; all others stay."""
         self._settings.update(settings)
 
     def launch(self) -> None:
-        """Starts the process and does not wait until it answers."""
+        """Starts the process, without waiting until it answers."""
         if self._process is not None:
-            raise DaemonFailed(f"the daemon runs already, as process {self._process.pid}; stop it first")
+            raise DaemonFailed(f"the daemon already runs as process {self._process.pid}; stop it first")
         self.directory.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -131,17 +139,17 @@ class DaemonProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                # Its own group: Ctrl-C reaches us alone, and we end it in order.
+                # A process group of its own: Ctrl-C reaches only this process, which then ends the daemon in order.
                 start_new_session=True,
                 env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
             )
 
     def wait_until_ready(self) -> None:
-        """Returns when the daemon that was launched answers; raises DaemonFailed, and ends it."""
+        """Waits until the launched daemon answers; if it does not, ends it and raises DaemonFailed."""
         if self._process is None:
             raise DaemonFailed("the daemon is not running; launch it first")
         try:
-            ready = self._announcement(self._process)
+            ready = self._read_announcement(self._process)
             self.tcp, self.metrics_port = ready.get("tcp"), ready.get("metrics_port")
             self.opening_s = float(ready["opening_s"])
         except BaseException:
@@ -149,48 +157,48 @@ class DaemonProcess:
             raise
 
     def stop(self) -> int | None:
-        """SIGTERM and the wait for its end; its exit status, or None when it did not run.
+        """Sends SIGTERM and waits for the end; returns the exit status, or None if the daemon did not run.
 
-        SIGKILL, and DaemonFailed, when it takes longer than `stop_timeout_s`.
+        If that takes longer than `stop_timeout_s`, sends SIGKILL and raises DaemonFailed.
         """
         return self._end(signal.SIGTERM)
 
     def terminate(self) -> None:
-        """SIGTERM alone: what follows is the daemon's to do, and `stop` or `kill` to wait for."""
+        """Sends SIGTERM without waiting for the end; `stop` and `kill` wait for it."""
         os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> int | None:
-        """SIGKILL, as in a crash; its exit status, or None when it did not run."""
+        """Sends SIGKILL, as in a crash; returns the exit status, or None if the daemon did not run."""
         return self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """`stop`, then `start` on the same directory."""
+        """Stops the daemon and starts it on the same directory."""
         self.stop()
         self.start()
 
     def replace(self) -> None:
-        """`stop`, then another daemon at the same address, with an empty data directory."""
+        """Stops the daemon and starts one at the same address with an empty data directory."""
         self.stop()
         shutil.rmtree(self.directory / "data")
         self.start()
 
     def last_words(self) -> str:
-        """The end of its log, to be put behind an error's message."""
-        said = last_lines(self.log, _LAST_LINES)
-        return "; it said: " + " | ".join(said) if said else ""
+        """Returns the end of the log, to append to an error's message."""
+        lines = last_lines(self.log, _LAST_LINES)
+        return "; its log ends with: " + " | ".join(lines) if lines else ""
 
     def _command(self) -> list[str]:
         settings = {"data_dir": self.directory / "data", "server.socket": self.socket, **self._settings}
         return [
             *(self._python, *self._program, str(os.getpid())),
             *("serve", "--json", f"--log-level={self._log_level}", f"--config={self._config}"),
-            *(f"--set={name}={_text(value)}" for name, value in settings.items()),
+            *(f"--set={name}={_to_text(value)}" for name, value in settings.items()),
         ]
 
-    def _announcement(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """The line of JSON by which the daemon announces itself."""
+    def _read_announcement(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """Waits for the line of JSON that the daemon prints when it is ready."""
         if process.stdout is None:
-            raise DaemonFailed("the daemon was started without a pipe to announce itself on")
+            raise DaemonFailed("the daemon was started without a pipe for its line of JSON")
         deadline = time.monotonic() + self._start_timeout_s
         line = b""
         while not line.endswith(b"\n"):
@@ -203,7 +211,7 @@ class DaemonProcess:
         try:
             ready: dict[str, Any] = json.loads(line)
         except ValueError as error:
-            raise DaemonFailed(f"the daemon announced itself with {line[:200]!r}, not JSON") from error
+            raise DaemonFailed(f"the daemon printed {line[:200]!r}, which is not JSON") from error
         return ready
 
     def _end(self, how: signal.Signals) -> int | None:
@@ -230,10 +238,10 @@ class DaemonProcess:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that its daemons are ended in order; the exit status is 143.
+    """Lets SIGTERM end the block as Ctrl-C does, so that its daemons end in order; the exit status is 143.
 
-    For the main thread. By way of SIGINT, which asyncio turns into a cancellation; a script's background jobs ignore
-    that signal.
+    For the main thread. It raises SIGINT, which asyncio turns into a cancellation; if SIGINT is ignored, as in a
+    script's background jobs, it raises KeyboardInterrupt.
     """
     received: list[int] = []
 
@@ -255,12 +263,12 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """At most `count` lines from the end of a log, without the empty ones; none where there is no log."""
+    """Returns at most `count` lines from the end of a log, without empty ones; none if there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))

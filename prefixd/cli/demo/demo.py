@@ -1,4 +1,4 @@
-"""`prefixd demo`: what the cache does, on a real daemon, in a few minutes and without a GPU."""
+"""`prefixd demo`: shows the cache's effect on a real daemon, in a few minutes and without a GPU."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def demo_command(
         typer.Option("--json", metavar="FILE", show_default=False, help="Also write the figures to this file."),
     ] = None,
 ) -> None:
-    """Start a daemon with a small random model, show what the cache brings, and restart it.
+    """Start a daemon with a small random model, show how much faster the cache makes it, and restart it.
 
-    The same requests are sent without a cache, then with the three tiers and each policy of the queue, each
-    time to a fresh daemon. The GPU tier holds an eighth of the prefixes, the CPU tier a quarter, the disk all.
-    Then the last daemon is restarted and asked again.
+    The demo sends the same requests without a cache, then with the three tiers and each policy of the queue, each
+    time to a new daemon. The GPU tier holds an eighth of the prefixes, the CPU tier a quarter, the disk all. Then it
+    restarts the last daemon and sends the requests again.
     """
     require("worker", "prefixd demo")
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
@@ -118,10 +118,10 @@ def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: Tie
     else:
         out.print("[green]All answers are the same, token for token.[/]")
     out.print(
-        f"After the restart {1 - restarted.miss_rate:.0%} of the prefix tokens came from what the daemon had left "
-        "on disk."
+        f"After the restart {1 - restarted.miss_rate:.0%} of the prefix tokens came from the blocks that were left on "
+        "disk."
     )
-    out.print("Tokens from a tier were not computed again. Each cache began empty, except after the restart.")
+    out.print("Tokens from a tier were not computed again. Each cache was empty at first, except after the restart.")
     out.print(
         "\nNext, in two terminals:\n"
         "  prefixd serve --embedded\n"
@@ -139,6 +139,6 @@ def _write(path: Path, figures: Sequence[Figures]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises CommandFailed now rather than after the minutes that the run takes."""
+    """Raises CommandFailed before the run, which takes minutes, if the file could not be written after it."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CommandFailed(f"cannot write to {path}; choose another file in a directory that exists")

@@ -1,4 +1,4 @@
-"""Sends the text analysis workload to a daemon and measures it. The demo and the benchmark share this."""
+"""Sends the text analysis workload to a daemon and measures it, for the demo and the benchmark."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Who is told how far a run is."""
+    """Shows how far a run is."""
 
     def begin(self, text: str, total: int) -> None:
-        """A new stretch of `total` requests begins (0: not counted in requests)."""
+        """Begins a new part of `total` requests (0: not counted in requests)."""
 
     def advance(self) -> None:
-        """One more request is done."""
+        """Counts one more finished request."""
 
 
 def settings_for(serving: Serving, workload: TextAnalysis, tiers: TierSizes) -> dict[str, Any]:
-    """The settings, by dotted name, of a daemon with the embedded model that serves `workload` so."""
+    """Returns the settings, by dotted name, of a daemon with the embedded model for `serving` and `workload`."""
     return {
         "worker.embedded": True,
         "scheduler.queue_limit": max(4096, workload.requests),
@@ -36,17 +36,17 @@ def settings_for(serving: Serving, workload: TextAnalysis, tiers: TierSizes) -> 
 
 
 def daemon_for(serving: Serving, workload: TextAnalysis, tiers: TierSizes, directory: Path) -> DaemonProcess:
-    """A daemon (not started) with the embedded model, set up for `serving`."""
+    """Returns a daemon, not yet started, with the embedded model and the settings for `serving`."""
     return DaemonProcess(settings_for(serving, workload, tiers), directory=directory)
 
 
 def run_config(
     config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path, *, warm_up: bool = False, progress: Progress
 ) -> Figures:
-    """One of CONFIGS on a fresh daemon in the empty `directory`; with `warm_up` after each prefix was asked for once.
+    """Measures one of CONFIGS on a new daemon in the empty `directory`; with `warm_up`, sends each prefix once before.
 
     Raises:
-        DaemonFailed: it did not start, or a request failed.
+        DaemonFailed: the daemon did not start, or a request failed.
     """
     progress.begin(f"{config}: starting a daemon", 0)
     with daemon_for(serving_of(config), workload, tiers, directory) as daemon:
@@ -55,7 +55,7 @@ def run_config(
 
 
 def ask_each_once(name: str, daemon: DaemonProcess, workload: TextAnalysis, *, progress: Progress) -> float:
-    """Asks for each prefix once, so that what follows finds full tiers; how many seconds that took.
+    """Sends each prefix once, so that later requests find full tiers; returns the seconds that this took.
 
     Raises:
         DaemonFailed: a request failed.
@@ -75,17 +75,17 @@ def measure(
     warm_up_s: float | None = None,
     progress: Progress,
 ) -> Figures:
-    """Sends the requests to a started daemon.
+    """Sends the requests to a started daemon and returns their figures.
 
     Args:
-        name: of the figures.
-        daemon: has started.
-        workload: which requests.
-        repeat: which of the workload's repeats.
-        one_by_one: each when the one before it has been answered, which measures latency; else `outstanding` at a time,
-            and the daemon's queue orders them.
-        warm_up_s: what `ask_each_once` took of this daemon; None without one.
-        progress: who is told.
+        name: name of the figures.
+        daemon: a started daemon.
+        workload: the requests.
+        repeat: index of the workload's repeat.
+        one_by_one: send each request after the answer to the one before, which measures latency; otherwise
+            `outstanding` at a time, and the daemon's queue orders them.
+        warm_up_s: the result of `ask_each_once` for this daemon; None without a warm-up.
+        progress: shows the progress.
 
     Raises:
         DaemonFailed: a request failed.
@@ -125,11 +125,11 @@ async def send_requests(
     outstanding: int,
     finished: Callable[[], None],
 ) -> tuple[list[RequestResult], float]:
-    """The results of all requests in their order, and the seconds that they took together. Raises ClientError."""
+    """Returns the results of all requests in their order, and the seconds for all. Raises ClientError."""
     from prefixd.client import AsyncClient
 
     async with AsyncClient(address, name="text analysis", memory="streamed") as client:
-        # Waits until the model is loaded. Less than a block: nothing of it is cached.
+        # Waits until the model is loaded. The prompt is shorter than a block, so that the daemon caches nothing.
         await _send(client, [FIRST_TOKEN], 1)
         began = time.monotonic()
         results = await _send_all(client, workload.output_tokens, prompts, outstanding, finished)
@@ -143,10 +143,10 @@ async def _send_all(
     outstanding: int,
     finished: Callable[[], None],
 ) -> list[RequestResult]:
-    places = asyncio.Semaphore(outstanding)
+    slots = asyncio.Semaphore(outstanding)
 
     async def send(prompt: Sequence[int]) -> RequestResult:
-        async with places:
+        async with slots:
             result = await _send(client, prompt, output_tokens)
         finished()
         return result
@@ -155,7 +155,7 @@ async def _send_all(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(send(prompt)) for prompt in prompts]
     except ExceptionGroup as errors:
-        # The first failure ended the others; one is enough to tell.
+        # The first failure has cancelled the other requests.
         raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]
 
@@ -173,4 +173,4 @@ async def _send(client: AsyncClient, prompt: Sequence[int], output_tokens: int) 
         elif isinstance(event, Finished):
             hits = event.hit_tokens
             return RequestResult(tuple(output), ttft_s, hits[Tier.GPU], hits[Tier.CPU], hits[Tier.DISK])
-    raise ServerError("the daemon ended a request without its last event; see its log")
+    raise ServerError("the daemon ended a request without the event Finished; see its log")

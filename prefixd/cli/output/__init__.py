@@ -1,1 +1,1 @@
-"""How answers look: tables and transcripts for people, JSON for programs."""
+"""Prints answers: tables and transcripts for people, JSON for programs."""

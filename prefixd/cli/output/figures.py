@@ -1,4 +1,4 @@
-"""The figures of `Admin.Stats` as a table, as the options of their fields say (`metric.proto`)."""
+"""The figures of `Admin.Stats` as a table; the options of their fields describe them (`metric.proto`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from prefixd.cli.output.grid import duration, table
 from prefixd.v1 import admin_pb2, metric_pb2
 
 METRIC: Any = metric_pb2.metric
-"""The option of a field that is a figure."""
+"""Option of a field that is a figure."""
 METRICS: Any = metric_pb2.metrics
-"""The option of a field that is a message with figures."""
+"""Option of a field that is a message with figures."""
 
-_SHOWN_APART = {"tiers", "tenants", "troubles"}  # lists with a table, lines or a command of their own
+_SHOWN_APART = {"tiers", "tenants", "troubles"}  # lists that have a table, lines or a command of their own
 
 
 def figure_table(stats: admin_pb2.StatsResponse) -> Table:
-    """A row for each figure that is not 0: its place in `--json`, its value, and what it is."""
+    """Returns a row for each figure that is not 0: its place in `--json`, its value and its description."""
     made = table("figure", "value", "what it is", right=("value",), fold=("what it is",))
     for place, value, help_text in figure_rows(stats):
         made.add_row(Text(place), Text(value), Text(help_text, style="dim"))
@@ -30,7 +30,10 @@ def figure_table(stats: admin_pb2.StatsResponse) -> Table:
 
 
 def figure_rows(message: Message, within: str = "") -> Iterator[tuple[str, str, str]]:
-    """Place, value and help of the figures of a message and of those in it: `scrub.passes`, `2`, `times ...`."""
+    """Yields place, value and help of the figures of a message and of messages in it: `scrub.passes`, `2`, `times ...`.
+
+    `within`: prefix of the places, such as "scrub.".
+    """
     for field in message.DESCRIPTOR.fields:
         options, place, value = field.GetOptions(), within + field.name, getattr(message, field.name)
         if options.HasExtension(METRIC) and field.enum_type is None:
@@ -52,7 +55,7 @@ def figure_rows(message: Message, within: str = "") -> Iterator[tuple[str, str, 
 
 
 def figure(name: str, value: float | str) -> str:
-    """A figure in the unit that its field's name ends with: `3.0 GiB`, `0.0042 s`, `5,000`; a text as it is."""
+    """Formats a figure in the unit at the end of its field's name: `3.0 GiB`, `0.0042 s`, `5,000`; a text as it is."""
     if isinstance(value, str):
         return value
     if name.endswith("_bytes"):

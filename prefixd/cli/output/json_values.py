@@ -1,4 +1,4 @@
-"""How answers look to programs: JSON."""
+"""Prints answers as JSON, for programs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from google.protobuf.message import Message
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """Prints one JSON document."""
     print(json.dumps(value, indent=2, default=str))
 
 
 def print_json_line(value: Any) -> None:
-    """One line of JSON, written at once."""
+    """Prints one line of JSON and flushes it."""
     print(json.dumps(value, default=str), flush=True)
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """A message as JSON types: every field, bytes as hex, enum values in lower case without their prefix."""
+    """Converts a message to JSON types: every field, bytes as hex, enum values in lower case without their prefix."""
     plain: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -41,10 +41,10 @@ def _plain_value(field: Any, value: Any) -> Any:
         return value.hex()
     if field.enum_type is not None:
         names = field.enum_type.values_by_number
-        prefix = f"{_snake(field.enum_type.name)}_"
+        prefix = f"{_to_upper_snake(field.enum_type.name)}_"
         return names[value].name.removeprefix(prefix).lower() if value in names else value
     return value
 
 
-def _snake(name: str) -> str:
+def _to_upper_snake(name: str) -> str:
     return "".join(f"_{letter}" if letter.isupper() and index else letter for index, letter in enumerate(name)).upper()

@@ -1,4 +1,4 @@
-"""A progress bar for long commands: where the run is, and for how long already."""
+"""Progress bars for long commands: how far the run is, and the time since its start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.progress import (
 
 @contextmanager
 def blocks_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with the blocks done and the blocks in all; shows a bar when stderr is a terminal."""
+    """Yields a function to call with the blocks done and the total; it shows a bar if stderr is a terminal."""
     console = Console(file=sys.stderr)
     columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -29,7 +29,7 @@ def blocks_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class RichProgress:
-    """The bar of one run after the other, on `console`; one line each where that is no terminal."""
+    """A bar for one run after the other on `console`, or a line for each if that is no terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -53,16 +53,16 @@ class RichProgress:
         self._bar.stop()
 
     def begin(self, text: str, total: int) -> None:
-        """Shows a new stretch; 0: a pulsing bar."""
+        """Starts the bar anew for a part of `total` requests; 0: a pulsing bar."""
         if not self._console.is_terminal:
             self._console.print(text, markup=False, highlight=False)
         self._bar.reset(self._task, description=text, total=total or None)
 
-    def beside(self, text: str) -> Callable[[int, int], None]:
-        """A second bar: a function to call with what is done and what there is in all, from any thread."""
+    def add_bar(self, text: str) -> Callable[[int, int], None]:
+        """Adds a second bar; returns a function to call with the amount done and the total, from any thread."""
         task = self._bar.add_task(text, total=None)
         return lambda done, total: self._bar.update(task, completed=done, total=total)
 
     def advance(self) -> None:
-        """One more of the stretch's requests."""
+        """Counts one more request of the part."""
         self._bar.advance(self._task)

@@ -1,4 +1,4 @@
-"""How answers look to people: tables."""
+"""Prints answers as tables, for people."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from prefixd.cli.machine_checks import Check
 
 KEY_DIGITS = 12
-_HOLDERS = 5  # shown; --json has up to 100
+_MOST_HOLDERS = 5  # printed; --json has up to 100
 
 
 def tier_name(tier: int) -> str:
-    """The name of a tier of the contract: `gpu`; `tier 9` of one that this version does not know."""
+    """Returns the name of a tier of the contract, such as `gpu`, or `tier 9` if this version does not know it."""
     try:
         return Tier.from_wire(tier).label
     except ValueError:
@@ -33,10 +33,10 @@ def tier_name(tier: int) -> str:
 
 
 def print_settings(values: Mapping[str, Any], sources: Mapping[str, str], descriptions: Mapping[str, str]) -> None:
-    """The configuration: name, value, source, and what it is for where `descriptions` says it."""
+    """Prints the configuration: name, value and source of each setting, and its description if there are any."""
     columns = ("setting", "value", "from", *(["what it is for"] if descriptions else []))
     made = table(*columns, fold=columns[1:])
-    described = {name: None for name in descriptions if name not in values}  # of tenants that are yet to be named
+    described = {name: None for name in descriptions if name not in values}  # tenants.NAME.*: settings of any tenant
     for name, value in {**values, **described}.items():
         source = sources.get(name, "default")
         made.add_row(
@@ -59,7 +59,6 @@ def _setting_value(name: str, value: Any) -> Text:
 
 
 def _model_table(models: Iterable[admin_pb2.ModelStats]) -> Table:
-    """Each of several models."""
     columns = (
         "model",
         "worker",
@@ -75,7 +74,7 @@ def _model_table(models: Iterable[admin_pb2.ModelStats]) -> Table:
         worker, queue = model.worker, model.scheduler
         made.add_row(
             Text(model.name),
-            _state(worker),
+            _worker_state(worker),
             f"{worker.running_requests:,}",
             f"{queue.waiting_requests:,}",
             f"{queue.finished_requests:,}",
@@ -86,12 +85,12 @@ def _model_table(models: Iterable[admin_pb2.ModelStats]) -> Table:
     return made
 
 
-def _state(worker: admin_pb2.WorkerStats) -> str:
+def _worker_state(worker: admin_pb2.WorkerStats) -> str:
     return admin_pb2.WorkerStats.State.Name(worker.state).removeprefix("STATE_").lower()
 
 
 def _print_models(out: Console, models: Sequence[admin_pb2.ModelStats], queue: admin_pb2.SchedulerStats) -> None:
-    """Several models: all together, then each."""
+    """Prints the totals of several models, then each model."""
     ready = sum(model.worker.state == admin_pb2.WorkerStats.STATE_READY for model in models)
     running = sum(model.worker.running_requests for model in models)
     out.print(
@@ -104,26 +103,25 @@ def _print_models(out: Console, models: Sequence[admin_pb2.ModelStats], queue: a
         _print_worker(out, model.worker, f"{model.name}: ")
 
 
-def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") -> None:
-    """A worker's design, and what it did since its start; each line begins with `who`."""
+def _print_worker(out: Console, worker: admin_pb2.WorkerStats, prefix: str = "") -> None:
+    """Prints a worker's design; each line begins with `prefix`."""
 
-    def line(text: str, style: str = "") -> None:
-        out.print(Text(f"{who}{text}", style=style))
+    def print_line(text: str, style: str = "") -> None:
+        out.print(Text(f"{prefix}{text}", style=style))
 
     if worker.kv:
         graphs = f"CUDA graphs {'in use' if worker.cuda_graphs else 'not in use'}"
-        line(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}")
+        print_line(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}")
     if worker.cuda_graphs_reason:
-        line(f"without CUDA graphs: {worker.cuda_graphs_reason}", "yellow")
+        print_line(f"without CUDA graphs: {worker.cuda_graphs_reason}", "yellow")
     if worker.block_tokens_reason:
-        line(f"block size: {worker.block_tokens_reason}", "yellow")
+        print_line(f"block size: {worker.block_tokens_reason}", "yellow")
     if worker.HasField("draft"):
-        draft = worker.draft
-        line(f"draft: {draft.model} proposes {draft.draft_tokens} tokens at a time")
+        print_line(f"draft: {worker.draft.model} proposes {worker.draft.draft_tokens} tokens at a time")
 
 
 def print_stats(stats: admin_pb2.StatsResponse) -> None:
-    """The daemon at a glance: what runs, the tiers, the hit rate, who uses it."""
+    """Prints the daemon's workers, hit rate, tiers, namespaces, sessions, figures and troubles."""
     stats = cleaned(stats)
     out = console()
     state = "[yellow]draining[/]" if stats.draining else "[green]up[/]"
@@ -135,7 +133,7 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         _print_models(out, stats.models, queue)
     else:
         out.print(
-            f"worker: {_state(worker)}, {worker.model} on {worker.device}, {worker.running_requests} running, "
+            f"worker: {_worker_state(worker)}, {worker.model} on {worker.device}, {worker.running_requests} running, "
             f"{queue.waiting_requests} waiting ({queue.policy}), {queue.finished_requests} finished"
             + (f", {worker.restarts} restarts" if worker.restarts else "")
             + (f", blocks of {worker.block_tokens:,} tokens" if worker.block_tokens else ""),
@@ -159,8 +157,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     for tier in stats.tiers:
         if tier.quarantined_bytes:
             out.print(
-                f"[yellow]quarantine:[/] {as_size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier, into "
-                "which clients may still write whose reservations ended without a word; free when they release or end"
+                f"[yellow]quarantine:[/] {as_size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier: clients "
+                "may still write there, although their reservations have expired; free when they release it or end"
             )
     for trouble in stats.troubles:
         line = f"{trouble.part}, for {duration(trouble.since_s)}: {trouble.what}; {trouble.remedy}"
@@ -184,16 +182,15 @@ def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
 
 
 def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Sequence[admin_pb2.ModelStats]) -> Table:
-    """Of several models each namespace says of which it is, and of several tenants, whose."""
+    """A table of namespaces, with the model if there are several, and the tenant if there are several."""
     namespaces, numbers = list(namespaces), ("block tokens", "blocks")
     tenants = ("tenant",) if len({entry.tenant for entry in namespaces}) > 1 else ()
     made = table("namespace", *tenants, "id", *numbers, right=numbers, fold=("namespace",))
     for entry in namespaces:
         name = entry.namespace.name
-        several = len(models) > 1 and entry.worker
-        whose = [model.name for model in models if several and model.namespace == name]
+        owners = [model.name for model in models if len(models) > 1 and entry.worker and model.namespace == name]
         made.add_row(
-            Text(f"{name} ({', '.join(whose)})" if whose else name),
+            Text(f"{name} ({', '.join(owners)})" if owners else name),
             *([Text(entry.tenant)] if tenants else []),
             entry.namespace_id.hex(),
             str(entry.namespace.block_tokens),
@@ -217,7 +214,7 @@ def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
 
 
 def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
-    """The list of prefixes, most recently used first."""
+    """Prints a list of prefixes in the given order."""
     prefixes = [cleaned(prefix) for prefix in prefixes]
     tiers = (*QUOTA_TIERS, *([Tier.REMOTE.label] if any(prefix.remote_blocks for prefix in prefixes) else []))
     numbers = ("tokens", "size", *tiers, "idle")
@@ -246,7 +243,7 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
 
 
 def print_pinned(blocks: int, nbytes: int) -> None:
-    """What is pinned in all, if anything."""
+    """Prints the total of pinned blocks, if there are any."""
     if blocks:
         console().print(f"{blocks:,} blocks pinned, {as_size(nbytes)}")
 
@@ -256,23 +253,23 @@ def _marks(pinned: bool, held: int) -> str:
 
 
 def _has_rules(groups: Sequence[admin_pb2.GroupInfo]) -> bool:
-    """Whether there is more to say of them than that a prefix needs all."""
+    """True unless there is a single group with full attention."""
     return len(groups) > 1 or any(group.rule != FULL_ATTENTION for group in groups)
 
 
 def _group_name(group: admin_pb2.GroupInfo) -> str:
-    """`full`, `full +7` where many parts follow one rule."""
+    """Returns `full`, or `full +7` if 8 parts follow one rule."""
     others = len(group.names) - 1
     return (group.names[0] if group.names else "") + (f" +{others}" if others > 0 else "")
 
 
 def _group_counts(groups: Sequence[admin_pb2.GroupInfo]) -> str:
-    """`full 10, window 2`: the blocks that are there of each."""
+    """Returns the number of cached blocks of each group: `full 10, window 2`."""
     return ", ".join(f"{_group_name(group)} {group.blocks}" for group in groups) if _has_rules(groups) else ""
 
 
 def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> None:
-    """One prefix, block by block."""
+    """Prints one prefix, block by block."""
     inspection = cleaned(inspection)
     prefix = inspection.prefix
     out = console()
@@ -294,7 +291,7 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
         made.add_row(
             str(block.index),
             block.key[:KEY_DIGITS],
-            *(_tiers_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
+            *(_tier_names_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
             as_size(block.nbytes),
             str(block.children),
             ", ".join(filter(None, [_marks(block.pinned, block.held), _priority(block)])),
@@ -304,7 +301,7 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
 
 
 def _priority(block: admin_pb2.BlockInfo) -> str:
-    """`priority 50 for 1:00:00`; empty for one of 0."""
+    """Returns `priority 50 for 1:00:00`; empty for priority 0."""
     until = f" for {duration(block.priority_s)}" if block.HasField("priority_s") else ""
     return f"priority {block.priority}{until}" if block.priority else ""
 
@@ -313,15 +310,15 @@ def _tier_names(tiers: Iterable[int]) -> str:
     return " ".join(tier_name(tier) for tier in tiers)
 
 
-def _tiers_by_group(block: admin_pb2.BlockInfo, groups: int) -> list[str]:
-    """Of each KV group the tiers that have it: `cpu disk`, or `-`."""
+def _tier_names_by_group(block: admin_pb2.BlockInfo, groups: int) -> list[str]:
+    """Returns for each KV group the tiers that have its part of the block: `cpu disk`, or `-`."""
     return [_tier_names(entry.tier for entry in block.there if group in entry.groups) or "-" for group in range(groups)]
 
 
 def print_verification(
     progress: admin_pb2.VerifyProgress, damaged: Sequence[admin_pb2.DamagedBlock], elapsed_s: float
 ) -> None:
-    """What a verification went through and found."""
+    """Prints how much a verification has read, and the damaged blocks."""
     out = console()
     rate = as_size(int(progress.checked_bytes / max(elapsed_s, 1e-3)))
     read = f"{progress.checked_blocks:,} blocks, {as_size(progress.checked_bytes)} in {duration(elapsed_s)} ({rate}/s)"
@@ -336,12 +333,12 @@ def print_verification(
     out.print(
         f"{read}: [red]{progress.damaged_blocks:,} damaged[/] and dropped"
         + (f", with {more:,} that continued them" if more > 0 else "")
-        + "; what was in memory is written again, the rest is computed when it is next wanted"
+        + "; blocks that are also in memory are written again, the others are computed at their next use"
     )
 
 
 def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterable[Check]) -> None:
-    """What adds up and what does not, what is in trouble, and what of the machine stands in the way."""
+    """Prints violations, holders of blocks, troubles, and the checks of the machine."""
     integrity = cleaned(integrity)
     out = console()
     counted = (
@@ -355,7 +352,7 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
     else:
         out.print(f"[green]ok[/] everything adds up: {counted}")
     if integrity.holders:
-        most = ", ".join(f"{holder.owner} ({holder.blocks:,})" for holder in integrity.holders[:_HOLDERS])
+        most = ", ".join(f"{holder.owner} ({holder.blocks:,})" for holder in integrity.holders[:_MOST_HOLDERS])
         out.print(Text(f"   blocks held by: {most}"))
     for trouble in integrity.troubles:
         out.print(Text(f"trouble for {duration(trouble.since_s)}: {trouble.part}: {trouble.what}", style="red"))
@@ -372,33 +369,30 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
 
 
 def print_tenants(tenants: Sequence[admin_pb2.TenantStats]) -> None:
-    """What each tenant has and may have: a table of the tiers, one of the limits."""
+    """Prints each tenant's use and quotas: a table of the tiers, and one of the limits."""
     tiers = table("tenant", "tier", "used", "held", "guaranteed", "most", right=("used", "held", "guaranteed", "most"))
     limits = table("tenant", "limit", "has", "most", "refused", right=("has", "most", "refused"))
     for tenant in map(cleaned, tenants):
-        use = {each.tier: each for each in tenant.tiers}
+        uses = {each.tier: each for each in tenant.tiers}
         for quota in tenant.quota.tiers:
-            has = use.get(quota.tier, admin_pb2.TenantTierUse())
-            most = as_size(quota.most_bytes) if quota.HasField("most_bytes") else "-"
-            name = tier_name(quota.tier)
+            use = uses.get(quota.tier, admin_pb2.TenantTierUse())
             tiers.add_row(
                 tenant.name,
-                name,
-                as_size(has.used_bytes),
-                as_size(has.held_bytes),
+                tier_name(quota.tier),
+                as_size(use.used_bytes),
+                as_size(use.held_bytes),
                 as_size(quota.guaranteed_bytes),
-                most,
+                as_size(quota.most_bytes) if quota.HasField("most_bytes") else "-",
             )
         for field in tenant.quota.DESCRIPTOR.fields:
             if field.name == "tiers":
                 continue
-            value = getattr(tenant.quota, field.name) if tenant.quota.HasField(field.name) else None
-            has_now = getattr(tenant, field.name, None)
+            used = getattr(tenant, field.name, None)
             limits.add_row(
                 tenant.name,
                 field.name,
-                "" if has_now is None else f"{has_now:,}",
-                "-" if value is None else f"{value:,}",
+                "" if used is None else f"{used:,}",
+                f"{getattr(tenant.quota, field.name):,}" if tenant.quota.HasField(field.name) else "-",
                 str(tenant.refused.get(field.name, 0) or ""),
             )
         for limit, refused in sorted(tenant.refused.items()):

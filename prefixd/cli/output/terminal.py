@@ -1,4 +1,4 @@
-"""Text from elsewhere, made fit for a terminal and for a log: it can neither move the cursor nor begin a line."""
+"""Makes text of clients safe for a terminal and for a log: it can neither move the cursor nor begin a line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ M = TypeVar("M", bound=Message)
 
 
 def shown(text: str, keep: str = "") -> str:
-    r"""The text with every character that is not printable written as its escape, but for those in `keep`.
+    r"""Returns the text with an escape for every character that is neither printable nor in `keep`.
 
-    `"\x1b[2Jmodel\n"` becomes `"\\x1b[2Jmodel\\n"`. What reverses the direction of writing is not printable either.
+    `"\x1b[2Jmodel\n"` becomes `"\\x1b[2Jmodel\\n"`. Characters that reverse the direction of writing count as not
+    printable.
     """
     if text.isprintable():
         return text
@@ -23,7 +24,7 @@ def shown(text: str, keep: str = "") -> str:
 
 
 def cleaned(message: M) -> M:
-    """A copy of a daemon's message with all its texts `shown`: names and errors that clients choose are among them."""
+    """Copies a daemon's message with all its texts `shown`: clients choose some of the names and errors in it."""
     copy = type(message)()
     copy.CopyFrom(message)
     _clean(copy)
@@ -45,20 +46,20 @@ def _clean(message: Message) -> None:
 
 
 def _clean_map(entries: Any) -> None:
-    """A map whose keys may be texts, and whose values are numbers."""
+    """Cleans the keys of a map; its values are numbers."""
     found = dict(entries)
     entries.clear()
     entries.update({shown(key) if isinstance(key, str) else key: value for key, value in found.items()})
 
 
 class LogFormatter(logging.Formatter):
-    """A record takes one line, whatever names are in it; the lines of a traceback are indented behind it."""
+    """Writes each record as one line, whatever names are in it; the lines of a traceback follow it, indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Formats the line with its message `shown`."""
         record.message = shown(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        """The traceback."""
+        """Formats the traceback with its lines `shown`."""
         return "\n".join(f"  {shown(line)}" for line in super().formatException(ei).split("\n"))

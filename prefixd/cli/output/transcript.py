@@ -1,4 +1,4 @@
-"""What `prefixd generate` prints of an answer."""
+"""Prints an answer for `prefixd generate`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 class Transcript:
-    """Prints the text, or the ids where the model has no tokenizer; at the end a line of figures.
+    """Prints the text, or the ids if the model has no tokenizer; at the end a line of figures.
 
-    Of one sequence the text comes as it is made. Of several, each is printed under its number at the end.
+    The text of a single sequence is printed as it arrives. Several sequences are printed at the end, each under its
+    number.
 
     Args:
-        sequences: how many there are.
-        has_text: the model is known to have a tokenizer: an empty text is the answer, and ids are not shown for it.
-            Else ids are shown if no sequence had text.
-        searched: a beam search finds them, so their figure is its score.
+        sequences: number of sequences.
+        has_text: the model is known to have a tokenizer: an empty text is then shown as it is. Otherwise ids are shown
+            if no sequence had text.
+        searched: the sequences come from a beam search, so their figure is its score.
     """
 
     def __init__(self, sequences: int, *, has_text: bool, searched: bool) -> None:
@@ -33,7 +34,7 @@ class Transcript:
         self._ends: dict[int, SequenceFinished] = {}
 
     def show(self, event: GenerateEvent) -> None:
-        """Prints one event; figures go to stderr, so that the output is the text alone."""
+        """Prints one event; figures go to stderr, so that stdout has the text only."""
         from prefixd.client import Accepted, Finished, SequenceFinished, Tokens
 
         if isinstance(event, Accepted):
@@ -44,7 +45,7 @@ class Transcript:
             self._texts[event.index] += event.text
             self._ids[event.index] += event.token_ids
             if len(self._texts) == 1:
-                sys.stdout.write(self._fit(event.text))
+                sys.stdout.write(self._escape_for_terminal(event.text))
                 sys.stdout.flush()
         elif isinstance(event, SequenceFinished):
             self._ends[event.index] = event
@@ -56,12 +57,12 @@ class Transcript:
         several = len(self._texts) > 1
         for index, (text, ids) in enumerate(zip(self._texts, self._ids, strict=True)):
             if several:
-                sys.stdout.write(f"{self._heading(index)}\n{self._fit(text)}")
+                sys.stdout.write(f"{self._heading(index)}\n{self._escape_for_terminal(text)}")
             sys.stdout.write("\n" if self._has_text else " ".join(map(str, ids)) + "\n")
         sys.stdout.flush()
 
-    def _fit(self, text: str) -> str:
-        """As it is for a file or a pipe; a terminal would obey what a model writes, or what it was made to write."""
+    def _escape_for_terminal(self, text: str) -> str:
+        """Escapes the text for a terminal, which would obey control characters that the model writes."""
         return shown(text, keep="\n\t") if sys.stdout.isatty() else text
 
     def _heading(self, index: int) -> str:
@@ -71,7 +72,7 @@ class Transcript:
         return f"[{index}: {end.output_tokens} tokens, {end.reason.value}{self._logprob(end)}]"
 
     def _print_figures(self, finished: Finished) -> None:
-        # The best of several has an end of its own; the last event's figures are those of all that were computed.
+        # The best of several sequences has an end of its own; the last event counts all that were computed.
         end = self._ends.get(0, finished) if len(self._texts) == 1 else finished
         others = f"; {finished.output_tokens} tokens in all sequences" if end is not finished else ""
         hits = ", ".join(f"{tokens} from {tier.name.lower()}" for tier, tokens in finished.hit_tokens.items() if tokens)

@@ -66,8 +66,10 @@ def tier(kind: Any, capacity: int) -> admin_pb2.TierStats:
 
 def test_limits_and_sizes_that_do_not_fit_come_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stats = admin_pb2.StatsResponse(tiers=[tier(cache_pb2.TIER_CPU, 1 << 60), tier(cache_pb2.TIER_DISK, 1 << 60)])
-    monkeypatch.setattr(machine_checks, "_limits", lambda pid: {"Max open files": "256", "Max locked memory": "65536"})
-    monkeypatch.setattr(machine_checks, "_disk_path", lambda pid: tmp_path)
+    monkeypatch.setattr(
+        machine_checks, "_read_limits", lambda pid: {"Max open files": "256", "Max locked memory": "65536"}
+    )
+    monkeypatch.setattr(machine_checks, "_find_disk_path", lambda pid: tmp_path)
     checks = {check.name: check for check in machine_checks.check_environment("unix:/nowhere", stats)}
     assert "ulimit -n" in checks["file descriptors"].remedy and "256" in checks["file descriptors"].found
     assert "cpu.bytes" in checks["shared memory"].remedy
@@ -76,8 +78,8 @@ def test_limits_and_sizes_that_do_not_fit_come_with_a_remedy(monkeypatch: pytest
 
 def test_what_is_as_it_should_be_needs_no_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stats = admin_pb2.StatsResponse(tiers=[tier(cache_pb2.TIER_CPU, 1 << 20), tier(cache_pb2.TIER_DISK, 1)])
-    monkeypatch.setattr(machine_checks, "_limits", lambda pid: {"Max open files": "65536"})
-    monkeypatch.setattr(machine_checks, "_disk_path", lambda pid: tmp_path)
+    monkeypatch.setattr(machine_checks, "_read_limits", lambda pid: {"Max open files": "65536"})
+    monkeypatch.setattr(machine_checks, "_find_disk_path", lambda pid: tmp_path)
     checks = machine_checks.check_environment("localhost:1", stats)
     assert {check.name: check.remedy for check in checks if check.name != "memory mappings"} == {
         "file descriptors": "",

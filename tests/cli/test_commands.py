@@ -203,8 +203,8 @@ def test_pin_and_unpin(cli: Cli, daemon: Any) -> None:
 def test_a_pin_that_does_not_outlast_a_restart_says_why(cli: Cli, daemon: Any) -> None:
     daemon.no_disk = "there is no disk tier; set disk.bytes"
     out = cli("pin", KEY, "--address", daemon.address).stdout
-    assert out == "32 blocks pinned until the daemon ends, no longer: there is no disk tier; set disk.bytes\n"
-    assert "31 blocks unpinned until the daemon ends, then pinned again: there is no disk tier" in (
+    assert out == "32 blocks pinned, but only until the daemon ends: there is no disk tier; set disk.bytes\n"
+    assert "31 blocks unpinned, but the daemon pins them again at its next start: there is no disk tier" in (
         cli("unpin", KEY, "--address", daemon.address).stdout
     )
     pinned = json.loads(cli("pin", KEY, "--json", "--address", daemon.address).stdout)
@@ -238,7 +238,7 @@ def test_generate_refuses_what_is_no_wish_in_one_line(cli: Cli, daemon: Any, wis
 def test_evict_one_prefix_without_asking(cli: Cli, daemon: Any) -> None:
     out = cli("evict", KEY, "--address", daemon.address).stdout
     assert daemon.last().key == KEY
-    assert out == "40 blocks dropped, 2 kept (leased, pinned or the prefix of such)\n"
+    assert out == "40 blocks dropped, 2 kept (leased, pinned or before such blocks)\n"
 
 
 def test_evict_everything_asks_first(cli: Cli, daemon: Any) -> None:
@@ -246,7 +246,7 @@ def test_evict_everything_asks_first(cli: Cli, daemon: Any) -> None:
     assert refused.exit_code == 1
     unasked = cli("evict", "--all", "--address", daemon.address, stdin="")
     assert unasked.exit_code == 1
-    assert unasked.stderr.splitlines()[-1].endswith("nobody is there to answer; give --yes to do it without asking")
+    assert unasked.stderr.splitlines()[-1].endswith("standard input has no answer; give --yes to drop without asking")
     assert daemon.requests == []
     assert cli("evict", "--all", "--address", daemon.address, stdin="y\n").exit_code == 0
     assert daemon.last().all is True
@@ -258,12 +258,12 @@ def test_evict_everything_asks_first(cli: Cli, daemon: Any) -> None:
 def test_the_gpu_tier_is_resized(cli: Cli, daemon: Any) -> None:
     result = cli("tier", "resize", "gpu", "4GiB", "--wait", "5", "--address", daemon.address)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == "the gpu tier has 4.0 GiB, before 8.0 GiB; 30 blocks left it, 20 of them to a tier below\n"
+    assert result.stdout == "the gpu tier has 4.0 GiB, it had 8.0 GiB; 30 blocks left it, 20 of them to a tier below\n"
     assert (daemon.last().tier, daemon.last().nbytes, daemon.last().wait_s) == (cache_pb2.TIER_GPU, 4 << 30, 5.0)
     daemon.held = "3 of 9 blocks are held"
     result = cli("tier", "resize", "gpu", "4GiB", "--json", "--address", daemon.address)
     assert result.exit_code == 1 and json.loads(result.stdout)["unfinished"] == daemon.held
-    assert f"the gpu tier has {5 << 30} bytes and not {4 << 30}: {daemon.held}" in result.stderr
+    assert f"the gpu tier has {5 << 30} bytes instead of {4 << 30}: {daemon.held}" in result.stderr
 
 
 @pytest.mark.parametrize(

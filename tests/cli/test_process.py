@@ -95,5 +95,5 @@ def test_a_resize_that_ctrl_c_ends_says_what_the_tier_has(daemon: Any) -> None:
         assert daemon.asked.wait(60)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "prefixd: ended; the gpu tier has 6.0 GiB\n")
+    assert (process.returncode, out, err) == (130, "", "prefixd: cancelled; the gpu tier has 6.0 GiB\n")
     assert daemon.cancelled.wait(60)

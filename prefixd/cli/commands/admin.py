@@ -1,4 +1,4 @@
-"""`prefixd stats`, `flush`, `drain`: the daemon as a whole."""
+"""`prefixd stats`, `flush`, `drain`: commands for the daemon as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRAIN_EXAMPLES = examples("prefixd drain", "prefixd drain --shutdown")
 
 
 def stats_command(address: Address = None, as_json: Json = False) -> None:
-    """Show the tiers, the hit rate, the queue and who is connected."""
+    """Show the tiers, the hit rate, the queue, the sessions, all figures that are not 0, and the troubles."""
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
 
@@ -32,7 +32,7 @@ def stats_command(address: Address = None, as_json: Json = False) -> None:
 
 
 def flush_command(address: Address = None, as_json: Json = False) -> None:
-    """Write every cached block that has no copy on disk to disk; returns when they are durable."""
+    """Write every cached block that has no copy on disk to disk, and wait until all are durable."""
     from prefixd.cli.output import json_values as plain
 
     async def ask() -> None:
@@ -47,11 +47,11 @@ def flush_command(address: Address = None, as_json: Json = False) -> None:
 
 
 def drain_command(
-    shutdown: Annotated[bool, typer.Option("--shutdown", help="End the daemon when it is done.")] = False,
+    shutdown: Annotated[bool, typer.Option("--shutdown", help="End the daemon afterwards.")] = False,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Take no new work, finish what runs, write the cache back to disk."""
+    """Make the daemon refuse new work, finish running requests, and write the cache back to disk."""
     from prefixd.cli.output import json_values as plain
 
     async def ask() -> None:

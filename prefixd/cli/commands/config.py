@@ -1,4 +1,4 @@
-"""`prefixd config`: what the daemon would start with."""
+"""`prefixd config`: shows the settings with which the daemon would start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ConfigFile = Annotated[
         "-c",
         metavar="FILE",
         show_default=False,
-        help="TOML file; by default ./prefixd.toml or ~/.config/prefixd/prefixd.toml, where there is one.",
+        help="TOML file; by default ./prefixd.toml or ~/.config/prefixd/prefixd.toml, if one exists.",
     ),
 ]
 Assignments = Annotated[
@@ -40,7 +40,7 @@ Assignments = Annotated[
 
 
 def parse_assignments(assignments: list[str] | None) -> dict[str, Any]:
-    """`["cpu.bytes=1GiB"]` as `{"cpu.bytes": "1GiB"}`; raises ConfigError."""
+    """Parses `["cpu.bytes=1GiB"]` to `{"cpu.bytes": "1GiB"}`; raises ConfigError."""
     values: dict[str, Any] = {}
     for assignment in assignments or ():
         name, equals, value = assignment.partition("=")
@@ -56,10 +56,10 @@ def parse_assignments(assignments: list[str] | None) -> dict[str, Any]:
 def show_command(
     config: ConfigFile = None,
     assignments: Assignments = None,
-    describe: Annotated[bool, typer.Option("--describe", help="Say what each setting is for.")] = False,
+    describe: Annotated[bool, typer.Option("--describe", help="Describe each setting.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every setting, its value and where the value comes from."""
+    """Show every setting, its value and the source of the value."""
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
     from prefixd.settings import Settings, dotted_names, dotted_values

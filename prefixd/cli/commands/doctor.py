@@ -1,4 +1,4 @@
-"""`prefixd doctor`: is the daemon sound, and what stands in its way?"""
+"""`prefixd doctor`: checks the daemon's accounts and its machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
 
 SET_ASIDE = "disk index"
-"""The part of the trouble that an index was set aside; `prefixd.server.startup.set_aside_index.PART`."""
+"""The `part` of the daemon's trouble after it set an index aside: `prefixd.server.startup.set_aside_index.PART`."""
 EXAMPLES = examples(
     "prefixd doctor", "prefixd doctor --json | jq '.violations'", "prefixd doctor --calibrate machine.json"
 )
@@ -29,21 +29,20 @@ def doctor_command(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="Measure this machine's disk and copies, and the passes of the model where a daemon serves one, for "
-            "`prefixd plan --calibration`.",
+            help="Measure this machine's disk and copies, and the passes of the model if a daemon serves one; write "
+            "them to FILE for `prefixd plan --calibration`.",
         ),
     ] = None,
 ) -> None:
-    """Account for every block, slot and lease of the running daemon; say what is in trouble and what to do about it.
+    """Account for every block, slot and lease of the running daemon; list its troubles with their remedies.
 
-    Violations are defects of prefixd: please report them. Troubles (a full disk, a limit that is too low) come with
-    their remedy, and do not change the exit status: it is 0 when everything adds up, and 1 when something does not,
-    when a worker was given up, which ends only with a new start of the daemon, or while an index of the disk tier is
-    set aside, which `prefixd recover` ends.
+    Violations are defects of prefixd: please report them. Troubles (a full disk, a limit that is too low) do not change
+    the exit status. It is 0 if all counts are right, and 1 if one is wrong, if the daemon has given a worker up (then
+    start the daemon again), or if an index of the disk tier is set aside (then run `prefixd recover`).
 
-    The limits and the disk space are those of the machine that this command runs on.
+    The command reports limits and disk space of the machine on which it runs.
 
-    With --calibrate nothing is checked: what this machine takes is measured, in about a minute.
+    With --calibrate the command checks nothing: it measures this machine, in about a minute.
     """
     if calibrate is not None:
         _calibrate(calibrate, address)
@@ -62,13 +61,13 @@ def doctor_command(
         plain.print_json(plain.to_plain(integrity) | {"environment": [asdict(check) for check in checks]})
     else:
         render.print_diagnosis(integrity, checks)
-    lost = any(trouble.part == SET_ASIDE for trouble in integrity.troubles)
-    if integrity.violations or lost or any(model.worker.error for model in stats.models) or stats.worker.error:
+    set_aside = any(trouble.part == SET_ASIDE for trouble in integrity.troubles)
+    if integrity.violations or set_aside or any(model.worker.error for model in stats.models) or stats.worker.error:
         raise typer.Exit(EXIT_FAILED)
 
 
 def _calibrate(file: Path, address: str | None) -> None:
-    """Writes what `prefixd.planner.calibrate` measures; passes of a model only where a daemon is named or runs here."""
+    """Writes the measurements of `prefixd.planner.calibrate`; of a model only if a daemon is named or runs here."""
     from prefixd.cli.demo.demo import check_writable
     from prefixd.planner.calibrate import measure_machine, measure_passes
     from prefixd.planner.hardware import Calibration
@@ -96,4 +95,4 @@ def _calibrate(file: Path, address: str | None) -> None:
     file.write_text(measured.to_json(), encoding="utf-8")
     typer.echo(measured.to_json(), nl=False)
     if not served:
-        typer.echo("No daemon runs here: with one that serves a model, its passes are measured too.", err=True)
+        typer.echo("No daemon runs here. If one serves a model, the command measures its passes too.", err=True)

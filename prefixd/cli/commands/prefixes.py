@@ -1,4 +1,4 @@
-"""`prefixd ls`, `inspect`, `pin`, `unpin`, `evict`: what is cached, prefix by prefix."""
+"""`prefixd ls`, `inspect`, `pin`, `unpin`, `evict`: show and change the cached prefixes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def ls_command(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """List the cached prefixes, most recently used first, and the tier nearest to the engine that each block is in."""
+    """List the cached prefixes, most recently used first, with the blocks of each in each tier.
+
+    A block counts in the tier nearest to the engine that has it.
+    """
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
 
@@ -70,7 +73,7 @@ def inspect_command(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Show one prefix block by block: keys, tiers, what continues it, who holds it."""
+    """Show one prefix block by block: key, tiers, size, number of blocks that continue it, pins and holds."""
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
 
@@ -86,25 +89,25 @@ def inspect_command(
 
 
 def pin_command(key: Key, address: Address = None, as_json: Json = False) -> None:
-    """Keep a prefix in the cache whatever the eviction policy says, until `unpin`: on disk, across restarts."""
+    """Exempt a prefix from eviction until `unpin`, also across restarts if there is a disk tier."""
 
     async def ask() -> None:
         async with connected(address) as client:
             answer = await client.pin(key)
-        until = "" if answer.durable else f" until the daemon ends, no longer: {answer.reason}"
-        _say(_durably(answer), f"{answer.blocks:,} blocks pinned{until}", as_json)
+        until = "" if answer.durable else f", but only until the daemon ends: {answer.reason}"
+        _print_result(_pin_result(answer), f"{answer.blocks:,} blocks pinned{until}", as_json)
 
     run(ask())
 
 
 def unpin_command(key: Key, address: Address = None, as_json: Json = False) -> None:
-    """Let the eviction policy have a pinned prefix again."""
+    """Allow the eviction of a pinned prefix again."""
 
     async def ask() -> None:
         async with connected(address) as client:
             answer = await client.unpin(key)
-        until = "" if answer.durable else f" until the daemon ends, then pinned again: {answer.reason}"
-        _say(_durably(answer), f"{answer.blocks:,} blocks unpinned{until}", as_json)
+        until = "" if answer.durable else f", but the daemon pins them again at its next start: {answer.reason}"
+        _print_result(_pin_result(answer), f"{answer.blocks:,} blocks unpinned{until}", as_json)
 
     run(ask())
 
@@ -115,7 +118,7 @@ def evict_command(
         typer.Argument(
             metavar="[KEY]",
             show_default=False,
-            help="Drop this block and what continues it.",
+            help="Drop this block and the blocks that continue it.",
         ),
     ] = None,
     namespace: Annotated[
@@ -124,39 +127,41 @@ def evict_command(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
     shared: Annotated[
-        bool, typer.Option("--shared", help="Delete the blocks from the shared store, too, which other hosts use.")
+        bool, typer.Option("--shared", help="Delete the blocks from the shared store too, which other hosts use.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a namespace or everything goes.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask before dropping a namespace or everything.")
+    ] = False,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Drop cached blocks from every tier. Leased and pinned blocks, and what they stand on, stay.
+    """Drop cached blocks from every tier. Leased and pinned blocks, and the blocks before them, stay.
 
-    The daemon goes on serving meanwhile. Ctrl-C ends it, and leaves what it has not come to.
+    The daemon serves meanwhile. Ctrl-C ends the command; blocks that it has not dropped yet stay.
     """
     from prefixd.cli.output import progress
 
     if (key is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("give one of KEY, --namespace or --all")
     if key is None and not yes:
-        what = "everything that is cached" if everything else f"all of namespace {namespace}"
-        _confirm(f"Drop {what}, from disk{' and from the shared store' if shared else ''} too?")
+        blocks = "everything that is cached" if everything else f"all of namespace {namespace}"
+        _confirm(f"Drop {blocks}, from disk{' and from the shared store' if shared else ''} too?")
 
     async def ask() -> None:
         async with connected(address) as client:
             chosen = b"" if namespace is None else await _namespace_id(client, namespace)
-            with progress.blocks_bar("dropping") as show:
+            with progress.blocks_bar("dropping") as step:
                 answer = await client.evict(
                     key=key or "",
                     namespace_id=chosen,
                     all=everything,
                     shared=shared,
-                    on_progress=lambda so_far: show(so_far.evicted_blocks + so_far.kept_blocks, so_far.total_blocks),
+                    on_progress=lambda so_far: step(so_far.evicted_blocks + so_far.kept_blocks, so_far.total_blocks),
                 )
-        kept = f", {answer.kept_blocks:,} kept (leased, pinned or the prefix of such)" if answer.kept_blocks else ""
+        kept = f", {answer.kept_blocks:,} kept (leased, pinned or before such blocks)" if answer.kept_blocks else ""
         counts = {"evicted_blocks": answer.evicted_blocks, "kept_blocks": answer.kept_blocks}
         dropped = f"{answer.evicted_blocks:,} block{'' if answer.evicted_blocks == 1 else 's'} dropped"
-        _say(counts, f"{dropped}{kept}", as_json)
+        _print_result(counts, f"{dropped}{kept}", as_json)
 
     run(ask())
 
@@ -169,38 +174,38 @@ def _confirm(question: str) -> None:
         if sys.stdin.isatty():
             raise  # Ctrl-C
         typer.echo(err=True)
-        raise CommandFailed("nobody is there to answer; give --yes to do it without asking") from error
+        raise CommandFailed("standard input has no answer; give --yes to drop without asking") from error
     if not sure:
         raise typer.Abort
 
 
 async def _namespace_id(client: AsyncClient, name: str) -> bytes:
-    """The id of the one namespace that has this name or this id in hex; raises CommandFailed."""
+    """Returns the id of the one namespace that has this name or this id in hex; raises CommandFailed."""
     stats = await client.stats()
     found = [each for each in stats.namespaces if name in (each.namespace.name, each.namespace_id.hex())]
     if len(found) == 1:
         return found[0].namespace_id
     if found:
-        which = ", ".join(f"{each.namespace_id.hex()} ({_whose(each)})" for each in found)
+        ids = ", ".join(f"{each.namespace_id.hex()} ({_describe(each)})" for each in found)
         raise CommandFailed(
             f"there are {len(found)} namespaces {name!r}, each with a tenant, salt or layout of its own; give one of "
-            f"the ids: {which}"
+            f"the ids: {ids}"
         )
-    if re.fullmatch("[0-9a-f]{16}", name):  # perhaps one with too few blocks to be listed
+    if re.fullmatch("[0-9a-f]{16}", name):  # the daemon lists only the namespaces with the most blocks
         return bytes.fromhex(name)
     known = ", ".join(dict.fromkeys(each.namespace.name for each in stats.namespaces)) or "none yet"
     more = f" and {stats.other_namespaces:,} with fewer blocks: give the id of one" if stats.other_namespaces else ""
     raise CommandFailed(f"no namespace {name!r}; the daemon has: {known}{more}")
 
 
-def _whose(namespace: admin_pb2.NamespaceStats) -> str:
+def _describe(namespace: admin_pb2.NamespaceStats) -> str:
     worker = ", of the daemon's model" if namespace.worker else ""
     return f"tenant {namespace.tenant or DEFAULT}{worker}, {namespace.blocks:,} blocks"
 
 
-def _durably(answer: admin_pb2.PinResponse | admin_pb2.UnpinResponse) -> dict[str, int | str]:
+def _pin_result(answer: admin_pb2.PinResponse | admin_pb2.UnpinResponse) -> dict[str, int | str]:
     return {"blocks": answer.blocks, "durable": answer.durable, **({"reason": answer.reason} if answer.reason else {})}
 
 
-def _say(counts: Mapping[str, int | str], line: str, as_json: bool) -> None:
-    typer.echo(json.dumps(counts, indent=2) if as_json else line)
+def _print_result(fields: Mapping[str, int | str], line: str, as_json: bool) -> None:
+    typer.echo(json.dumps(fields, indent=2) if as_json else line)

@@ -1,4 +1,4 @@
-"""`prefixd recover`: blocks of an index of the disk tier that was set aside."""
+"""`prefixd recover`: brings back the blocks of an index of the disk tier that was set aside."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ EXAMPLES = examples("prefixd recover --dry-run", "prefixd recover", "prefixd rec
 
 @dataclass(slots=True)
 class _Outcome:
-    """Of one index."""
+    """The result for one index."""
 
     path: str
     reason: str
     blocks: int = 0
-    """Brought back; with --dry-run: can be."""
+    """Blocks brought back; with --dry-run: that can be brought back."""
     pins: int = 0
     there: int = 0
-    """In the index in use already."""
+    """Blocks that the index in use already has."""
     lost: Counter[str] = field(default_factory=Counter)
+    """Lost blocks by reason."""
 
 
 def recover_command(
     config: ConfigFile = None,
     data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", metavar="DIR", show_default=False, help="The daemon's.")
+        Path | None, typer.Option("--data-dir", metavar="DIR", show_default=False, help="The daemon's data directory.")
     ] = None,
     assignments: Assignments = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what can be brought back.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the blocks that can be brought back.")] = False,
     discard: Annotated[
         bool,
-        typer.Option("--discard", help="Bring nothing back, and remove what was set aside; the daemon may run."),
+        typer.Option("--discard", help="Bring nothing back, and remove the index set aside; the daemon may run."),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Bring back the blocks of a disk index that was set aside because it was damaged. Stop the daemon first.
 
-    Reads the records that still decode and the bytes of their blocks, compares checksums, and enters those that are
-    whole, with their pins, into the index in use. What was overwritten since cannot come back: do it soon. What was set
-    aside is then removed, which ends the daemon's trouble.
+    The command reads the records that still decode and the bytes of their blocks, compares checksums, and enters the
+    undamaged blocks, with their pins, into the index in use. Run it soon: blocks that the daemon has overwritten since
+    are lost. The command then removes the index that was set aside, which ends the daemon's trouble.
 
-    Give the same --config, --data-dir and --set as to `prefixd serve`. The exit status is 0, also when nothing was set
-    aside, and not where there is no disk tier.
+    Give the same --config, --data-dir and --set as to `prefixd serve`. The exit status is 0, even if no index was set
+    aside, but not if there is no disk tier.
     """
     from prefixd.base.setting_sources import find_config_file
 
@@ -76,23 +77,23 @@ def recover_command(
             "`prefixd serve`"
         )
     try:
-        found = list_set_aside(settings.disk_path / "index")
+        indexes = list_set_aside(settings.disk_path / "index")
     except StorageError as error:
         raise CommandFailed(str(error)) from error
     outcomes = []
     if discard:
-        for each in found:
-            remove(each)
-            outcomes.append(_Outcome(str(each.path), each.reason, lost=Counter(discarded=each.blocks or 0)))
-    elif found:
+        for index in indexes:
+            remove(index)
+            outcomes.append(_Outcome(str(index.path), index.reason, lost=Counter(discarded=index.blocks or 0)))
+    elif indexes:
         outcomes = _recover(settings, dry_run)
     if as_json:
-        plain.print_json({"dry_run": dry_run, "indexes": [_plain(outcome) for outcome in outcomes]})
+        plain.print_json({"dry_run": dry_run, "indexes": [_to_plain(outcome) for outcome in outcomes]})
         return
     if not outcomes:
         typer.echo(f"No index was set aside in {settings.disk_path}.")
     for outcome in outcomes:
-        _print(outcome, dry_run)
+        _print_outcome(outcome, dry_run)
 
 
 def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
@@ -105,7 +106,7 @@ def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
     try:
         store = SlabStore.open(settings.disk_path, settings.disk.bytes, io=settings.disk.io, shrink=False)
     except DirectoryInUseError as error:
-        raise CommandFailed(f"{error}; to recover, the daemon must not run") from error
+        raise CommandFailed(f"{error}; stop the daemon before you recover") from error
     except ShrinkError as error:
         raise CommandFailed(
             f"disk.bytes = {settings.disk.bytes}: {error}; give the settings of `prefixd serve`"
@@ -114,23 +115,25 @@ def _recover(settings: Settings, dry_run: bool) -> list[_Outcome]:
         raise CommandFailed(f"disk.path = {settings.disk_path}: {error}") from error
     outcomes = []
     try:
-        for each in store.set_aside():
-            with blocks_bar(f"reading the blocks of {each.path.name}") as step:
-                result = salvage(each, store, step, is_usable)
+        for index in store.set_aside():
+            with blocks_bar(f"reading the blocks of {index.path.name}") as step:
+                result = salvage(index, store, step, is_usable)
             if not dry_run:
                 store.adopt(result.rows, result.namespaces, result.pins)
-                discard(each)
+                discard(index)
             outcomes.append(
-                _Outcome(str(each.path), each.reason, result.blocks, len(result.pins), result.there, result.lost)
+                _Outcome(str(index.path), index.reason, result.blocks, len(result.pins), result.there, result.lost)
             )
     except StorageError as error:
-        raise CommandFailed(f"{error}; what was not brought back is still set aside, run it again") from error
+        raise CommandFailed(
+            f"{error}; the index whose blocks were not brought back is still set aside, run the command again"
+        ) from error
     finally:
         store.close()
     return outcomes
 
 
-def _plain(outcome: _Outcome) -> dict[str, Any]:
+def _to_plain(outcome: _Outcome) -> dict[str, Any]:
     return {
         "path": outcome.path,
         "reason": outcome.reason,
@@ -141,11 +144,11 @@ def _plain(outcome: _Outcome) -> dict[str, Any]:
     }
 
 
-def _print(outcome: _Outcome, dry_run: bool) -> None:
+def _print_outcome(outcome: _Outcome, dry_run: bool) -> None:
     typer.echo(f"{outcome.path}: {outcome.reason or 'reason not known'}")
     done = "can be brought back" if dry_run else "brought back"
     typer.echo(f"  {outcome.blocks:,} blocks {done}, {outcome.pins:,} of them pinned")
     if outcome.there:
-        typer.echo(f"  {outcome.there:,} blocks were computed again since and are there")
+        typer.echo(f"  {outcome.there:,} blocks are in the index in use already: they were computed again")
     for reason, blocks in outcome.lost.items():
         typer.echo(f"  {blocks:,} blocks are lost: {reason}")

@@ -1,4 +1,4 @@
-"""`prefixd tier`: the tiers of a daemon that runs."""
+"""`prefixd tier`: changes the tiers of a running daemon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 
-def _tier(name: str) -> str:
+def _check_tier(name: str) -> str:
     if name != "gpu":
         raise typer.BadParameter(
             f"{name!r}: only the gpu tier can be resized while the daemon runs; for the others change cpu.bytes or "
@@ -28,7 +28,7 @@ def _tier(name: str) -> str:
     return name
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     from prefixd.base.sizes import parse_room
 
     try:
@@ -38,21 +38,21 @@ def _size(text: str) -> int:
 
 
 def resize_command(
-    tier: Annotated[str, typer.Argument(metavar="TIER", callback=_tier, show_default=False, help="gpu")],
+    tier: Annotated[str, typer.Argument(metavar="TIER", callback=_check_tier, show_default=False, help="gpu")],
     nbytes: Annotated[
-        int, typer.Argument(metavar="SIZE", parser=_size, show_default=False, help="The new size, such as 4GiB.")
+        int, typer.Argument(metavar="SIZE", parser=_parse_size, show_default=False, help="The new size, such as 4GiB.")
     ],
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0.1, help="How long to wait while nothing becomes free.")
+        float, typer.Option("--wait", metavar="SECONDS", min=0.1, help="Longest wait in which no memory becomes free.")
     ] = 60.0,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Make the GPU tier larger or smaller while requests run. What it no longer takes goes back to the device.
+    """Make the GPU tier larger or smaller while requests run. A smaller tier returns memory to the device.
 
-    Cached blocks go a tier down, or are evicted. Running requests keep theirs: where they need more than the new size,
-    the command waits for them; what is then still held stays, and the command says so and fails. Ctrl-C ends it; the
-    tier keeps the size that it has come to.
+    Cached blocks move to a tier below, or are evicted. Running requests keep their blocks: if they need more than the
+    new size, the command waits for them; if they still hold more after --wait, the tier stays larger, and the command
+    reports that and fails. Ctrl-C ends the command; the tier keeps the size that it has then.
     """
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import progress
@@ -64,20 +64,20 @@ def resize_command(
     async def ask() -> admin_pb2.ResizeTierResponse:
         async with connected(address) as client:
             try:
-                with progress.blocks_bar("resizing, bytes") as show:
+                with progress.blocks_bar("resizing, bytes") as step:
                     return await client.resize_tier(
                         Tier.GPU,
                         nbytes,
                         wait_s=wait,
-                        on_progress=lambda so_far: show(
+                        on_progress=lambda so_far: step(
                             abs(so_far.nbytes - so_far.before_bytes), abs(so_far.target_bytes - so_far.before_bytes)
                         ),
                     )
             except asyncio.CancelledError:  # Ctrl-C
-                # Asked for now: the last progress may be a tenth of a second old.
+                # The last progress may be a tenth of a second old, so ask for the present size.
                 for figures in (await client.stats()).tiers:
                     if figures.tier == Tier.GPU.wire:
-                        typer.echo(f"prefixd: ended; the gpu tier has {as_size(figures.capacity_bytes)}", err=True)
+                        typer.echo(f"prefixd: cancelled; the gpu tier has {as_size(figures.capacity_bytes)}", err=True)
                 raise
 
     answer = run(ask())
@@ -85,12 +85,12 @@ def resize_command(
         plain.print_json(plain.to_plain(answer))
     else:
         typer.echo(
-            f"the gpu tier has {as_size(answer.nbytes)}, before {as_size(answer.before_bytes)}; "
+            f"the gpu tier has {as_size(answer.nbytes)}, it had {as_size(answer.before_bytes)}; "
             f"{answer.evicted_blocks:,} blocks left it, {answer.demoted_blocks:,} of them to a tier below"
         )
     if answer.unfinished:
         raise CommandFailed(
-            f"the gpu tier has {answer.nbytes} bytes and not {answer.target_bytes}: {answer.unfinished}"
+            f"the gpu tier has {answer.nbytes} bytes instead of {answer.target_bytes}: {answer.unfinished}"
         )
 
 

@@ -1,4 +1,4 @@
-"""`prefixd verify`: is every block on disk what was written?"""
+"""`prefixd verify`: compares every block on disk with its checksum."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ EXAMPLES = examples("prefixd verify", "prefixd verify --json | jq '.damaged[].ke
 
 
 def verify_command(address: Address = None, as_json: Json = False) -> None:
-    """Read every block on disk and compare its checksum; drop what is damaged.
+    """Read every block on disk and compare its checksum; drop damaged blocks.
 
-    A damaged block goes with what continues it, and is computed again when it is next wanted; one that is in memory as
-    well is written to disk again. The daemon goes on serving meanwhile. Ctrl-C ends it.
+    The daemon drops a damaged block together with the blocks that continue it, and computes it again at its next use.
+    If a block is also in memory, the daemon writes it to disk again. The daemon serves meanwhile. Ctrl-C ends the
+    verification.
 
-    The exit status is 0 when everything is in order, and 1 when damage was found (and dropped).
+    The exit status is 0 if no block is damaged, and 1 if damaged blocks were found (and dropped).
     """
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
@@ -44,7 +45,7 @@ def verify_command(address: Address = None, as_json: Json = False) -> None:
 
 
 async def _verify(address: str | None) -> tuple[admin_pb2.VerifyProgress, list[admin_pb2.DamagedBlock]]:
-    """The last progress, and all damage."""
+    """Returns the last progress and all damaged blocks."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -59,7 +59,7 @@ def test_lost_blocks_are_a_trouble_until_they_are_back(cli: Cli, stopped: Daemon
             assert client.register(SPEC).match(PROMPTS[0]).blocks == 0
         assert cli("doctor", "--address", stopped.address).exit_code == 1
         refused = cli("recover", "--data-dir", str(stopped.directory / "data"))
-        assert refused.exit_code == 1 and "the daemon must not run" in refused.output
+        assert refused.exit_code == 1 and "stop the daemon before you recover" in refused.output
         stopped.stop()
     found = recover(cli, stopped, "--dry-run")
     assert found["dry_run"] and found["indexes"][0]["brought_back_blocks"] == 3 * BLOCKS

@@ -207,7 +207,7 @@ def test_an_operator_sets_quotas(house: House) -> None:
         (("set", "nobody", "--sessions", "1"), "no tenant 'nobody'"),
         (("set", "alice", "--cpu", "2GiB:none"), "guaranteed 2147483648 bytes of the cpu tier, which has 1048576"),
         (("set", "alice", "--cpu", "512KiB:256KiB"), "lower the first"),
-        (("set", "alice"), "nothing to set"),
+        (("set", "alice"), "no limit is given"),
         (("list", "nobody"), "no tenant 'nobody'"),
     ):
         failed = tenants(*arguments)

@@ -1,4 +1,4 @@
-"""`prefixd generate`: one prompt, its tokens as they come."""
+"""`prefixd generate`: sends a prompt and prints the answer as it arrives."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ EXAMPLES = examples(
 )
 
 _UINT32 = (1 << 32) - 1
-_OF_A_SEARCH = ("beams", "length_penalty", "early_stopping")
+_SEARCH_OPTIONS = ("beams", "length_penalty", "early_stopping")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_WISH = re.compile(r"(?:(\d*):(\d*)=)?([+-]?\d+)(?:/(\d+(?:\.\d+)?)([smhd]))?", re.ASCII)
+_RETENTION = re.compile(r"(?:(\d*):(\d*)=)?([+-]?\d+)(?:/(\d+(?:\.\d+)?)([smhd]))?", re.ASCII)
 
 
 def _number(help: str, least: float, most: float = math.inf, *names: str) -> Any:
-    """An option for a number in a range of proto/prefixd/v1/inference.proto.
+    """Returns an option for a number in a range of proto/prefixd/v1/inference.proto.
 
-    Not by the ranges of typer's options: what those say takes five lines and does not name the value.
+    It does not use typer's own ranges, since their error takes five lines and does not name the value.
     """
     possible = f"{least} or more" if most == math.inf else f"{least} to {most}"
 
@@ -60,16 +60,20 @@ class SamplingOptions:
 
     max_tokens: Annotated[int, _number("Most tokens to generate", 1, _UINT32)] = 64
     temperature: Annotated[float, _number("0: always the likeliest token", 0)] = 0.0
-    top_k: Annotated[int, _number("Sample among so many likeliest tokens; 0: among all", 0, _UINT32)] = 0
+    top_k: Annotated[int, _number("Sample among this many likeliest tokens; 0: among all", 0, _UINT32)] = 0
     top_p: Annotated[
-        float, _number("Sample among the likeliest tokens of this probability together; 0 or 1: among all", 0, 1)
+        float, _number("Sample among the likeliest tokens with this total probability; 0 or 1: among all", 0, 1)
     ] = 1.0
-    min_p: Annotated[float, _number("Sample among tokens at least so likely relative to the likeliest one", 0, 1)] = 0.0
+    min_p: Annotated[
+        float, _number("Sample among tokens with at least this share of the likeliest one's probability", 0, 1)
+    ] = 0.0
     repetition_penalty: Annotated[
         float, _number("Above 1: tokens of prompt and output become less likely", 0.01, 100)
     ] = 1.0
     presence_penalty: Annotated[float, _number("Above 0: tokens of the output become less likely", -2, 2)] = 0.0
-    frequency_penalty: Annotated[float, _number("Above 0: the same, the more often they are there", -2, 2)] = 0.0
+    frequency_penalty: Annotated[
+        float, _number("Above 0: tokens become less likely each time that the output has them", -2, 2)
+    ] = 0.0
     seed: Annotated[int | None, _number("Makes sampling repeatable", 0, (1 << 64) - 1)] = None
     stop: Annotated[
         list[str] | None,
@@ -77,20 +81,25 @@ class SamplingOptions:
     ] = None
     logprobs: Annotated[
         int | None,
-        _number("Tell the sum of the tokens' logprobs; with --json each one's, and so many likeliest tokens'", 0, 20),
+        _number(
+            "Show the sum of logprobs; with --json that of each token and of this many likeliest ones",
+            0,
+            20,
+        ),
     ] = None
-    beams: Annotated[int | None, _number("Search with so many beams and show the n best sequences", 1, 16)] = None
+    beams: Annotated[int | None, _number("Search with this many beams and show the n best sequences", 1, 16)] = None
     length_penalty: Annotated[
-        float | None, _number("Of a search: above 0 favours long sequences; 1 by default", -10, 10)
+        float | None, _number("For a beam search: above 0 favours long sequences; 1 by default", -10, 10)
     ] = None
     early_stopping: Annotated[
-        bool, typer.Option("--early-stopping", help="End a search when as many sequences have ended as it has beams.")
+        bool,
+        typer.Option("--early-stopping", help="End a beam search once as many sequences have ended as it has beams."),
     ] = False
 
     def to_sampling(self) -> Sampling:
-        """Raises WrongUsage for an option of a search without one."""
+        """Raises WrongUsage if an option of a beam search is given without --beams."""
         values = asdict(self)
-        beams, length_penalty, early_stopping = (values.pop(name) for name in _OF_A_SEARCH)
+        beams, length_penalty, early_stopping = (values.pop(name) for name in _SEARCH_OPTIONS)
         if beams is None and (length_penalty is not None or early_stopping):
             option = "--early-stopping" if length_penalty is None else "--length-penalty"
             raise WrongUsage(f"{option} is for a beam search; give --beams too, or leave it out")
@@ -103,30 +112,30 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """When a request runs, on which model, and what it leaves in the cache."""
+    """A request's place in the queue, its model, and how its blocks are cached."""
 
     priority: Annotated[
-        int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="Lower goes before all that are higher.")
+        int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="Requests with lower numbers run first.")
     ] = 0
     deadline: Annotated[
         float | None,
-        _number("Seconds until the first token is due, for a daemon with the policy deadline", 1e-3),
+        _number("Seconds until the first token is due, for a daemon with scheduler.policy = deadline", 1e-3),
     ] = None
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", show_default=False, help="Which of the daemon's models; by default its first."),
+        typer.Option(metavar="NAME", show_default=False, help="One of the daemon's models; by default its first."),
     ] = ""
     retain: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[START:END=]PRIORITY[/TIME]",
             show_default=False,
-            help="Cache the prompt, or its tokens from START to before END, with a priority from -100 (first to go) to "
-            "100, for a time such as 90s, 30m, 12h or 7d; may be given several times, the last one counts.",
+            help="Cache the prompt, or its tokens from START to before END, with a priority from -100 (evicted first) "
+            "to 100, for a time such as 90s, 30m, 12h or 7d; may be given several times, the last one counts.",
         ),
     ] = None
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Use what is cached, and leave nothing of this request in the cache.")
+        bool, typer.Option("--read-only", help="Use cached blocks, but cache no block of this request.")
     ] = False
 
 
@@ -144,23 +153,23 @@ def generate_command(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="An image (PNG, JPEG, WebP), for which the prompt has a placeholder; may be given several times.",
+            help="An image (PNG, JPEG, WebP) for a placeholder in the prompt; may be given several times.",
         ),
     ] = None,
     sampling: SamplingOptions = SamplingOptions(),
-    n: Annotated[int, _number("Sequences to answer with; needs a temperature or beams", 1, 32, "--n")] = 1,
-    best_of: Annotated[int | None, _number("Compute so many sequences and show the n likeliest", 1, 32)] = None,
+    n: Annotated[int, _number("Number of sequences; more than 1 needs a temperature or beams", 1, 32, "--n")] = 1,
+    best_of: Annotated[int | None, _number("Compute this many sequences and show the n likeliest", 1, 32)] = None,
     request: RequestOptions = RequestOptions(),
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an event.")] = False,
 ) -> None:
-    """Generate text with the daemon's model and print it as it comes. Ctrl-C cancels the request.
+    """Generate text with the daemon's model and print it as it arrives. Ctrl-C cancels the request.
 
-    Several sequences are printed one below the other, when all have ended.
+    Several sequences are printed one below the other at the end.
     """
-    prompt = _prompt(text, token_ids)
+    prompt = _parse_prompt(text, token_ids)
     images = [_read_image(path) for path in image or ()]
-    wishes = [_wish(word) for word in request.retain or ()]
+    retentions = [_parse_retention(word) for word in request.retain or ()]
     asked = sampling.to_sampling()
 
     async def ask() -> None:
@@ -168,7 +177,7 @@ def generate_command(
 
         show = _print_json_event
         if not as_json:
-            # Text as a prompt or as a stop string is taken by a model with a tokenizer alone.
+            # Only a model with a tokenizer accepts text as a prompt or as a stop string.
             has_text = isinstance(prompt, str) or bool(asked.stop)
             show = Transcript(n, has_text=has_text, searched=asked.beam_search is not None).show
         async with connected(address) as client:
@@ -181,7 +190,7 @@ def generate_command(
                 priority=request.priority,
                 deadline_s=request.deadline,
                 model=request.model,
-                retention=[Retention(*wish) for wish in wishes],
+                retention=[Retention(*each) for each in retentions],
                 read_only=request.read_only,
             )
             async with aclosing(events):
@@ -191,15 +200,15 @@ def generate_command(
     run(ask())
 
 
-def _wish(word: str) -> tuple[int, int, int | None, float | None]:
-    """Priority, first token, the first one behind and seconds of `[START:END=]PRIORITY[/TIME]`.
+def _parse_retention(word: str) -> tuple[int, int, int | None, float | None]:
+    """Returns priority, first token, end (exclusive) and seconds of `[START:END=]PRIORITY[/TIME]`.
 
     Examples: "50", "50/1h", "0:1024=50/30m", "1024:=-10".
     """
-    found = _WISH.fullmatch(word)
+    found = _RETENTION.fullmatch(word)
     if found is None:
         raise WrongUsage(
-            f"--retain {word!r} is no wish; write [START:END=]PRIORITY[/TIME]: 50/1h, 0:1024=50/30m or 1024:=-10"
+            f"--retain {word!r} is not valid; write [START:END=]PRIORITY[/TIME]: 50/1h, 0:1024=50/30m or 1024:=-10"
         )
     start, end, priority, time, unit = found.groups()
     return int(priority), int(start or 0), int(end) if end else None, float(time) * _SECONDS[unit] if time else None
@@ -223,9 +232,9 @@ def _read_image(path: Path) -> bytes:
         raise WrongUsage(f"--image {path} cannot be read ({error.strerror}); give a file") from error
 
 
-def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:
+def _parse_prompt(text: str | None, token_ids: str | None) -> str | list[int]:
     if (text is None) == (token_ids is None):
-        raise typer.BadParameter("give a prompt as text or with --token-ids, one of the two")
+        raise typer.BadParameter("give the prompt either as text or with --token-ids")
     if token_ids is None:
         return sys.stdin.read() if text == "-" else text or ""
     try:

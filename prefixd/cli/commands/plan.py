@@ -1,4 +1,4 @@
-"""`prefixd plan`: what a machine would do with a trace, before it is bought."""
+"""`prefixd plan`: predicts how a machine would serve a trace, before you buy it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ EXAMPLES = examples(
 
 MACHINE = "Machine"
 DAEMON = "Daemon"
-_IN_PLACE: dict[str, Any] = {
+_NO_CONFIGURED_MODEL: dict[str, Any] = {
     "worker.embedded": True,
     "worker.model": None,
     "worker.more_models": [],
     "worker.draft_model": None,
 }
-"""Of the planned model; what is configured names the model of the daemon."""
+"""Settings that replace the configured model, which is that of the real daemon, by the planned one."""
 _DEFAULTS = {"worker.max_running": 64, "worker.max_step_tokens": 2048, "worker.block_tokens": 512}
-_FACTORS = (0.25, 0.5, 1.0, 2.0)
+_SWEEP_FACTORS = (0.25, 0.5, 1.0, 2.0)
 
 
 def _option(name: str, panel: str | None, metavar: str, help: str) -> Any:
@@ -56,7 +56,7 @@ def _count(name: str, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """What is planned for: a model, the memory of a machine, and its GPU."""
+    """The planned machine: a model, the sizes of the tiers, and the GPU."""
 
     model: Annotated[
         str,
@@ -67,21 +67,28 @@ class MachineOptions:
             "A known name such as llama-3-8b, or a directory with a Hugging Face config.json.",
         ),
     ]
-    gpu: Annotated[str, _option("--gpu", MACHINE, "SIZE", "GPU tier: GPU memory that is left for keys and values.")]
-    cpu: Annotated[str, _option("--cpu", MACHINE, "SIZES", "CPU tier; with --sweep sizes joined by commas.")]
-    disk: Annotated[str, _option("--disk", MACHINE, "SIZES", "Disk tier, 0: none; as --cpu.")] = "0"
+    gpu: Annotated[str, _option("--gpu", MACHINE, "SIZE", "Size of the GPU tier: the GPU memory for keys and values.")]
+    cpu: Annotated[
+        str, _option("--cpu", MACHINE, "SIZES", "Size of the CPU tier; with --sweep, sizes separated by commas.")
+    ]
+    disk: Annotated[
+        str,
+        _option("--disk", MACHINE, "SIZES", "Size of the disk tier, 0: none; with --sweep, sizes separated by commas."),
+    ] = "0"
     hardware: Annotated[
         str, typer.Option(metavar="NAME", rich_help_panel=MACHINE, help="a100, h100, h200, or a JSON file.")
     ] = "h100"
     calibration: Annotated[
         Path | None,
-        _option("--calibration", MACHINE, "FILE", "What `prefixd doctor --calibrate` measured, instead of --hardware."),
+        _option(
+            "--calibration", MACHINE, "FILE", "File of `prefixd doctor --calibrate`: its figures replace --hardware."
+        ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """How its daemon works; None: as configured."""
+    """Settings of the planned daemon; None: as configured."""
 
     policy: Annotated[
         str | None,
@@ -89,7 +96,8 @@ class DaemonOptions:
             "--policy",
             DAEMON,
             "POLICIES",
-            "Order of the queue: fcfs, fpf, relaxed-fpf, lpm, shortest-ready, deadline; with --sweep joined by commas.",
+            "Order of the queue: fcfs, fpf, relaxed-fpf, lpm, shortest-ready, deadline; with --sweep, names separated "
+            "by commas.",
         ),
     ] = None
     eviction: Annotated[
@@ -98,7 +106,7 @@ class DaemonOptions:
             "--eviction",
             DAEMON,
             "POLICIES",
-            "Eviction policy: lru, fifo, random, lfu, s3-fifo, weighing; with --sweep joined by commas.",
+            "Eviction policy: lru, fifo, random, lfu, s3-fifo, weighing; with --sweep, names separated by commas.",
         ),
     ] = None
     look_ahead: Annotated[
@@ -107,25 +115,25 @@ class DaemonOptions:
             "--look-ahead",
             DAEMON,
             "COUNT",
-            "How many waiting requests get their prefixes loaded before their turn, or auto.",
+            "Number of waiting requests for which the daemon loads prefixes before their turn, or auto.",
         ),
     ] = None
     max_running: Annotated[
-        int | None, _count("--max-running", "Requests that the GPU computes at once; 64 unless configured.")
+        int | None, _count("--max-running", "Most requests that the GPU computes at once; 64 unless configured.")
     ] = None
     max_step_tokens: Annotated[
-        int | None, _count("--max-step-tokens", "Most tokens of prompts in a pass; 2048 unless configured.")
+        int | None, _count("--max-step-tokens", "Most tokens of prompts in one pass; 2048 unless configured.")
     ] = None
     block_tokens: Annotated[
         int | None,
         _count(
             "--block-tokens",
-            "Tokens of a block; 512 unless configured. The trace names blocks of 512, so smaller ones find no more.",
+            "Tokens of a block; 512 unless configured. The trace names blocks of 512, so smaller blocks find no more.",
         ),
     ] = None
 
     def counts(self) -> dict[str, str | int]:
-        """The settings that are numbers, as far as they are given."""
+        """Returns the given settings that are numbers."""
         counts = {
             "scheduler.look_ahead": self.look_ahead,
             "worker.max_running": self.max_running,
@@ -144,7 +152,7 @@ def plan_command(
     config: ConfigFile = None,
     assignments: Assignments = None,
     speed: Annotated[
-        float, typer.Option(min=1e-6, help="Play the trace this many times as fast as it was recorded.")
+        float, typer.Option(min=1e-6, help="Send the requests this many times as fast as recorded.")
     ] = 1.0,
     limit: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Use only the first N requests of the trace.")
@@ -154,40 +162,41 @@ def plan_command(
         typer.Option(
             min=1,
             show_default=False,
-            help="Play only the first N requests in virtual time; the miss-ratio curve is of all.",
+            help="Run only the first N requests in virtual time; the miss-ratio curve covers all requests.",
         ),
     ] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Plan several machines, and say how much memory and disk is enough.")
+        bool, typer.Option("--sweep", help="Plan several machines, and tell how much memory and disk is enough.")
     ] = False,
     curve: Annotated[
         bool,
         typer.Option(
-            help="Also compute the miss-ratio curve: one tier, by size, under every eviction policy and the optimum."
+            help="Also compute the miss-ratio curve of one tier by its size, for each eviction policy and the optimum."
         ),
     ] = True,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Processes to use; by default as many as there are cores."),
+        typer.Option(min=1, show_default=False, help="Processes to use; by default one for each core."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file.")
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", show_default=False, help="Draw them to this file.")
+        Path | None, typer.Option("--plot", metavar="FILE", show_default=False, help="Draw the figures to this file.")
     ] = None,
 ) -> None:
     """Predict hits, waiting times, throughput and disk writes of a daemon for a trace, without running one.
 
     The daemon's own index, policies, prefetcher, dispatcher and cost model run in virtual time. The tiers hold no bytes
-    and the GPU computes nothing. The command prints what it assumes of the machine; `prefixd doctor --calibrate`
-    measures one instead.
+    and the GPU computes nothing. The command prints its assumptions about the machine; `prefixd doctor --calibrate`
+    measures a machine instead.
 
-    Virtual time takes up to 20 ms a request; --timed N plays only the first N. The miss-ratio curve is of all requests;
-    of a long trace it is estimated from a sample of the blocks, in minutes for a million requests.
+    The command takes up to 20 ms for a request in virtual time; --timed N runs only the first N. The miss-ratio curve
+    covers all requests; for a long trace the command estimates it from a sample of the blocks, in minutes for a million
+    requests.
 
-    With --sweep the sizes of --cpu and --disk, and the names of --policy and --eviction, may be lists; a single size is
-    tried at a quarter, half, once and twice.
+    With --sweep, --cpu, --disk, --policy and --eviction may be lists; a single size stands for a quarter of it, half of
+    it, the size itself, and twice the size.
     """
     from prefixd.cli.demo.daemon_process import ended_by_sigterm
     from prefixd.cli.demo.demo import check_writable
@@ -212,45 +221,45 @@ def plan_command(
     ways, request_s = (hardware.ways, 0.0) if measured is None else (measured.ways, measured.request_s)
     given = parse_assignments(assignments)
     base = {
-        **_IN_PLACE,
-        "scheduler.queue_limit": len(found),  # nobody is turned away
+        **_NO_CONFIGURED_MODEL,
+        "scheduler.queue_limit": len(found),  # the queue refuses no request
         **given,
     }
-    flags = {"gpu.bytes": _sizes("--gpu", machine.gpu)[0], **daemon.counts()}
-    varied = _varied(
-        _sizes("--cpu", machine.cpu, sweep=sweep),
-        _sizes("--disk", machine.disk, sweep=sweep),
-        _names("--policy", daemon.policy, sweep=sweep),
-        _names("--eviction", daemon.eviction, sweep=sweep),
+    flags = {"gpu.bytes": _parse_sizes("--gpu", machine.gpu)[0], **daemon.counts()}
+    variants = _make_variants(
+        _parse_sizes("--cpu", machine.cpu, sweep=sweep),
+        _parse_sizes("--disk", machine.disk, sweep=sweep),
+        _parse_names("--policy", daemon.policy, sweep=sweep),
+        _parse_names("--eviction", daemon.eviction, sweep=sweep),
     )
-    if twice := sorted(given.keys() & (flags | varied[0]).keys()):
+    if twice := sorted(given.keys() & (flags | variants[0]).keys()):
         raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
     base |= flags
     plans = [
-        TracePlan(Plan(chosen, _settings(config, base | one), costs, ways, request_s), trace, planned, speed)
-        for one in varied
+        TracePlan(Plan(chosen, _load_settings(config, base | variant), costs, ways, request_s), trace, planned, speed)
+        for variant in variants
     ]
     workload = of_trace(trace.name, found, speed=speed)
     settings = plans[0].plan.settings
     assumptions = [
-        *_of_model(chosen, [request.input_length + request.output_length for request in found]),
+        *_model_assumptions(chosen, [request.input_length + request.output_length for request in found]),
         *costs.assumptions(),
-        *(hardware.way_assumptions() if measured is None else _of_calibration(measured, chosen)),
-        *_of_disks(plans),
+        *(hardware.way_assumptions() if measured is None else _calibration_assumptions(measured, chosen)),
+        *_disk_assumptions(plans),
         *workload.assumptions,
         f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, "
         f"blocks of {settings.worker.block_tokens} tokens, scheduler.look_ahead = {settings.scheduler.look_ahead}",
     ]
     began_s = time.perf_counter()
     with ended_by_sigterm():
-        points, drawn = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)), limit, curve=curve)
+        points, drawn = _run_plans(plans, len(found), jobs or len(os.sched_getaffinity(0)), limit, curve=curve)
     took_s = time.perf_counter() - began_s
     arrival_s = workload.requests[-1].arrival_s
-    _print(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found), arrival_s=arrival_s)
+    _print_points(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found), arrival_s=arrival_s)
     if drawn is not None:
         _print_curve(drawn, chosen.token_bytes)
     if json_file is not None:
-        plain = _plain(points, assumptions, machine.model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
+        plain = _to_plain(points, assumptions, machine.model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
         json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
         from prefixd.planner.plots import draw_plan
@@ -258,11 +267,14 @@ def plan_command(
         draw_plan(points, drawn, chosen.token_bytes, plot_file)
 
 
-def _run(
+def _run_plans(
     plans: Sequence[TracePlan], requests: int, jobs: int, limit: int | None, *, curve: bool
 ) -> tuple[list[Point], Curve | None]:
-    """Every plan of so many requests, and the curve of all that `limit` leaves meanwhile, in processes of their own; a
-    single plan in this one."""
+    """Runs the plans, each of `requests` requests, and computes the curve of the first `limit` requests.
+
+    A single plan runs in this process, beside the processes for the curve; several plans run in processes of their own,
+    before the curve.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     from rich.console import Console
@@ -278,12 +290,12 @@ def _run(
             progress.begin(f"{requests:,} requests in virtual time", requests)
             planned = Event()
 
-            def others() -> int:  # while it runs, the plan has a core for itself
+            def curve_jobs() -> int:  # the plan has a core for itself while it runs
                 return jobs if planned.is_set() else jobs - 1
 
             def draw() -> Curve:
-                shown = progress.add_bar("miss-ratio curve")
-                return curve_of(trace, limit, policies, pool, shown, at_once=others)
+                step = progress.add_bar("miss-ratio curve")
+                return curve_of(trace, limit, policies, pool, step, at_once=curve_jobs)
 
             drawn = beside.submit(draw) if curve and jobs > 1 else None
             points = [(plans[0], plans[0].run(progress.advance))]
@@ -298,22 +310,18 @@ def _run(
         return points, curve_of(trace, limit, policies, pool, progress.add_bar("miss-ratio curve"))
 
 
-def _varied(
+def _make_variants(
     cpus: Sequence[int], disks: Sequence[int], policies: Sequence[str | None], evictions: Sequence[str | None]
 ) -> list[dict[str, Any]]:
-    """The settings of every machine, by dotted name."""
-    varied = []
-    for cpu, disk, policy, eviction in product(cpus, disks, policies, evictions):
-        one: dict[str, Any] = {"cpu.bytes": cpu, "disk.bytes": disk}
-        if policy is not None:
-            one["scheduler.policy"] = policy
-        if eviction is not None:
-            one["cache.eviction"] = eviction
-        varied.append(one)
-    return varied
+    """Returns the settings of every planned machine, by dotted name."""
+    names = ("cpu.bytes", "disk.bytes", "scheduler.policy", "cache.eviction")
+    return [
+        {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        for values in product(cpus, disks, policies, evictions)
+    ]
 
 
-def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
+def _load_settings(config: Path | None, overrides: dict[str, Any]) -> Any:
     from prefixd.base.setting_sources import gather_layers
     from prefixd.settings import Settings, dotted_names
 
@@ -321,7 +329,7 @@ def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
     return Settings.load(config, {name: _DEFAULTS[name] for name in _DEFAULTS.keys() - sources.keys()} | overrides)
 
 
-def _sizes(option: str, text: str, *, sweep: bool = False) -> list[int]:
+def _parse_sizes(option: str, text: str, *, sweep: bool = False) -> list[int]:
     from prefixd.base.sizes import parse_room
 
     try:
@@ -331,36 +339,35 @@ def _sizes(option: str, text: str, *, sweep: bool = False) -> list[int]:
     if len(sizes) > 1 and not sweep:
         raise WrongUsage(f"{option} {text}: several sizes need --sweep")
     if len(sizes) == 1 and sweep and sizes[0]:
-        return [int(sizes[0] * factor) for factor in _FACTORS]
+        return [int(sizes[0] * factor) for factor in _SWEEP_FACTORS]
     return sizes
 
 
-def _names(option: str, text: str | None, *, sweep: bool) -> list[str | None]:
+def _parse_names(option: str, text: str | None, *, sweep: bool) -> list[str | None]:
     names: list[str | None] = [None] if text is None else list(text.split(","))
     if len(names) > 1 and not sweep:
         raise WrongUsage(f"{option} {text}: several policies need --sweep")
     return names
 
 
-def _of_model(model: PlannedModel, lengths: Sequence[int]) -> list[str]:
+def _model_assumptions(model: PlannedModel, lengths: Sequence[int]) -> list[str]:
     longer = sum(length > model.context_tokens for length in lengths)
     if not longer:
         return []
     return [
-        f"{longer:,} of {len(lengths):,} requests are longer than the {model.context_tokens:,} tokens that "
-        f"{model.name} was made for; they are planned all the same"
+        f"{longer:,} of {len(lengths):,} requests are longer than the context of {model.name} "
+        f"({model.context_tokens:,} tokens); they are planned nevertheless"
     ]
 
 
-def _of_disks(plans: Sequence[TracePlan]) -> list[str]:
+def _disk_assumptions(plans: Sequence[TracePlan]) -> list[str]:
     if all(plan.cpu_bytes or not plan.disk_bytes for plan in plans):
         return []
     return ["blocks reach the disk through the CPU tier: without one, the disk stays empty"]
 
 
 def _same_model(served: str | None, planned: str) -> bool:
-    """Whether a planned model is the one that a daemon serves: it is named there by its directory, such as
-    "Llama-3.2-1B" or "embedded-v1"."""
+    """True if a daemon serves the planned model. It names a model by its directory: "Llama-3.2-1B", "embedded-v1"."""
     if served is None:
         return False
     if planned == "embedded":
@@ -368,10 +375,14 @@ def _same_model(served: str | None, planned: str) -> bool:
     return served.lower() == planned.lower()
 
 
-def _of_calibration(measured: Calibration, model: PlannedModel) -> list[str]:
+def _calibration_assumptions(measured: Calibration, model: PlannedModel) -> list[str]:
     other = measured.costs is not None and not _same_model(measured.model, model.name)
     return [
-        *([f"the passes are those of {measured.model}, NOT of {model.name}: hits hold, times do not"] if other else []),
+        *(
+            [f"the passes are those of {measured.model}, NOT of {model.name}: hits are valid, times are not"]
+            if other
+            else []
+        ),
         f"measured on {measured.machine}: copies {measured.copy_bytes_per_s / 1e9:.3g} GB/s, disk "
         f"{measured.disk_read_bytes_per_s / 1e6:,.0f} MB/s read, "
         f"{measured.disk_write_bytes_per_s / 1e6:,.0f} MB/s written"
@@ -379,7 +390,7 @@ def _of_calibration(measured: Calibration, model: PlannedModel) -> list[str]:
     ]
 
 
-def _print(
+def _print_points(
     points: Sequence[Point],
     assumptions: Sequence[str],
     *,
@@ -407,8 +418,8 @@ def _print(
             settings.cache.eviction,
             f"{figures.hit_rate:.1%}",
             *(f"{share:.1%}" if (share := figures.hits.get(tier)) else "-" for tier in QUOTA_TIERS),
-            _wait(figures.ttft_s.p50),
-            _wait(figures.ttft_s.p95),
+            _format_wait(figures.ttft_s.p50),
+            _format_wait(figures.ttft_s.p95),
             f"{figures.requests_per_s:.2f}",
             as_size(figures.disk_written_bytes),
             f"{sum(figures.evicted_blocks.values()):,}",
@@ -416,36 +427,37 @@ def _print(
         )
     out.print(made)
     out.print(
-        "Hits by tier: where the tokens were when they were brought up for the request. The look-ahead may have read "
-        "them from disk into the CPU tier before that."
+        "Hits by tier: the tier that had the tokens when the daemon loaded them for the request. The look-ahead may "
+        "have read them from disk into the CPU tier before that."
     )
     first = points[0][1]
     if first.achievable_hit_rate is not None:
         out.print(f"A cache without limits would find {first.achievable_hit_rate:.1%} of the prompt tokens.")
     if first.refused:
-        out.print(f"{first.refused:,} requests never fit the GPU tier and were refused; they count in no figure here.")
+        out.print(f"{first.refused:,} requests are too long for the GPU tier: refused, and in no figure here.")
     if first.gpu_busy > _FULL and first.elapsed_s > _LATE * arrival_s > 0:
-        out.print("The GPU computes all the time: requests arrive faster than it answers, and the queue grows.")
+        out.print("The GPU is always busy: requests arrive faster than it computes answers, and the queue grows.")
     if sweep:
         plan, figures = best
         out.print(
             f"[bold]Enough: {as_size(plan.cpu_bytes)} of CPU memory and {as_size(plan.disk_bytes)} of disk[/], "
-            f"with {plan.plan.settings.scheduler.policy} and {plan.plan.settings.cache.eviction}: the cheapest that "
-            f"finds {ENOUGH:.0%} of what the best finds; a byte of memory counts as {MEMORY_PRICE} of disk."
+            f"with {plan.plan.settings.scheduler.policy} and {plan.plan.settings.cache.eviction}: the cheapest machine "
+            f"that finds {ENOUGH:.0%} as many tokens as the best one; a byte of memory costs as much as {MEMORY_PRICE} "
+            "bytes of disk."
         )
-        other, its = soonest(points, best)
-        if its.ttft_s.p50 < _SOONER * figures.ttft_s.p50:
+        other, faster = soonest(points, best)
+        if faster.ttft_s.p50 < _SOONER * figures.ttft_s.p50:
             out.print(
                 f"With these sizes the first token comes soonest with {other.plan.settings.scheduler.policy} and "
-                f"{other.plan.settings.cache.eviction}: after {grid.duration(its.ttft_s.p50)} (median) instead of "
-                f"{grid.duration(figures.ttft_s.p50)}, with {its.hit_rate:.1%} found instead of "
+                f"{other.plan.settings.cache.eviction}: after {grid.duration(faster.ttft_s.p50)} (median) instead of "
+                f"{grid.duration(figures.ttft_s.p50)}, with {faster.hit_rate:.1%} found instead of "
                 f"{figures.hit_rate:.1%}."
             )
     out.print(f"{requests * len(points):,} requests planned in {grid.duration(took_s)}.")
 
 
-def _wait(seconds: float) -> str:
-    """As `grid.duration`, below a second in ms: first tokens of a GPU come within some of them."""
+def _format_wait(seconds: float) -> str:
+    """Formats as `grid.duration`, but below a second in ms: a GPU's first token may take only a few."""
     from prefixd.cli.output import grid
 
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else grid.duration(seconds)
@@ -462,18 +474,18 @@ def _print_curve(curve: Curve, token_bytes: int) -> None:
         made.add_row(as_size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
     out = grid.console()
     sampled = "" if curve.share == 1 else f", estimated from {curve.share:.2%} of them"
-    out.print(f"\nBlocks found by one tier alone{sampled}, by its size; without limits {curve.most:.1%}:")
+    out.print(f"\nBlocks found by one tier alone{sampled}, by its size; with unlimited size {curve.most:.1%}:")
     out.print(made)
 
 
 _FULL = 0.98
 _SOONER = 0.9
-"""A median first token that comes this much sooner under another policy is worth a line."""
+"""The command names another policy if its median first token takes less than this share of the time."""
 _LATE = 1.1
-"""When the last answer comes so many times as late as the last request, the queue has grown."""
+"""If the last answer is this many times later than the last request, the queue has grown."""
 
 
-def _plain(points: Sequence[Point], assumptions: Sequence[str], model: str, trace: Path, took_s: float) -> Any:
+def _to_plain(points: Sequence[Point], assumptions: Sequence[str], model: str, trace: Path, took_s: float) -> Any:
     from prefixd.planner.sweep import enough
     from prefixd.workloads.circumstances import circumstances
 

@@ -1,4 +1,4 @@
-"""`prefixd serve`: the daemon."""
+"""`prefixd serve`: runs the daemon."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ WORKER = "Model"
 QUEUE = "Queue and eviction"
 
 _SWITCH_S = 0.0005
-"""After so long, a thread that hashes or writes small blocks lets go of the interpreter's lock. With Python's own 5 ms
-the event loop, which gives the lock away at every wait and every larger numpy operation, waits as long to have it back.
-"""
+"""Seconds after which a thread that hashes or writes small blocks releases the interpreter's lock. The event loop
+releases the lock at every wait and every larger numpy operation; with Python's default it would wait 5 ms to get it
+back."""
 
 
 def _option(name: str, panel: str | None, help: str, metavar: str | None = None) -> Any:
@@ -48,32 +48,32 @@ def serve_command(
     context: typer.Context,
     config: ConfigFile = None,
     data_dir: Annotated[
-        Path | None, _option("--data-dir", None, "What must outlive the daemon lives here.", "DIR")
+        Path | None, _option("--data-dir", None, "Directory for files that must outlive the daemon.", "DIR")
     ] = None,
     socket: Annotated[Path | None, _option("--socket", None, "Unix socket to listen on.", "PATH")] = None,
     tcp: Annotated[
-        str | None, _option("--tcp", TCP, "Listen here too; needs TLS, or --insecure-tcp.", "HOST:PORT")
+        str | None, _option("--tcp", TCP, "Also listen here; needs TLS or --insecure-tcp.", "HOST:PORT")
     ] = None,
     tls_cert: Annotated[Path | None, _option("--tls-cert", TCP, "Certificate of the TCP port, PEM.", "FILE")] = None,
     tls_key: Annotated[Path | None, _option("--tls-key", TCP, "The certificate's key, PEM.", "FILE")] = None,
     tls_client_ca: Annotated[
         Path | None,
-        _option("--tls-client-ca", TCP, "Let in only whom these authorities signed.", "FILE"),
+        _option("--tls-client-ca", TCP, "Accept only clients with a certificate from these authorities, PEM.", "FILE"),
     ] = None,
     tokens: Annotated[
         Path | None,
-        _option("--tokens", TCP, "Let in only holders of these tokens: lines `name role token \\[tenant]`.", "FILE"),
+        _option(
+            "--tokens", TCP, "Accept only clients with one of these tokens: lines `name role token \\[tenant]`.", "FILE"
+        ),
     ] = None,
     insecure_tcp: Annotated[
         bool | None,
-        typer.Option("--insecure-tcp", rich_help_panel=TCP, show_default=False, help="Do without TLS."),
+        typer.Option("--insecure-tcp", rich_help_panel=TCP, show_default=False, help="Open the TCP port without TLS."),
     ] = None,
     metrics_port: Annotated[
         str | None, _option("--metrics-port", None, "Prometheus metrics on 127.0.0.1.", "PORT")
     ] = None,
-    model: Annotated[
-        Path | None, _option("--model", WORKER, "Serve this Hugging Face model beside the cache.", "DIR")
-    ] = None,
+    model: Annotated[Path | None, _option("--model", WORKER, "Also serve this Hugging Face model.", "DIR")] = None,
     embedded: Annotated[
         bool | None,
         typer.Option(
@@ -89,7 +89,7 @@ def serve_command(
         _option(
             "--gpu-bytes",
             TIERS,
-            "GPU tier (with a model only); auto: what the device has free, less a reserve.",
+            "GPU tier (with a model only); auto: the device's free memory, less a reserve.",
             "SIZE",
         ),
     ] = None,
@@ -106,7 +106,7 @@ def serve_command(
         _option(
             "--eviction",
             QUEUE,
-            "Which blocks are evicted first: lru, fifo, random, lfu, s3-fifo or weighing.",
+            "Order of eviction: lru, fifo, random, lfu, s3-fifo or weighing.",
             "POLICY",
         ),
     ] = None,
@@ -115,19 +115,19 @@ def serve_command(
         _option(
             "--look-ahead",
             QUEUE,
-            "How many waiting requests get their prefixes loaded before their turn, or auto.",
+            "Number of waiting requests for which the daemon loads prefixes before their turn, or auto.",
             "COUNT",
         ),
     ] = None,
     assignments: Assignments = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="How much to log on stderr.")
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Least severity of messages on stderr.")
     ] = "info",
     as_json: Annotated[bool, typer.Option("--json", help="Announce readiness as one line of JSON.")] = False,
 ) -> None:
     """Run the daemon until SIGTERM or Ctrl-C.
 
-    Every setting can also stand in prefixd.toml or in a variable such as PREFIXD_CPU__BYTES; flags win.
+    prefixd.toml and environment variables such as PREFIXD_CPU__BYTES can set the same values; a flag overrides both.
     """
     require("daemon", "prefixd serve")
     from prefixd.settings import Settings
@@ -157,8 +157,8 @@ def serve_command(
     file = (config or find_config_file(os.environ) or Path()).absolute()
 
     def read_settings() -> Settings:
-        # The file that was read at the start, whatever there is now: without it every quota would be gone.
-        return Settings.load(None if file.is_dir() else file, _overrides(flags, assignments))
+        # Reads the file of the start again. If it is gone, this fails; another file would remove all quotas.
+        return Settings.load(None if file.is_dir() else file, _gather_overrides(flags, assignments))
 
     settings = read_settings()
     check_start(settings)
@@ -177,14 +177,14 @@ def serve_command(
 
     async def serve_and_leave() -> None:
         code = await serve(settings, ready=announce, ops=context.obj, read_settings=read_settings)
-        # All is put away. Python would wait for threads, of which one may be reading a model for minutes.
+        # The daemon has saved everything. Python would wait for threads, and one may read a model for minutes.
         os._exit(code)
 
     sys.setswitchinterval(_SWITCH_S)
     asyncio.run(serve_and_leave())
 
 
-def _overrides(flags: dict[str, Any], assignments: list[str] | None) -> dict[str, Any]:
+def _gather_overrides(flags: dict[str, Any], assignments: list[str] | None) -> dict[str, Any]:
     given = {name: value for name, value in flags.items() if value is not None}
     others = parse_assignments(assignments)
     twice = sorted(given.keys() & others.keys())

@@ -1,4 +1,4 @@
-"""`prefixd tenants`: what each tenant may have and has, and changing it while the daemon runs."""
+"""`prefixd tenants`: shows each tenant's use and quotas, and changes quotas while the daemon runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=CleanGroup,
     no_args_is_help=True,
-    help="Show and change what each tenant may have.",
+    help="Show each tenant's use and limits, and change the limits.",
     epilog=examples("prefixd tenants list", "prefixd tenants set acme --cpu 1GiB:4GiB --sessions 32"),
 )
 
@@ -30,7 +30,7 @@ def list_command(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Show what each tenant has and may have, and how often it was refused more."""
+    """Show each tenant's use and limits, and how often the daemon refused it more."""
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
 
@@ -49,14 +49,14 @@ def list_command(
 
 @dataclass(frozen=True, slots=True)
 class TierChange:
-    """Of a tier's quota: None stays as it is, -1 is no limit."""
+    """A change of a tier's quota: None leaves a value unchanged, -1 removes the limit."""
 
     guaranteed: int | None
     most: int | None
 
 
-def _tier_quota(text: str) -> TierChange:
-    """Reads `1GiB:4GiB`: either may be left out, and `none` is no limit."""
+def _parse_tier_change(text: str) -> TierChange:
+    """Parses `1GiB:4GiB`: either size may be missing, and `none` as the second removes the limit."""
     from prefixd.base.sizes import parse_room
 
     guaranteed, colon, most = text.partition(":")
@@ -71,7 +71,7 @@ def _tier_quota(text: str) -> TierChange:
         raise typer.BadParameter(f"{text!r}: {error}") from error
 
 
-def _count(text: str) -> float:
+def _parse_count(text: str) -> float:
     if text == "none":
         return -1.0
     if not text.isdecimal() or not int(text):
@@ -79,7 +79,7 @@ def _count(text: str) -> float:
     return float(text)
 
 
-def _rate(text: str) -> float:
+def _parse_rate(text: str) -> float:
     if text == "none":
         return -1.0
     try:
@@ -91,7 +91,7 @@ def _rate(text: str) -> float:
     return value
 
 
-def _size(text: str) -> float:
+def _parse_size(text: str) -> float:
     from prefixd.base.sizes import parse_room
 
     try:
@@ -101,11 +101,11 @@ def _size(text: str) -> float:
 
 
 def _tier_option(tier: str) -> Any:
-    help_text = f"Bytes of the {tier} tier, guaranteed and most: 1GiB:4GiB, 1GiB:, :4GiB, :none."
-    return typer.Option(f"--{tier}", metavar="SIZE:SIZE", parser=_tier_quota, show_default=False, help=help_text)
+    help_text = f"Guaranteed and most bytes of the {tier} tier: 1GiB:4GiB, 1GiB:, :4GiB, :none (no limit)."
+    return typer.Option(f"--{tier}", metavar="SIZE:SIZE", parser=_parse_tier_change, show_default=False, help=help_text)
 
 
-def _limit(help_text: str, metavar: str = "COUNT", parser: Any = _count) -> Any:
+def _limit(help_text: str, metavar: str = "COUNT", parser: Any = _parse_count) -> Any:
     return typer.Option(metavar=metavar, parser=parser, show_default=False, help=f"{help_text}; none: no limit.")
 
 
@@ -114,27 +114,27 @@ def set_command(
     gpu: Annotated[TierChange | None, _tier_option("gpu")] = None,
     cpu: Annotated[TierChange | None, _tier_option("cpu")] = None,
     disk: Annotated[TierChange | None, _tier_option("disk")] = None,
-    sessions: Annotated[float | None, _limit("Sessions open at once")] = None,
-    grants: Annotated[float | None, _limit("Leases and reservations at once")] = None,
-    namespaces: Annotated[float | None, _limit("Namespaces that are open or have blocks")] = None,
-    waiting_requests: Annotated[float | None, _limit("Requests that wait")] = None,
-    requests_per_s: Annotated[float | None, _limit("Calls of Generate a second", "RATE", _rate)] = None,
-    calls: Annotated[float | None, _limit("Calls under way at once, beside Generate")] = None,
+    sessions: Annotated[float | None, _limit("Most sessions open at once")] = None,
+    grants: Annotated[float | None, _limit("Most leases and reservations at once")] = None,
+    namespaces: Annotated[float | None, _limit("Most namespaces that are open or have blocks")] = None,
+    waiting_requests: Annotated[float | None, _limit("Most requests that wait")] = None,
+    requests_per_s: Annotated[float | None, _limit("Most calls of Generate a second", "RATE", _parse_rate)] = None,
+    calls: Annotated[float | None, _limit("Most calls under way at once, not counting Generate")] = None,
     retained_bytes: Annotated[
         float | None,
         _limit(
-            "Bytes of blocks with a priority; without a limit all tenants together may have half of the tiers",
+            "Most bytes of blocks with a priority; without a limit all tenants together may have half of the tiers",
             "SIZE",
-            _size,
+            _parse_size,
         ),
     ] = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Change what a tenant may have, until the settings are read again (SIGHUP or a restart): change it there, too.
+    """Change a tenant's limits until the daemon reads its settings again (SIGHUP, restart): change the settings too.
 
-    Nothing is taken away at once. A tenant with more bytes of a tier than it may have loses its own blocks there as it
-    stores more; of everything else it gets no more until it has less.
+    The daemon takes nothing away at once. If a tenant has more bytes of a tier than the new limit, it loses its own
+    blocks there as it stores more; above any other limit it gets no more until it has less.
     """
     from prefixd.cli.output import json_values as plain
     from prefixd.cli.output import tables as render
@@ -151,7 +151,7 @@ def set_command(
     tiers = {tier: given for tier, given in zip(QUOTA_TIERS, (gpu, cpu, disk), strict=True) if given is not None}
     given = {limit: value for limit, value in limits.items() if value is not None}
     if not tiers and not given:
-        raise CommandFailed("nothing to set was named; `prefixd tenants set --help` lists the limits")
+        raise CommandFailed("no limit is given; `prefixd tenants set --help` lists them")
 
     async def ask() -> admin_pb2.TenantStats:
         async with connected(address) as client:

@@ -86,7 +86,7 @@ def test_a_sweep_names_the_policy_with_the_soonest_first_token(
         assert done.exit_code == 0, done.stderr
         said = " ".join(done.stdout.split())
         assert (line in said) is told
-        assert "Hits by tier: where the tokens were when they were brought up" in said
+        assert "Hits by tier: the tier that had the tokens when the daemon loaded them" in said
 
 
 def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace: Path, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Foundations of all other packages: errors, sizes, clocks, tenants and fairness between them. Imports none of them."""
+"""Foundations of all other packages: errors, sizes, clocks, tenants and their fair turns. Imports none of them."""

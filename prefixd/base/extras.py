@@ -1,4 +1,4 @@
-"""What `pip install prefixd` leaves out: packages by the extra that brings them, and the line where one is missing."""
+"""Packages of the extras, which `pip install prefixd` does not install, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "vllm": ("cuda", "pydantic"),
     "sglang": ("cuda", "pydantic"),
 }
-"""Top-level modules that an extra of pyproject.toml brings. The first extra that has a missing module is advised."""
+"""Top-level modules of each extra of pyproject.toml. The error for a missing module names the first extra with it."""
 
 
 class MissingExtraError(ConfigError):
-    """A package that is not installed here is needed; the message has the command that installs it."""
+    """A needed package is not installed; the message has the command that installs it."""
 
     def __init__(self, what: str, module: str, extra: str) -> None:
         super().__init__(f"{what}: the package {module} is missing; pip install 'prefixd[{extra}]'")
@@ -30,8 +30,8 @@ def require(extra: str, what: str, *modules: str) -> None:
 
     Args:
         extra: a name in `EXTRAS`.
-        what: needs them, such as "prefixd serve" or "worker.model = /models/llama".
-        modules: those of `extra` that are needed now.
+        what: the command or setting that needs them: "prefixd serve", "worker.model = /models/llama".
+        modules: modules of `extra` that are needed now.
     """
     for module in modules or EXTRAS[extra]:
         if find_spec(module) is None:
@@ -39,6 +39,6 @@ def require(extra: str, what: str, *modules: str) -> None:
 
 
 def extra_of(module: str) -> str | None:
-    """The extra to install for a module that could not be imported, such as "lmdb.cpython"; None: it is not ours."""
+    """Returns the first extra that has a module, such as "lmdb.cpython"; None if no extra has it."""
     root = module.partition(".")[0]
     return next((extra for extra, modules in EXTRAS.items() if root in modules), None)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE_BYTES = 1 << 20
 _SPARE_BYTES = 4 << 20
-_LARGEST_BYTES = 32 << 20  # glibc takes no larger limit
+_LARGEST_BYTES = 32 << 20  # glibc accepts no larger limit
 
 
 def keep_large_arrays_apart() -> None:

@@ -1,7 +1,7 @@
-"""How a request's tokens are chosen: one type from the client to the worker, with its ranges.
+"""Sampling parameters of a request and their ranges: one type from the client to the worker.
 
-SDK and command line make it, `SamplingParams` of `proto/prefixd/v1/inference.proto` carries it to the daemon, and
-`worker_protocol` carries what the daemon made of it, with a seed and a length, to the worker.
+SDK and command line make it, `SamplingParams` of `proto/prefixd/v1/inference.proto` carries it to the daemon, the
+daemon adds a seed and a length, and `worker_protocol` carries it to the worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MOST_LOGPROBS = 20
-"""Most alternatives to a token that a request is told the logprobs of."""
+"""Most alternatives to a token with logprobs in an answer."""
 MOST_BEAMS = 16
 MOST_STOP_TOKENS = 1024
 MOST_STOP_STRINGS = 16
@@ -35,52 +35,53 @@ class BeamSearch:
     width: int
     """Beams that are continued in each step, 1 to 16."""
     length_penalty: float = 1.0
-    """A score is the sum of the logprobs divided by the length to this power, -10 to 10: above 0 favours long ones."""
+    """A sequence's score is its sum of logprobs divided by its length to this power, -10 to 10: above 0 favours long
+    sequences."""
     early_stopping: bool = False
     """End as soon as `width` sequences have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tokens of a sequence are chosen, and when it ends. The k-th depends on (seed, k) and the logits alone.
+    """How the tokens of a sequence are chosen, and when it ends. The k-th depends on (seed, k) and the logits only.
 
-    First the penalties change the logits, then the temperature; then `top_k` filters, then `top_p` what that leaves,
-    then `min_p`.
+    The penalties change the logits first, then the temperature does. Then `top_k`, `top_p` and `min_p` filter the
+    tokens one after the other.
     """
 
     max_tokens: int = 0
     """Most tokens of the output; 0: 16, or all of `forced_tokens`."""
     temperature: float = 0.0
-    """0, as anything below 1e-5: greedy."""
+    """0, and any value below 1e-5: greedy."""
     top_k: int = 0
-    """Sample among so many most likely tokens, and those exactly as likely as the last of them; 0: off."""
+    """Sample among this many most likely tokens, and those exactly as likely as the last of them; 0: off."""
     top_p: float = 1.0
     """Sample among the fewest tokens that together have this probability; 0 or 1: off."""
     min_p: float = 0.0
-    """Sample among tokens that are at least so likely in proportion to the most likely one; 0: off."""
+    """Sample among tokens with at least this share of the most likely token's probability; 0: off."""
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens of prompt and output, and multiplies the negative ones, 0.01 to 100; more
-    than 1 makes repetition less likely, 0 or 1: off."""
+    than 1 makes repetition less likely; 0 or 1: off."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens of the output, -2 to 2."""
+    """Subtracted from the logits of tokens of the output, -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken from the logits of tokens of the output, each time they are there, -2 to 2."""
+    """Subtracted from the logits of tokens of the output, once for each time the token occurs there, -2 to 2."""
     seed: int | None = None
     """None: chosen by the daemon."""
     stop_token_ids: Sequence[int] = ()
-    """The output ends when one of these is sampled; it is the last of the token ids and no part of the text."""
+    """The output ends when one of these is sampled; it is the last token id and is not part of the text."""
     stop: str | Sequence[str] = ()
-    """The output ends when its text has this string, or one of these; it is not part of the text."""
+    """The output ends when its text contains this string, or one of these strings, and is cut before it."""
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """Tell each token's logprob, and those of so many most likely ones, at most 20, in the model's own distribution:
-    before penalties, temperature and filters. None: off."""
+    """Report each token's logprob, and those of this many most likely ones, at most 20, in the model's own
+    distribution: before penalties, temperature and filters. None: off."""
     forced_tokens: Sequence[int] | bytes | None = None
     """The output, as ids or as little-endian uint32, for scoring and replay: keys, values and logprobs are computed as
-    if the model had chosen it. It takes no stop strings, no second sequence and no beam search."""
+    if the model had chosen it. Excludes stop strings, a second sequence and beam search."""
     beam_search: BeamSearch | None = None
-    """Search instead of sampling; it takes nothing that draws or changes tokens."""
+    """Search instead of sampling; excludes temperature, filters, penalties, logprobs and stop strings."""
 
     @property
     def beams(self) -> int:
@@ -94,22 +95,19 @@ class Sampling:
 
     @property
     def forced_ids(self) -> npt.NDArray[np.uint32]:
-        """`forced_tokens` as an array; none: empty."""
+        """`forced_tokens` as an array; empty if there are none."""
         tokens = b"" if self.forced_tokens is None else self.forced_tokens
-        import numpy as np  # the command line's help does without
+        import numpy as np  # not at the top, since `prefixd --help` does not need it
 
         return np.frombuffer(tokens, "<u4") if isinstance(tokens, bytes) else np.asarray(tokens, "<u4")
 
     @property
     def penalised(self) -> bool:
-        """Whether the logits depend on the tokens so far through a penalty."""
+        """True if a penalty makes the logits depend on earlier tokens."""
         return self.repetition_penalty not in (0, 1) or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def check(self) -> None:
-        """Refuses what is out of its range for every model, in a time that does not grow with it.
-
-        Raises InvalidArgumentError.
-        """
+        """Raises InvalidArgumentError if a value is out of its range for every model, in constant time."""
         if self.temperature < 0 or not math.isfinite(self.temperature):
             raise InvalidArgumentError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
         if self.top_k < 0:
@@ -163,16 +161,16 @@ class Sampling:
             value = list(self.stop_strings) if name == "stop" else getattr(self, name)
             if value not in off:
                 raise InvalidArgumentError(
-                    f"{name} is {value} in a beam search, which looks for the likeliest sequences; leave {name} out, "
-                    "or the beam search"
+                    f"{name} is {value} in a beam search, which looks for the likeliest sequences; leave out {name} or "
+                    "the beam search"
                 )
 
     def _check_forced(self, forced: Sequence[int] | bytes) -> None:
         if self.beam_search is not None:
-            raise InvalidArgumentError("forced_tokens leave a beam search nothing to find; leave one of them out")
+            raise InvalidArgumentError("forced_tokens and beam_search exclude each other; leave one of them out")
         if strings := self.stop_strings:
             raise InvalidArgumentError(
-                f"stop has {len(strings)} strings with forced_tokens, which are told to their end; leave stop out"
+                f"stop has {len(strings)} strings, but forced_tokens are the whole output; leave stop out"
             )
         if not len(forced) or (isinstance(forced, bytes) and len(forced) % 4):
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""The tiers by name and number, once for client, daemon, settings and command line."""
+"""The tiers by name and number, for client, daemon, settings and command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Tier(IntEnum):
-    """Where bytes are; the value is the distance from where requests run, and the tier's column in the index."""
+    """A place of bytes. Its value is the distance from the memory where requests run, and the tier's index column."""
 
     GPU = 0
     CPU = 1
@@ -25,9 +25,9 @@ class Tier(IntEnum):
 
     @classmethod
     def from_wire(cls, number: int) -> Tier:
-        """The tier with this number in the contract. Raises ValueError for one that this version does not know."""
+        """Returns the tier with this number in the contract. Raises ValueError if this version does not know it."""
         return cls(number - 1)
 
 
 QUOTA_TIERS = tuple(tier.label for tier in (Tier.GPU, Tier.CPU, Tier.DISK))
-"""Names of the tiers that have quotas, by level: what this host has. The shared store has none."""
+"""Names of the tiers that have quotas, by level: those of this host. The shared store has no quotas."""

@@ -1,4 +1,4 @@
-"""Runs a Python module as a process of its own, which answers on standard output and ends with its parent."""
+"""Runs a Python module as a child process, which answers on standard output and ends with its parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes]
 
 
 def end_with_parent() -> list[str]:
-    """`end_with` PARENT, the first argument; returns the others."""
+    """Calls `end_with` with PARENT, the first argument of the command line; returns the other arguments."""
     _, parent, *arguments = sys.argv
     end_with(int(parent))
     return arguments

@@ -20,9 +20,9 @@ LOCK = "memory lock"
 _BASE = 128
 """Descriptors that every daemon needs: listeners, libraries, the worker, the index, pipes."""
 _A_SESSION = 3
-"""Its connection, its process (pidfd), and for a moment one at the memory door."""
+"""Descriptors of a session: its connection, its process (pidfd), and for a moment one at the memory socket."""
 _SPARE = 16
-"""Fewer free descriptors are reported: the next sessions would be refused."""
+"""Below this many free descriptors a trouble begins: the daemon would soon refuse connections."""
 _GOOD_CHECKS = 3
 _WATCH_S = 1.0
 _LOCK_S = 2.0
@@ -56,8 +56,8 @@ def raise_descriptor_limit(max_sessions: int, slabs: int, troubles: Troubles) ->
 class DescriptorCheck:
     """Reports a shortage of descriptors, and its end.
 
-    A scrape needs a descriptor too, so a trouble that ended with the shortage would never be scraped. So it ends after
-    `_GOOD_CHECKS` good checks in a row.
+    A scrape needs a descriptor too, so a trouble that ended with the shortage would never be scraped. Therefore it ends
+    only after `_GOOD_CHECKS` good checks in a row.
     """
 
     def __init__(self, troubles: Troubles) -> None:

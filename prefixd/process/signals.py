@@ -27,8 +27,8 @@ _SECOND = b"prefixd: a second signal: ending without finishing what runs\n"
 def end_at_once() -> None:
     """Lets SIGINT and SIGTERM end the process at once, with the exit status 130 or 143 and without a message.
 
-    For as long as there is nothing to undo. A KeyboardInterrupt may be swallowed in an import, or print a traceback.
-    The default action does nothing in a container's first process. An ignored SIGINT stays ignored, as in a script's
+    Use it while there is nothing to undo. An import could swallow a KeyboardInterrupt or print its traceback, and the
+    default action does nothing in a container's first process. An ignored SIGINT stays ignored, as in a script's
     background jobs.
     """
     for number in ENDING:
@@ -38,7 +38,7 @@ def end_at_once() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A context for code with something to undo: in it SIGINT raises KeyboardInterrupt and does not end the process."""
+    """Makes SIGINT raise KeyboardInterrupt inside the block instead of ending the process, for code that cleans up."""
     if signal.getsignal(signal.SIGINT) is not _end:
         yield
         return
@@ -55,12 +55,12 @@ def hold_hangups() -> None:
 
 
 def release_hangups() -> None:
-    """Unblocks SIGHUP, and delivers a held one: its handler is installed, or its default action is right."""
+    """Unblocks SIGHUP and delivers a held one; call it when its handler is installed or its default action is right."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 class DaemonSignals:
-    """The first SIGINT or SIGTERM asks a daemon to end, the second ends the process at once, whatever it does then.
+    """Handles a daemon's signals: the first SIGINT or SIGTERM asks it to end, the second ends the process at once.
 
     For the main thread.
 
@@ -92,7 +92,7 @@ class DaemonSignals:
             os._exit(128 + number)
 
     def take_hangups(self, hangup: Callable[[], object]) -> None:
-        """Makes SIGHUP call `hangup`, from the signal handler as `first`; a held one does so now."""
+        """Makes SIGHUP call `hangup` from the signal handler; a held SIGHUP is delivered now."""
         signal.signal(signal.SIGHUP, lambda _number, _frame: hangup())
         release_hangups()
 

@@ -22,7 +22,7 @@ def check_start(settings: Settings, root: Path = Path("/")) -> None:
         root: the directory that has `proc` and the control groups; tests pass another one.
 
     Raises:
-        ConfigError: a setting cannot work; the first one is named.
+        ConfigError: a setting cannot work; the message names the first one.
     """
     _check_directory("data_dir", settings.data_dir)
     if settings.disk.bytes:
@@ -39,12 +39,12 @@ def _check_memory(settings: Settings, root: Path) -> None:
     if settings.cpu.bytes > memory:
         raise ConfigError(f"cpu.bytes = {settings.cpu.bytes}: this machine has {memory} bytes of memory; choose less")
     limit = cgroup_limit(root=root)
-    needed, what = memory_needed(settings)
+    needed, parts = memory_needed(settings)
     if limit is not None and needed > limit.nbytes:
         raise ConfigError(
-            f"the daemon needs {needed} bytes of memory ({what}), and its control group allows {limit.nbytes} "
-            f"({limit.source}): above that it would be killed; lower cpu.bytes, set cpu.bytes = auto, or raise the "
-            f"limit to {needed} (resources.limits.memory of Kubernetes, --memory of docker, MemoryMax= of systemd)"
+            f"the daemon needs {needed} bytes of memory ({parts}), and its control group allows {limit.nbytes} "
+            f"({limit.source}): the kernel would kill it; lower cpu.bytes, set cpu.bytes = auto, or raise the limit to "
+            f"{needed} (resources.limits.memory of Kubernetes, --memory of docker, MemoryMax= of systemd)"
         )
 
 
@@ -76,7 +76,7 @@ def _check_directory(name: str, path: Path) -> None:
 def _check_socket(path: Path) -> None:
     _check_directory("server.socket", path.parent)
     if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigError(f"server.socket = {path} exists and is no socket; remove it or choose another path")
+        raise ConfigError(f"server.socket = {path} exists and is not a socket; remove it or choose another path")
 
 
 def _check_model(name: str, path: Path) -> None:

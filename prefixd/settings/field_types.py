@@ -28,26 +28,26 @@ def listed_texts(value: object) -> object:
     return [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value
 
 
-def _absolute(value: Path) -> Path:
+def _make_absolute(value: Path) -> Path:
     return Path(os.path.abspath(value.expanduser()))
 
 
-def _socket(value: Path) -> Path:
-    value = _absolute(value)
+def _check_socket_path(value: Path) -> Path:
+    value = _make_absolute(value)
     length = len(os.fsencode(value))
     if length > LONGEST_SOCKET_PATH:
         raise ValueError(f"the socket's path may have at most {LONGEST_SOCKET_PATH} bytes and has {length}; shorten it")
     return value
 
 
-def _size_or_auto(value: object) -> int | str:
+def _parse_size_or_auto(value: object) -> int | str:
     return value if value == "auto" else parse_room(value)
 
 
 Bytes = Annotated[int, BeforeValidator(parse_room)]
-BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
-AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
-SocketPath = Annotated[Path, AfterValidator(_socket)]
+BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_parse_size_or_auto)]
+AbsolutePath = Annotated[Path, AfterValidator(_make_absolute)]
+SocketPath = Annotated[Path, AfterValidator(_check_socket_path)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]

@@ -14,7 +14,7 @@ from prefixd_scheduler import POLICIES
 _MOST_REQUESTS = 1_000_000
 
 
-def _count_or_auto(value: object) -> int | str:
+def _parse_count_or_auto(value: object) -> int | str:
     if value == "auto":
         return "auto"
     if isinstance(value, str) and value.isdecimal():
@@ -24,7 +24,7 @@ def _count_or_auto(value: object) -> int | str:
     return value
 
 
-CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_parse_count_or_auto)]
 
 
 class SchedulerSettings(Section):
@@ -57,7 +57,7 @@ class SchedulerSettings(Section):
     again."""
 
     @check_together(mode="after")
-    def _bound_for_who_starves(self) -> Self:
+    def _check_starvation_bound(self) -> Self:
         if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
             raise ValueError(
                 f"scheduler.starvation_bound_s = {self.starvation_bound_s:g}, but scheduler.policy = {self.policy} "
@@ -114,7 +114,8 @@ class WorkerSettings(Section):
     the KV of hundreds of tokens and serves prefixes of one length. 0: none; no prefix of such a model is found again.
     """
     state_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """Among these, one state every so many tokens of a prompt, in whole blocks, the last ones first; 0: none."""
+    """Distance, in tokens, of states inside a prompt, rounded to whole blocks. They count against states_per_prompt; if
+    they are too many, the last ones are kept. 0: none."""
     images_per_prompt: Count = 16
     """For models that read images: the most images of one prompt. A call of Generate has at most 16 MiB with all of
     them."""
@@ -123,8 +124,8 @@ class WorkerSettings(Section):
     image_pixels: Count = 16 << 20
     """The most pixels of an image, width times height; a decoded image takes 4 bytes for each."""
     image_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
-    """The most processor time, in seconds, to decode an image and to resize it for the model, in a process of its own;
-    an image that takes longer is refused. A photograph of 16 million pixels takes one second."""
+    """The most processor time, in seconds, to decode an image and to resize it for the model, in a process of its own.
+    An image that takes longer is refused. A photograph of 16 million pixels takes one second."""
     images_bytes: Bytes = 1 << 30
     """The most memory for the images of all requests that wait or run: their files, and their pixels in the model's
     format. A request above it is refused."""
@@ -134,7 +135,7 @@ class WorkerSettings(Section):
     """The longest that a step of the worker may take, in seconds. The daemon kills a worker that does not answer for
     that long, and starts another one."""
     restart_limit: Annotated[int, Field(ge=0)] = 3
-    """How often the daemon starts a worker again that died, before it gives the worker up."""
+    """How often the daemon restarts a worker that has died, before it gives the worker up."""
 
     @property
     def enabled(self) -> bool:
@@ -142,7 +143,7 @@ class WorkerSettings(Section):
         return self.embedded or self.model is not None
 
     @check_together(mode="after")
-    def _one_model(self) -> Self:
+    def _check_models(self) -> Self:
         if self.embedded and self.model is not None:
             raise ValueError(f"worker.embedded and worker.model = {self.model} are both set; keep one of them")
         if self.draft_model is not None:

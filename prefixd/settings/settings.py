@@ -1,6 +1,6 @@
 """The configuration: one typed tree with defaults that work.
 
-A value comes from, in this order: a flag of the command line, a `PREFIXD_*` environment variable
+The first source that has a value decides: a flag of the command line, a `PREFIXD_*` environment variable
 (`PREFIXD_CPU__BYTES=8GiB`), `prefixd.toml`, the default below. There is no other way to set one.
 """
 
@@ -32,7 +32,7 @@ from prefixd.settings.tiers import (
     TransferSettings,
 )
 
-_COMMON_PART = 4
+_COMMON_DIVISOR = 4
 
 
 class Settings(Section):
@@ -54,7 +54,7 @@ class Settings(Section):
     """Tenants by name, each a section [tenants.NAME] of the file; a tenant without a section has no quotas."""
 
     @check_together(mode="after")
-    def _blocks_become_common_somewhere(self) -> Self:
+    def _check_common_blocks(self) -> Self:
         if self.cache.share_after > 1 and not self.cpu.bytes:
             raise ValueError(
                 f"cache.share_after = {self.cache.share_after}, but blocks become common in the CPU tier, and there is "
@@ -79,18 +79,18 @@ class Settings(Section):
 
     @property
     def quotas(self) -> dict[str, Quota]:
-        """Quotas by tenant, and that of common blocks."""
+        """Quotas by tenant, with the quota of common blocks."""
         quotas = {name: tenant.quota for name, tenant in self.tenants.items()}
         if self.cache.share_after > 1:
-            quotas[COMMON] = Quota(tiers=(TierQuota(), *map(self._common, (self.cpu.bytes, self.disk.bytes))))
+            quotas[COMMON] = Quota(tiers=(TierQuota(), *map(self._common_quota, (self.cpu.bytes, self.disk.bytes))))
         return quotas
 
-    def _common(self, tier_bytes: int) -> TierQuota:
+    def _common_quota(self, tier_bytes: int) -> TierQuota:
         most = self.cache.common_bytes
-        return TierQuota(most_bytes=tier_bytes // _COMMON_PART if most is None else most)
+        return TierQuota(most_bytes=tier_bytes // _COMMON_DIVISOR if most is None else most)
 
     @check_together(mode="after")
-    def _gpu_tier_is_the_workers(self) -> Self:
+    def _check_gpu_tier(self) -> Self:
         if self.worker.enabled:
             if not self.gpu.bytes:
                 raise ValueError("gpu.bytes = 0, but a model needs room for its KV; leave gpu.bytes out or raise it")
@@ -106,7 +106,7 @@ class Settings(Section):
         return self
 
     @check_together(mode="after")
-    def _tenants_fit(self) -> Self:  # after the check above, which says that there is no GPU tier
+    def _check_tenants(self) -> Self:  # runs after `_check_gpu_tier`, which sets gpu.bytes to 0 without a model
         for tier in QUOTA_TIERS:
             for name, tenant in self.tenants.items():
                 least, most = getattr(tenant, f"{tier}_guaranteed"), getattr(tenant, f"{tier}_most")
@@ -125,8 +125,8 @@ class Settings(Section):
                 raise ValueError(without_authority(f"tenants.{name}.certificates"))
             if tenant.map_memory and not tenant.uids:
                 raise ValueError(
-                    f"tenants.{name}.map_memory = true is about the users in tenants.{name}.uids, and there are none; "
-                    "name them, or leave map_memory out"
+                    f"tenants.{name}.map_memory = true needs users in tenants.{name}.uids, and there are none; name "
+                    "them, or leave map_memory out"
                 )
         for kind in ("uids", "certificates"):
             owners: dict[object, str] = {}
@@ -202,8 +202,8 @@ def dotted_values(section: BaseModel, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, BaseModel):
             values |= dotted_values(value, f"{prefix}{name}.")
         elif name == _TENANTS:
-            for tenant, its in value.items():
-                values |= dotted_values(its, f"{name}.{tenant}.")
+            for tenant, settings in value.items():
+                values |= dotted_values(settings, f"{name}.{tenant}.")
         else:
             values[prefix + name] = value
     return values
@@ -220,7 +220,7 @@ def _one_line(error: ValidationError, known: Mapping[str, str], sources: Mapping
     elif is_known(name, known) or "[key]" in first["loc"]:
         line = f"{name} = {str(first['input'])!r}: {message}{source}"
     else:
-        # Settings that contradict each other: the message names them.
+        # The settings contradict each other, and the message names them.
         line = message
     line = re.sub(r"://[^/@\s]*@", "://...@", line)  # a password in a URL is not for the log
     return line if len(problems) == 1 else f"{line} (and {len(problems) - 1} more)"

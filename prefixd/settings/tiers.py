@@ -33,16 +33,16 @@ def _store_url(value: str) -> str:
         raise ValueError("write it without ? and #")
     match url.scheme:
         case "valkey" if not url.netloc:
-            well = url.path.startswith("/") and len(url.path) > 1
+            valid = url.path.startswith("/") and len(url.path) > 1
         case "valkey" | "valkeys":
-            well = bool(url.hostname) and port != 0 and (not url.path.strip("/") or url.path.strip("/").isdecimal())
+            valid = bool(url.hostname) and port != 0 and (not url.path.strip("/") or url.path.strip("/").isdecimal())
         case "s3":
-            well = bool(url.netloc) and port is None
+            valid = bool(url.netloc) and port is None
         case "mooncake":
-            well = bool(url.hostname) and port is not None and not url.path.strip("/")
+            valid = bool(url.hostname) and port is not None and not url.path.strip("/")
         case _:
-            well = False
-    if not well:
+            valid = False
+    if not valid:
         raise ValueError(
             "write valkey://host:port (for Redis, too), valkeys://host:port (with TLS), valkey:///path/of/socket, "
             "s3://bucket/prefix or mooncake://host:port"
@@ -141,14 +141,14 @@ class RemoteSettings(Section):
     """How long a call of the store may take, in seconds, in addition to the time of its bytes at 1 MiB/s. After a call
     that takes longer the store is out of service until it answers again."""
     lookup_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
-    """How long a prompt waits for the store's answer which of its blocks the store has, in seconds; for a model of this
+    """How long a prompt waits until the store says which of the prompt's blocks it has, in seconds; for a model of this
     daemon at most a twelfth of the time that computing the prompt takes. A later answer serves the next prompt."""
     absent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """For this many seconds the store is not asked again for blocks that it did not have."""
     known_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
     """For this many seconds after the last request for it, a block that only the store has is expected to be there."""
     known_blocks: Count = 1 << 18
-    """The most such blocks; each takes some 300 bytes of memory."""
+    """The most blocks that are expected in the store only; each takes some 300 bytes of memory."""
     connections: Annotated[Count, Field(le=64)] = 4
     """Valkey: connections, in a cluster to each node. Mooncake: calls at a time."""
     cluster: bool = False
@@ -183,7 +183,7 @@ class RemoteSettings(Section):
     """Mooncake with rdma: names of devices, separated by commas."""
 
     @check_together(mode="after")
-    def _fits_the_store(self) -> Self:
+    def _check_store(self) -> Self:
         if self.url is None:
             if self.model_fields_set - {"url"}:
                 name = sorted(self.model_fields_set - {"url"})[0]
@@ -199,7 +199,7 @@ class RemoteSettings(Section):
                 "0600, and give all hosts the same"
             )
         scheme = self.url.partition(":")[0]
-        for name, schemes in _OF_STORES.items():
+        for name, schemes in _SCHEMES_OF_SETTINGS.items():
             if name in self.model_fields_set and scheme not in schemes:
                 if name.startswith("tls_") and scheme == "valkey":
                     raise ValueError(f"remote.{name} needs TLS; write valkeys:// in remote.url = {self.url}")
@@ -220,7 +220,7 @@ class RemoteSettings(Section):
         return self
 
 
-_OF_STORES = {
+_SCHEMES_OF_SETTINGS = {
     "connections": ("valkey", "valkeys", "mooncake"),
     **dict.fromkeys(("cluster", "username", "password_file"), ("valkey", "valkeys")),
     **dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), ("valkeys",)),

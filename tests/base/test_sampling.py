@@ -40,7 +40,7 @@ def test_forced_tokens_are_ids_or_bytes() -> None:
         ({"stop": "x" * 257}, "a stop string has 257 characters; send at most 256"),
         ({"forced_tokens": []}, "forced_tokens has 0 bytes"),
         ({"forced_tokens": [1, 2], "max_tokens": 1}, "max_tokens is 1, but forced_tokens has 2 ids"),
-        ({"forced_tokens": [1], "stop": "x"}, "stop has 1 strings with forced_tokens"),
+        ({"forced_tokens": [1], "stop": "x"}, "stop has 1 strings, but forced_tokens are the whole output"),
     ],
     ids=str,
 )

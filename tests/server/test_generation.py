@@ -323,7 +323,7 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"width": 2, "length_penalty": math.nan}, ["length_penalty is nan", "between -10 and 10"]),
         (
             {"width": 2, "temperature": 0.5},
-            ["temperature is 0.5 in a beam search", "leave temperature out, or the beam search"],
+            ["temperature is 0.5 in a beam search", "leave out temperature or the beam search"],
         ),
         ({"width": 2, "top_p": 0.5}, ["top_p is 0.5 in a beam search"]),
         ({"width": 2, "stop": ["x"]}, ["stop is ['x'] in a beam search"]),
@@ -332,8 +332,11 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"width": 16, "stop_token_ids": range(16)}, ["16 beams with 17 tokens that end", "more than 272"]),
         ({"forced_tokens": ids(1), "n": 2, "temperature": 1.0}, ["n is 2 with forced_tokens", "leave n out"]),
         ({"forced_tokens": ids(1), "best_of": 2, "temperature": 1.0}, ["best_of is 2 with forced_tokens"]),
-        ({"forced_tokens": ids(1), "width": 2}, ["beam search", "leave one of them out"]),
-        ({"forced_tokens": ids(1), "stop": ["x"]}, ["stop has 1 strings with forced_tokens"]),
+        (
+            {"forced_tokens": ids(1), "width": 2},
+            ["forced_tokens and beam_search exclude each other", "leave one of them out"],
+        ),
+        ({"forced_tokens": ids(1), "stop": ["x"]}, ["stop has 1 strings, but forced_tokens are the whole output"]),
         ({"forced_tokens": b""}, ["forced_tokens has 0 bytes", "at least one"]),
         ({"forced_tokens": b"12345"}, ["forced_tokens has 5 bytes"]),
         ({"forced_tokens": ids(1, 2), "max_tokens": 1}, ["max_tokens is 1, but forced_tokens has 2"]),

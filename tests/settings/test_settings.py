@@ -274,7 +274,7 @@ def test_a_socket_path_that_is_taken_by_a_file_is_refused(tmp_path: Path) -> Non
     path = tmp_path / "s"
     path.write_text("")
     settings = Settings.load(None, {"server.socket": path}, {})
-    with pytest.raises(ConfigError, match="is no socket"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         check_start(settings)
     path.unlink()
     with socket.socket(socket.AF_UNIX) as left_behind:

@@ -271,7 +271,7 @@ def start_message(**changes: object) -> Start:
         ({"sampling": Sampling(max_tokens=1, forced_tokens=forced([96]))}, "forced token 96 is outside"),
         (
             {"sampling": Sampling(max_tokens=1, forced_tokens=forced([1]), beam_search=BeamSearch(width=2))},
-            "forced_tokens leave a beam search nothing",
+            "forced_tokens and beam_search exclude each other",
         ),
         (
             {"sampling": Sampling(max_tokens=3, forced_tokens=forced([18, 20, 1])), "generated": 2},

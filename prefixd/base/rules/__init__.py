@@ -1,1 +1,1 @@
-"""Rules of KV groups in tokens, and their messages in the contract."""
+"""Rules of KV groups in tokens, and their messages of the contract."""

@@ -1,6 +1,6 @@
-"""Rules as the contract has them, for client and daemon: `Rule` in proto/prefixd/v1/cache.proto.
+"""Converts rules to and from the contract's messages, for client and daemon: `Rule` in proto/prefixd/v1/cache.proto.
 
-A message's type is the contract's own, which the base does not import.
+Messages are annotated as Any, since the base does not import the contract's types.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from prefixd.base.rules.rules import Rule, rule_of
 
 
 def to_message(rule: Rule | None) -> dict[str, dict[str, int]] | None:
-    """What a `Part` takes for its rule: {"sliding_window": {"tokens": 1024}}; None for full attention."""
+    """Returns the argument `rule` of a `Part`: {"sliding_window": {"tokens": 1024}}; None for full attention."""
     return None if rule is None else {rule.kind: dict(vars(rule))}
 
 
 def from_message(part: Any) -> Rule | None:
-    """Returns the rule that a `Part` asks for; None for full attention.
+    """Returns the rule of a `Part`; None for full attention.
 
     Raises:
         InvalidArgumentError: this version does not know the kind of rule.
@@ -26,7 +26,7 @@ def from_message(part: Any) -> Rule | None:
     if kind is None and part.rule.ByteSize():  # a field that this contract does not have
         raise InvalidArgumentError(
             f"part {part.group!r}/{part.rank} has a rule of a kind that this daemon does not know; update the "
-            "daemon, or register the part without a rule: all its bytes are then kept and needed"
+            "daemon, or register the part without a rule: the daemon then keeps and needs all its bytes"
         )
     if kind in (None, "full_attention"):
         return None

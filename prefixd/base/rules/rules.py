@@ -1,7 +1,7 @@
 """Rules of KV groups in tokens, from the client to the worker: which part of a prefix the layers of a group need.
 
-Full attention, which needs all of it, has no rule: None. `rule_messages.py` has rules as the contract has them,
-`to_fields` as msgpack has them, on disk and to the worker, and `cache/rules/in_blocks.py` in blocks.
+Full attention needs the whole prefix and has no rule: None. `rule_messages.py` converts rules to the contract's
+messages, `to_fields` to msgpack (on disk, and to the worker), and `cache/rules/in_blocks.py` to blocks.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Any, ClassVar
 from prefixd.base.errors import InvalidArgumentError
 
 FULL_ATTENTION = "full attention"
-"""For people, where there is no rule."""
+"""Text for people if there is no rule."""
 
 _MAX_WINDOW_TOKENS = 1 << 31
 _MAX_IMAGE_BLOCKS = 1 << 16
 
 
 class Rule(ABC):
-    """A value: rules of one kind with equal numbers are equal. Its attributes are its numbers, those of the class their
-    defaults.
+    """An immutable value: rules of one kind with equal numbers are equal.
 
-    It is no dataclass because msgspec would write one without its kind.
+    Its numbers are attributes, and their defaults are class attributes. It is not a dataclass, since msgspec would
+    write a dataclass without its kind.
     """
 
     kind: ClassVar[str]
-    """Its name in the contract and in msgpack, which never changes: it is on disk."""
+    """Name in the contract and in msgpack. It never changes, since it is on disk."""
 
     def __init__(self, **numbers: int) -> None:
         vars(self).update(numbers)
 
     @abstractmethod
     def __str__(self) -> str:
-        """The rule for people: `sliding window of 1024 tokens`."""
+        """Returns a description for people: `sliding window of 1024 tokens`."""
 
     def check(self, part: str, block_tokens: int) -> None:  # noqa: B027 - a rule without numbers has nothing to check
-        """Raises InvalidArgumentError, which names the `part`, unless this can be a rule for such blocks."""
+        """Raises InvalidArgumentError, which names the `part`, if the rule does not fit blocks of `block_tokens`."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
@@ -67,9 +67,9 @@ class SlidingWindow(Rule):
         _check_range(part, "a sliding window of", self.tokens, _MAX_WINDOW_TOKENS, "tokens")
 
     def blocks(self, block_tokens: int) -> int:
-        """How many last blocks of a prefix its next token needs, for the `tokens` - 1 tokens before it.
+        """Returns the number of last blocks of a prefix that hold the `tokens` - 1 tokens that its next token needs.
 
-        A window of 1 token needs none; one block is kept all the same, so that every prefix has bytes of every group.
+        At least 1, even for a window of 1 token, so that every prefix has bytes of every group.
         """
         return max(1, -(-(self.tokens - 1) // block_tokens))
 
@@ -93,10 +93,10 @@ class ChunkedWindow(Rule):
 class RecurrentState(Rule):
     """The rule of layers with a state: the bytes of a block are the state after it, and most blocks have none.
 
-    A prefix needs the state after its last block. The states after `checkpoint_tokens` tokens, twice as many, and so
-    on are kept as long as other bytes are; a multiple of the namespace's `block_tokens`, 0 for none.
+    A prefix needs the state after its last block. The cache keeps the states after every `checkpoint_tokens` tokens as
+    long as bytes of other groups; a multiple of the namespace's `block_tokens`, or 0 for none.
 
-    Give the daemon the other parts first, then each state by itself, with the tokens up to its end:
+    Store the other parts first, then each state by itself, with the tokens up to its end:
     `store(tokens[:end], state, parts=[part], first_block=end // block_tokens - 1)`.
     """
 
@@ -121,11 +121,10 @@ class RecurrentState(Rule):
 
 
 class CrossAttention(Rule):
-    """The rule of layers that attend to the prompt's images: the first `image_blocks` blocks of the prompt hold their
-    KV.
+    """The rule of layers that attend to the prompt's images: the first `image_blocks` blocks of a prompt hold their KV.
 
-    Every prefix needs all of it. Prompts with different images must differ from their first block on, in salt or
-    tokens.
+    Every prefix needs all these blocks. Prompts with different images must differ from their first block on, in salt or
+    in tokens.
     """
 
     kind = "cross_attention"
@@ -143,10 +142,10 @@ class CrossAttention(Rule):
 
 
 class VisionEmbedding(Rule):
-    """The rule of embeddings of images, in a namespace of their own whose prompts are images, by the hash of their
-    content.
+    """The rule of embeddings of images. They have a namespace of their own, in which a prompt is an image, named by the
+    hash of its content.
 
-    An image can be used whole or not at all: take fewer blocks than it has as none.
+    Only a whole image can be used: treat a hit of fewer blocks than the image has as a miss.
     """
 
     kind = "vision_embedding"
@@ -161,7 +160,7 @@ _KINDS: dict[object, type[Rule]] = {
 
 
 def rule_of(kind: object, numbers: dict[str, Any]) -> Rule:
-    """The rule of this kind with those of the numbers that it has. Raises ValueError, TypeError."""
+    """Makes a rule of this kind; ignores numbers that the kind does not have. Raises ValueError, TypeError."""
     if kind not in _KINDS:
         raise ValueError(f"{kind!r} is no kind of rule that this version knows")
     rule = _KINDS[kind]
@@ -172,8 +171,10 @@ def rule_of(kind: object, numbers: dict[str, Any]) -> Rule:
 
 
 def to_fields(rule: object) -> dict[str, str | int]:
-    """What msgpack has of a rule, {"type": "sliding_window", "tokens": 1024}; numbers that have their default are left
-    out. It is msgspec's `enc_hook`."""
+    """Converts a rule to a map for msgpack, {"type": "sliding_window", "tokens": 1024}, as msgspec's `enc_hook`.
+
+    Leaves out numbers that have their default.
+    """
     if not isinstance(rule, Rule):
         raise NotImplementedError(f"{rule!r} is no rule")
     numbers = {name: number for name, number in vars(rule).items() if number != getattr(type(rule), name, None)}
@@ -181,10 +182,9 @@ def to_fields(rule: object) -> dict[str, str | int]:
 
 
 def from_fields(_: type, fields: Any) -> Rule:
-    """The rule that `to_fields` has written, also with numbers that this version does not know. It is msgspec's
-    `dec_hook`."""
+    """Returns the rule from a map of `to_fields`, as msgspec's `dec_hook`; ignores numbers of later versions."""
     if not isinstance(fields, dict):
-        raise ValueError(f"{fields!r} is no rule, which is a map")
+        raise ValueError(f"{fields!r} is no rule: a rule is a map")
     return rule_of(fields.get("type"), fields)
 
 

@@ -1,1 +1,1 @@
-"""Tenants, and how they take turns."""
+"""Tenants, their quotas and their turns."""

@@ -40,7 +40,7 @@ class TenantTurns:
             try:
                 await waits
             except asyncio.CancelledError:
-                if not waits.cancelled():  # its turn has just come
+                if not waits.cancelled():  # it had just got its turn
                     self._next(tenant)
                 raise
         try:

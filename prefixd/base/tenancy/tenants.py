@@ -1,8 +1,8 @@
-"""Tenants: to whom a caller belongs, and how much of the daemon each tenant may have.
+"""Tenants and their quotas.
 
-A tenant is a customer, a team or an application. Sessions, namespaces (hence blocks) and requests belong to one each,
-and no tenant reads, fills, cancels or sees what belongs to another. Without any setting all callers belong to the
-tenant `default`, which has no quotas but the server's own limits.
+A tenant is a customer, a team or an application. Each session, namespace (with its blocks) and request belongs to one
+tenant, and no tenant reads, fills, cancels or sees those of another. Without settings all callers belong to the tenant
+`default`, which has no quotas; the server's own limits apply.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from prefixd.base.errors import ExhaustedError
 from prefixd.base.tiers import QUOTA_TIERS
 
 DEFAULT = "default"
-"""Name of the tenant of callers that no setting maps to another one."""
+"""The tenant of callers that no setting maps to another one."""
 COMMON = "(common)"
-"""Name of the tenant that blocks belong to which are common to all; no caller can be mapped to it."""
+"""The tenant of blocks that are common to all tenants; no caller can be mapped to it."""
 LONGEST_NAME = 64
-_NAMED = 4  # tenants in an error, those with most of what it is about
+_NAMED = 4  # the most tenants that an error names, those with the largest guarantees
 _NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{LONGEST_NAME - 1}}}")
 
 
 class Role(StrEnum):
-    """What a caller may use: METRICS the metrics page; CLIENT PrefixCache and Inference; ADMIN everything."""
+    """A caller's rights: METRICS may use the metrics page; CLIENT PrefixCache and Inference; ADMIN everything."""
 
     METRICS = "metrics"
     CLIENT = "client"
@@ -34,7 +34,7 @@ class Role(StrEnum):
 
 
 def check_tenant_name(name: str) -> str:
-    """The name, if it can be one; else ValueError."""
+    """Returns the name if it is valid, else raises ValueError."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"{name[:100]!r} is no name of a tenant; use 1 to {LONGEST_NAME} of a-z, 0-9, '_' and '-', beginning with "
@@ -45,7 +45,7 @@ def check_tenant_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TierQuota:
-    """Bytes of a tier. A tenant within `guaranteed_bytes` loses no block for another's sake; None: no upper limit."""
+    """Bytes of a tier. A tenant within `guaranteed_bytes` loses no block to another tenant. None: no upper limit."""
 
     guaranteed_bytes: int = 0
     most_bytes: int | None = None
@@ -53,7 +53,7 @@ class TierQuota:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may have; None: as much as the server's own limits allow.
+    """The most that a tenant may have; None: as much as the server's own limits allow.
 
     Attributes:
         tiers: bytes of cached blocks and of reservations, by level.
@@ -62,7 +62,7 @@ class Quota:
         namespaces: namespaces at once that are open in a session, or have blocks.
         waiting_requests: requests (sequences) that wait in the queue.
         requests_per_s: calls of Generate a second; as many may come at once as in one second.
-        calls: calls under way at once, beside the streams of sessions and Generate.
+        calls: calls under way at once, without the streams of sessions and Generate.
         retained_bytes: bytes of blocks with a priority above 0 (`cache/placement/retention.py` has the default).
     """
 
@@ -77,19 +77,19 @@ class Quota:
 
 
 def check_guarantees(quotas: Mapping[str, Quota], tier: str, size: int, larger: str = "") -> None:
-    """Raises ValueError unless a tier of that name and size can hold what the tenants are guaranteed of it.
+    """Raises ValueError if the tenants are guaranteed more bytes of a tier than its size.
 
-    `larger`: how the tier gets larger; by default, by its setting.
+    `larger`: text that says how to make the tier larger; by default, by its setting.
     """
     level = QUOTA_TIERS.index(tier)
-    given = {name: quota.tiers[level].guaranteed_bytes for name, quota in quotas.items()}
+    given = {name: nbytes for name, quota in quotas.items() if (nbytes := quota.tiers[level].guaranteed_bytes)}
     if (total := sum(given.values())) > size:
-        largest = sorted(((name, nbytes) for name, nbytes in given.items() if nbytes), key=lambda each: -each[1])
-        who = ", ".join(f"{name} {nbytes}" for name, nbytes in largest[:_NAMED])
+        largest = sorted(given.items(), key=lambda each: -each[1])
+        named = ", ".join(f"{name} {nbytes}" for name, nbytes in largest[:_NAMED])
         more = f" and {len(largest) - _NAMED} more" if len(largest) > _NAMED else ""
         raise ValueError(
-            f"tenants are guaranteed {total} bytes of the {tier} tier, which has {size} ({who}{more}); lower tenants.*."
-            f"{tier}_guaranteed or {larger or f'raise {tier}.bytes'}"
+            f"tenants are guaranteed {total} bytes of the {tier} tier, which has {size} ({named}{more}); lower "
+            f"tenants.*.{tier}_guaranteed or {larger or f'raise {tier}.bytes'}"
         )
 
 
@@ -98,10 +98,10 @@ class Tenant:
     """One tenant.
 
     Attributes:
-        name: what settings, tokens and `prefixd tenants` call it.
-        ordinal: its place in this process, from 0 on; the default tenant is 0.
-        quota: what it may have; replaced while the daemon runs.
-        refused: how often it was refused something, by the limit's name.
+        name: the name in settings, tokens and `prefixd tenants`.
+        ordinal: its number in this process, from 0 on; the default tenant is 0.
+        quota: replaced when its settings change while the daemon runs.
+        refused: number of refusals, by the limit's name.
     """
 
     name: str
@@ -110,13 +110,13 @@ class Tenant:
     refused: Counter[str] = field(default_factory=Counter)
 
     def refusal(self, limit: str, have: str, remedy: str, operator: str = "") -> ExhaustedError:
-        """The error for a call that is beyond a limit of this tenant, which is counted.
+        """Counts a refusal by a limit of this tenant, and returns its error.
 
         Args:
             limit: a field of `Quota`, such as "sessions", or of a tier: "cpu_most".
-            have: what it has and the most it may have: "64 of 64 sessions are open".
-            remedy: what the caller can do: "close one".
-            operator: what the operator can do; by default: raise the limit.
+            have: the tenant's use and its limit: "64 of 64 sessions are open".
+            remedy: a remedy for the caller: "close one".
+            operator: a remedy for the operator; by default: raise the limit.
         """
         self.refused[limit] += 1
         operator = operator or f"raise the limit (`prefixd tenants set {self.name}`)"
@@ -125,7 +125,7 @@ class Tenant:
         )
 
     def check(self, limit: str, have: int, things: str, remedy: str, more: int = 1) -> None:
-        """Raises ExhaustedError if `have` things and `more` of them are above the limit of that name."""
+        """Raises ExhaustedError if `have + more` is above a limit. `things` names them: "sessions are open"."""
         most: int | None = getattr(self.quota, limit)
         if most is not None and have + more > most:
             asked = "" if more == 1 else f", and {more} more are asked for"
@@ -133,24 +133,24 @@ class Tenant:
 
 
 class Tenants:
-    """All tenants that this daemon knows: those of the settings, and those that have blocks from before.
+    """All tenants that this daemon knows: those of the settings, and those with restored blocks.
 
-    One that the settings no longer name stays for its blocks' sake, without a guarantee.
+    A tenant that the settings no longer name stays, because it may have blocks, but has no guarantee.
     """
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
         self._by_name: dict[str, Tenant] = {}
         self.all: list[Tenant] = []
-        """All of them, by ordinal."""
+        """By ordinal."""
         self._named: frozenset[str] = frozenset()
         self.calling = 0
-        """How many of them may send calls: those that settings name; where they name none, all but the one that owns
-        common blocks."""
+        """Number of tenants that may send calls: the default tenant and those that the settings name; if they name
+        none, all tenants except the owner of common blocks."""
         self.default = self.known(DEFAULT)
         self.set_quotas(quotas or {})
 
     def known(self, name: str) -> Tenant:
-        """The tenant of this name; one without quotas is made where there is none."""
+        """Returns the tenant of this name; makes one without quotas if there is none."""
         tenant = self._by_name.get(name)
         if tenant is None:
             tenant = self._by_name[name] = Tenant(name, len(self._by_name))
@@ -159,15 +159,15 @@ class Tenants:
         return tenant
 
     def at(self, ordinal: int) -> Tenant:
-        """The tenant with this ordinal."""
+        """Returns the tenant with this ordinal."""
         return self.all[ordinal]
 
     def get(self, name: str) -> Tenant | None:
-        """The tenant of this name, if there is one."""
+        """Returns the tenant of this name; None if there is none."""
         return self._by_name.get(name)
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
-        """Gives every tenant its quota; those that are not named have none from now on."""
+        """Sets the quota of every tenant; tenants that `quotas` does not name have none from now on."""
         for tenant in self._by_name.values():
             tenant.quota = quotas.get(tenant.name, Quota())
         for name, quota in quotas.items():

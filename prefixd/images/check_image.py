@@ -30,17 +30,17 @@ class CheckedImage:
 
 
 def check_image(data: bytes, number: int, processor: ImageProcessor, limits: ImageLimits) -> CheckedImage:
-    """Decodes an image. An honest one takes up to a second: call it in a process that can be killed (`decode_process`).
+    """Decodes an image, which takes up to a second: call it in a process that can be killed (`decode_process`).
 
     Args:
         data: the file.
         number: index of the image in the prompt, from 0.
         processor: of the model.
-        limits: checked before anything is decoded.
+        limits: checked before the image is decoded.
 
     Raises:
-        InvalidArgumentError: the image is too large, has too many scans, is no PNG, JPEG or WebP, damaged, incomplete,
-            or animated.
+        InvalidArgumentError: the image is too large, is not a PNG, JPEG or WebP, is damaged, incomplete or animated, or
+            has too many scans.
     """
     name = f"images[{number}]"
     check_file(data, number, limits)
@@ -52,15 +52,15 @@ def check_image(data: bytes, number: int, processor: ImageProcessor, limits: Ima
             if width * height <= limits.image_pixels and frames == 1:
                 if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                     width, height = height, width
-                tokens = _tokens(name, processor, width, height)
+                tokens = _count_tokens(name, processor, width, height)
                 image.load()
                 decoded = ImageOps.exif_transpose(image).convert("RGB")
     except InvalidArgumentError:
         raise
-    except UnidentifiedImageError as error:  # its text names an object in memory
+    except UnidentifiedImageError as error:  # its text is of no use: it names an object in memory
         raise InvalidArgumentError(
-            f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: it is none of them; send a whole file of "
-            "these formats"
+            f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: it has another format; send a whole file "
+            "in one of these formats"
         ) from error
     except Image.DecompressionBombError as error:
         raise InvalidArgumentError(
@@ -69,7 +69,7 @@ def check_image(data: bytes, number: int, processor: ImageProcessor, limits: Ima
     except Exception as error:  # each format's decoder fails in its own ways
         raise InvalidArgumentError(
             f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: "
-            f"{' '.join(str(error).split())[:200] or type(error).__name__}; send a whole file of these formats"
+            f"{' '.join(str(error).split())[:200] or type(error).__name__}; send a whole file in one of these formats"
         ) from error
     if width * height > limits.image_pixels:
         raise InvalidArgumentError(
@@ -77,11 +77,11 @@ def check_image(data: bytes, number: int, processor: ImageProcessor, limits: Ima
             "make it smaller"
         )
     if decoded is None:
-        raise InvalidArgumentError(f"{name} has {frames} frames; send one image a file")
+        raise InvalidArgumentError(f"{name} has {frames} frames; send a file with a single image")
     return CheckedImage(decoded, tokens)
 
 
-def _tokens(name: str, processor: ImageProcessor, width: int, height: int) -> int:
+def _count_tokens(name: str, processor: ImageProcessor, width: int, height: int) -> int:
     try:
         return processor.counts.tokens(height, width)
     except InvalidArgumentError as error:

@@ -1,8 +1,8 @@
 """``python -m prefixd.images.decode_process``: decodes images, each in a process of its own that can be killed.
 
-Started by the daemon for each model that reads images (`serving/images/image_decoder.py`). It loads transformers, not
-torch, once (70 MiB), and then forks for each image: a fork has the processor time that an image may take, and no
-state of the image before it.
+The daemon starts one for each model that reads images (`serving/images/image_decoder.py`). It loads transformers
+without torch once (70 MiB), and then forks for each image: so each image has its own limit of processor time, and no
+state of an earlier image.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class DecodeServer:
     """Takes jobs from the daemon, forks for each, and answers.
 
     Args:
-        connection: to the daemon; when it closes, all children are killed.
-        memory: the shared memory's descriptor.
-        seconds: of processor time that a job may take.
-        work: the job of a child process.
+        connection: socket to the daemon; when it closes, all children are killed.
+        memory: descriptor of the shared memory.
+        seconds: the most processor time of a job.
+        work: does a job in a child process.
     """
 
     def __init__(self, connection: socket.socket, memory: int, seconds: int, work: Work) -> None:
@@ -123,8 +123,8 @@ class DecodeServer:
         self._selector.register(read_end, selectors.EVENT_READ, child)
 
     def _read_answer(self, child: _Child) -> None:
-        if heard := os.read(child.read_end, _READ_BYTES):
-            child.answer += heard
+        if part := os.read(child.read_end, _READ_BYTES):
+            child.answer += part
             return
         self._selector.unregister(child.read_end)
         os.close(child.read_end)
@@ -140,14 +140,14 @@ class DecodeServer:
         self._connection.sendall(encode(answer) + b"\n")
 
     def _run_child(self, job: Job, write_end: int, parent: int) -> NoReturn:
-        """Does the work within its limits, and ends the process."""
+        """Does the work within the limits, and ends the process."""
         status = 1
         try:
             end_with(parent)
             self._connection.close()
             _limit_process(self._seconds)
             answer = self._work(job, os.pread(self._memory, job.nbytes, job.offset))
-            os.write(write_end, encode(answer) + b"\n")  # a pipe takes it whole: it has a few hundred bytes
+            os.write(write_end, encode(answer) + b"\n")  # a few hundred bytes fit into the pipe at once
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -156,18 +156,18 @@ class DecodeServer:
 
 
 def _limit_process(seconds: int) -> None:
-    """Bounds this process's processor time, and gives the daemon and the worker precedence: in scheduling, and when the
-    kernel kills a process for lack of memory."""
+    """Bounds this process's processor time, and gives the daemon and the worker precedence in scheduling; if memory is
+    short, the kernel kills this process before them."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICENESS)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    warnings.simplefilter("ignore")  # of a file's oddities, once for each image that has them
+    warnings.simplefilter("ignore")  # otherwise every unusual file would print one
 
 
 def decode_work(processor: Any, described: ImageProcessor, limits: ImageLimits, memory: int) -> Work:
-    """The work of a child: checks and decodes an image, and prepares it with a model's image processor."""
+    """Returns the work of a child: it checks and decodes an image, and prepares it with a model's image processor."""
 
     def work(job: Job, data: bytes) -> Answer:
         try:
@@ -176,7 +176,7 @@ def decode_work(processor: Any, described: ImageProcessor, limits: ImageLimits, 
             return Refused(job.id, str(error))
         try:
             prepared = prepare_image(checked.image, processor)
-        except Exception as error:  # a processor's own code refuses sizes in ways of its own
+        except Exception as error:  # each processor has its own errors for sizes that it refuses
             why = " ".join(str(error).split())[:200]
             return Refused(job.id, f"images[{job.number}] cannot be prepared for the model: {why}; make it smaller")
         left, offset = prepared.pixels.data.cast("B"), job.offset
@@ -196,19 +196,19 @@ def main(
     load: Callable[[str], tuple[Any, ImageProcessor]] = load_processor,
     work_of: Callable[[Any, ImageProcessor, ImageLimits, int], Work] = decode_work,
 ) -> int:
-    """The process; it ends when the daemon closes the socket.
+    """Runs the process until the daemon closes the socket; returns its exit status.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         load: reads the image processor of a model directory.
-        work_of: makes the work of a child, as `decode_work`.
+        work_of: makes the work of a child; by default `decode_work`.
     """
     parser = argparse.ArgumentParser(prog="python -m prefixd.images.decode_process", description="decodes images")
-    parser.add_argument("--parent", type=int, required=True, help="process of the daemon, with which this one ends")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the daemon; this process ends with it")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the daemon")
-    parser.add_argument("--memory", type=int, required=True, help="descriptor of the memory of pixels")
+    parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory")
     parser.add_argument("--limits", required=True, help="ImageLimits as JSON")
-    parser.add_argument("directory", help="of the model")
+    parser.add_argument("directory", help="the model's directory")
     options = parser.parse_args(arguments)
     end_with(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when this ends, not the terminal
@@ -218,7 +218,7 @@ def main(
     try:
         processor, described = load(options.directory)
         work = work_of(processor, described, limits, options.memory)
-    except Exception as error:  # their checks have errors of their own
+    except Exception as error:  # each image processor has its own errors
         connection.sendall(encode(Described(None, f"{type(error).__name__}: {' '.join(str(error).split())}")) + b"\n")
         return 1
     connection.sendall(encode(Described(described)) + b"\n")

@@ -1,4 +1,4 @@
-"""Messages between the daemon and its process that decodes images: lines of JSON on a socket.
+"""Messages between the daemon and its decode process: lines of JSON on a socket.
 
 ```
 daemon                          decode process                  a process for each image
@@ -6,11 +6,11 @@ daemon                          decode process                  a process for ea
   ---- Job -------------------->  forks  -------------------->   reads the file from the shared memory, decodes it,
                                                                  writes its pixels there, and ends
   <--- Decoded or Refused ------  waits for it  <-------------
-  ---- Drop ------------------->  kills it                       its request has ended
+  ---- Drop ------------------->  kills it                       (its request has ended)
   <--- Killed ------------------
 ```
 
-Each job is answered once. The shared memory is a memory file (`PixelStore`) that both and the worker inherit.
+Each job gets one answer. The shared memory is a memory file (`PixelStore`) that daemon, decode process and worker map.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class InputArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pixels(msgspec.Struct, frozen=True, array_like=True):
-    """An image as the model reads it, except for its colours' scale (`prepare_image`).
+    """An image in the model's format, except for the scale of its colours (`prepare_image`).
 
-    offset: of its bytes in the shared memory; uint8, C order. shape: of the array of these bytes.
-    inputs: further arrays of transformers' image processor, by name: `image_grid_thw`.
+    offset: place of its bytes in the shared memory; uint8, C order. shape: shape of the array of these bytes.
+    inputs: further arrays of transformers' image processor by name, such as `image_grid_thw`.
     """
 
     offset: int
@@ -41,15 +41,15 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
-    """The image processor is loaded; else `processor` is None and `error` says why."""
+    """The image processor is loaded, or `processor` is None and `error` has the reason."""
 
     processor: ImageProcessor | None
     error: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
-    """Decode an image. number: its index in the prompt. offset, nbytes: of its file in the shared memory; its pixels
-    overwrite the file."""
+    """Decode an image. number: its index in the prompt. offset, nbytes: place and length of its file in the shared
+    memory; its pixels overwrite the file."""
 
     id: int
     number: int
@@ -64,7 +64,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """The pixels are in the shared memory. tokens: the image's placeholders in the prompt."""
+    """The pixels are in the shared memory. tokens: number of the image's placeholders in the prompt."""
 
     id: int
     tokens: int
@@ -72,7 +72,7 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The file cannot be used; `why` is the error text for its sender."""
+    """The file is not usable; `why` is the error text for its sender."""
 
     id: int
     why: str

@@ -1,18 +1,18 @@
 """The token ids under which the blocks of a prompt with images are cached.
 
-The placeholders of two images are equal, and their KV is not. A look-up has token ids alone, so an image's ids are
+The placeholders of two images are equal, but their KV differs. The cache compares token ids only, so an image's ids are
 drawn from its digest:
 
     tokens            5 6 7 8 | 9 I I I | I I 3 4 | 1 2 3 4      I: the model's placeholder, blocks of 4 tokens
-    identity          5 6 7 8 | a b c d | e f 3 4 | 1 2 3 4      a-d: of "9 I I I", digest and begin of the image
-                                                                 e, f: of the digest
-    identity (cross)  a b c d | 9 I I I | I I 3 4 | 1 2 3 4      a-d: of "5 6 7 8", all digests and where they begin
+    identity          5 6 7 8 | a b c d | e f 3 4 | 1 2 3 4      a-d: from "9 I I I", digest and begin of the image
+                                                                 e, f: from the digest
+    identity (cross)  a b c d | 9 I I I | I I 3 4 | 1 2 3 4      a-d: from "5 6 7 8", digests and begins of all images
 
-The whole block in which an image begins is drawn, however few placeholders it has of the image: the smallest block, of
-8 tokens, has 256 bits. The ids of an incomplete block change with each token, until it is full.
+All ids of the block in which an image begins are drawn, even if the block has few of the image's placeholders: the
+smallest block, of 8 tokens, has 256 bits. The ids of an incomplete block change with each token, until it is full.
 
-In cross-attention models every row of a prompt reads the images, even rows before them (Llama 3.2 Vision), so every
-block differs with other images: the ids of the first block make all blocks behind it differ.
+In cross-attention models every row of a prompt reads the images, even rows before them (Llama 3.2 Vision), so all
+blocks of prompts with different images must differ: the ids of the first block make all later blocks differ.
 
 A prefix never ends inside an image: its tokens may attend to each other in both directions (Gemma 3).
 """
@@ -38,32 +38,32 @@ class ImageSpan:
     first: int
     tokens: int
     digest: bytes
-    """32 bytes that name its content."""
+    """32 bytes that identify its content."""
 
     @property
     def end(self) -> int:
-        """The first token behind it."""
+        """The first token after the image."""
         return self.first + self.tokens
 
 
 def identity_tokens(
     tokens: npt.NDArray[np.uint32], spans: Sequence[ImageSpan], block_tokens: int, *, cross: bool = False
 ) -> npt.NDArray[np.uint32]:
-    """The ids under which the blocks of `tokens` are cached; `tokens` itself if there are no images.
+    """Returns the ids under which the blocks of `tokens` are cached; `tokens` itself if there are no images.
 
     Args:
-        tokens: [n], as the model reads them, each image's placeholders repeated.
-        spans: the images in their order; none overlaps another.
+        tokens: [n], the model's input, with one placeholder for each of an image's tokens.
+        spans: the images in order, without overlaps.
         block_tokens: tokens of a block, 8 or more.
         cross: all rows depend on all images.
 
     Raises:
-        ValueError: blocks are too small, or the spans are out of order or of the tokens.
+        ValueError: blocks are too small, or spans are not in order or end after the last token.
     """
     if not spans:
         return tokens
     if block_tokens < LEAST_BLOCK_TOKENS:
-        raise ValueError(f"blocks of {block_tokens} tokens cannot tell images apart; {LEAST_BLOCK_TOKENS} are needed")
+        raise ValueError(f"blocks of {block_tokens} tokens cannot distinguish images; use {LEAST_BLOCK_TOKENS} or more")
     if [span.first for span in spans] != sorted(span.first for span in spans) or spans[-1].end > len(tokens):
         raise ValueError(f"images at {[(span.first, span.tokens) for span in spans]} in {len(tokens)} tokens")
     ids = tokens.astype(np.uint32, copy=True)
@@ -79,14 +79,14 @@ def identity_tokens(
 
 
 def drawn_block(spans: Sequence[ImageSpan], blocks: int, block_tokens: int, *, cross: bool = False) -> bool:
-    """Whether the ids of the block behind the first `blocks` depend on all tokens in it (`identity_tokens`)."""
+    """True if the ids of the block after the first `blocks` blocks depend on all tokens in it (`identity_tokens`)."""
     if cross:
         return bool(spans) and blocks == 0
     return any(span.first // block_tokens == blocks for span in spans)
 
 
 def last_cut(tokens: int, spans: Sequence[ImageSpan]) -> int:
-    """The largest length up to `tokens` that does not end inside an image."""
+    """Returns the largest length up to `tokens` that does not end inside an image."""
     for span in spans:
         if span.first < tokens < span.end:
             return span.first
@@ -94,14 +94,14 @@ def last_cut(tokens: int, spans: Sequence[ImageSpan]) -> int:
 
 
 def uncut_blocks(blocks: int, spans: Sequence[ImageSpan], block_tokens: int) -> int:
-    """The largest number of blocks up to `blocks` that does not end inside an image."""
+    """Returns the largest number of blocks up to `blocks` that does not end inside an image."""
     while (cut := last_cut(blocks * block_tokens, spans)) < blocks * block_tokens:
         blocks = cut // block_tokens
     return blocks
 
 
 def next_uncut_blocks(blocks: int, spans: Sequence[ImageSpan], block_tokens: int) -> int:
-    """The smallest number of blocks above `blocks` that does not end inside an image."""
+    """Returns the smallest number of blocks above `blocks` that does not end inside an image."""
     blocks += 1
     for span in spans:
         if span.first < blocks * block_tokens < span.end:
@@ -116,7 +116,7 @@ def _draw_block(
     block_tokens: int,
     spans: Sequence[ImageSpan],
 ) -> None:
-    """Draws a block from its tokens and these images."""
+    """Replaces the ids of a block by ids drawn from its tokens, and from digests and begins of these images."""
     begin, end = block * block_tokens, (block + 1) * block_tokens
     facts = [(span.digest.hex(), span.first - begin) for span in spans]
     ids[begin:end] = drawn_ids(tokens[begin:end], repr(facts).encode())

@@ -1,7 +1,7 @@
-"""Checks and bounds the encoded images of a prompt before they are decoded, and names them by their content.
+"""Checks the encoded images of a prompt before they are decoded, and identifies them by their content.
 
-The cost of decoding is bounded before it begins. Bytes and pixels alone do not bound it: each scan of a JPEG goes over
-all pixels, and takes 28 bytes if it changes none of them; each chunk of a PNG is a turn of a loop, and takes 12 bytes.
+The checks bound the cost of decoding. Limits of bytes and pixels are not enough: each scan of a JPEG goes over all
+pixels, but may have only 28 bytes; each chunk of a PNG costs one turn of a loop, but may have only 12 bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from prefixd.base.errors import InvalidArgumentError
 from prefixd.images.token_counts import ImageProcessor
 
 MOST_SCANS = 64
-"""Most scans of a JPEG. libjpeg's progressive files have 10, mozjpeg's up to 23; the format allows any number."""
+"""Most scans of a JPEG. Progressive files of libjpeg have 10, of mozjpeg up to 23; the format allows any number."""
 MOST_SEGMENTS = 1024
 """Most segments of a JPEG: tables, and metadata in pieces of 64 KiB."""
 MOST_CHUNKS = 1 << 14
-"""Most chunks of a PNG. Encoders write 8 KiB and more in each."""
+"""Most chunks of a PNG. Encoders write 8 KiB or more into each."""
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 _MARKER = re.compile(rb"\xff+([^\x00\xff])", re.DOTALL)
 _END_OF_DATA = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]", re.DOTALL)
@@ -43,14 +43,14 @@ class ImageLimits:
 
 
 def image_digest(data: bytes, processor: ImageProcessor) -> bytes:
-    """32 bytes: SHA-256 of the digest of the model's image processor and of a file."""
+    """Returns 32 bytes: SHA-256 over the digest of the model's image processor and the file."""
     digest = hashlib.sha256(processor.digest)
     digest.update(data)
     return digest.digest()
 
 
 def check_file(data: bytes, number: int, limits: ImageLimits) -> None:
-    """Checks the bytes and pieces of a file without decoding it. Raises InvalidArgumentError."""
+    """Checks the size, scans, segments and chunks of a file without decoding it. Raises InvalidArgumentError."""
     name = f"images[{number}]"
     if len(data) > limits.image_bytes:
         raise InvalidArgumentError(
@@ -63,7 +63,7 @@ def check_file(data: bytes, number: int, limits: ImageLimits) -> None:
 
 
 def _check_jpeg(data: bytes, name: str) -> None:
-    """Counts scans and segments as a decoder finds them, up to the end of the image or of the markers."""
+    """Counts scans and segments as a decoder does, up to the end of the image or to the last marker."""
     at, scans, segments = len(_JPEG), 0, 0
     while marker := _MARKER.search(data, at):
         kind, at = marker[1][0], marker.end()
@@ -75,11 +75,10 @@ def _check_jpeg(data: bytes, name: str) -> None:
         scans += kind == _SOS
         if scans > MOST_SCANS:
             raise InvalidArgumentError(
-                f"{name} is a JPEG of more than {MOST_SCANS} scans, each of which goes over all of its pixels; save it "
-                "anew"
+                f"{name} is a JPEG with more than {MOST_SCANS} scans, each over all of its pixels; save it again"
             )
         if segments > MOST_SEGMENTS:
-            raise InvalidArgumentError(f"{name} is a JPEG of more than {MOST_SEGMENTS} segments; save it anew")
+            raise InvalidArgumentError(f"{name} is a JPEG with more than {MOST_SEGMENTS} segments; save it again")
         at += int.from_bytes(data[at : at + 2], "big")
         if kind == _SOS:
             end = _END_OF_DATA.search(data, at)
@@ -93,5 +92,5 @@ def _check_png(data: bytes, name: str) -> None:
     while at < len(data):
         chunks += 1
         if chunks > MOST_CHUNKS:
-            raise InvalidArgumentError(f"{name} is a PNG of more than {MOST_CHUNKS} chunks; save it anew")
+            raise InvalidArgumentError(f"{name} is a PNG with more than {MOST_CHUNKS} chunks; save it again")
         at += 12 + int.from_bytes(data[at : at + 4], "big")

@@ -1,6 +1,6 @@
 """Computes an image's number of placeholder tokens from its size, with the arithmetic of transformers' processors.
 
-Each image counts as if it were alone in its prompt, so that its number is the same in every prompt.
+An image is counted as if it were alone in its prompt, so that its number of tokens is the same in every prompt.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class FixedCount(msgspec.Struct, frozen=True, tag="fixed"):
 
 
 class GridCount(msgspec.Struct, frozen=True, tag="grid"):
-    """A token for each `side` x `side` pixels of the image, which is resized before (Qwen2.5-VL).
+    """A token for each `side` x `side` pixels of the resized image (Qwen2.5-VL).
 
-    least_pixels, most_pixels: bounds of its size after that.
+    least_pixels, most_pixels: bounds of the resized image.
     """
 
     side: int
@@ -35,11 +35,11 @@ class GridCount(msgspec.Struct, frozen=True, tag="grid"):
     most_pixels: int
 
     def tokens(self, height: int, width: int) -> int:
-        """Tokens of an image of `height` x `width` pixels. Raises InvalidArgumentError for one that is far too long."""
+        """Tokens of an image of `height` x `width` pixels. Raises InvalidArgumentError if it is far too long."""
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise InvalidArgumentError(
-                f"it has {width} x {height} pixels, and the model reads none whose sides differ by more than "
-                f"{_MOST_RATIO} times; cut it into pieces"
+                f"it has {width} x {height} pixels, and for this model one side may be at most {_MOST_RATIO} times as "
+                "long as the other; cut it into pieces"
             )
         side = self.side
         rows, columns = round(height / side), round(width / side)
@@ -56,8 +56,8 @@ class GridCount(msgspec.Struct, frozen=True, tag="grid"):
 class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
     """The whole image as one tile, and its tiles without the padding (LLaVA-OneVision).
 
-    side: pixels of a tile's side. patches: tokens in a row of a tile. most_tiles: tokens of more tiles are thinned out.
-    resolutions: (height, width) of the canvases that the image may be fitted into.
+    side: pixels of a tile's side. patches: tokens in a row of a tile. most_tiles: above this many tiles, the processor
+    keeps fewer tokens of each. resolutions: (height, width) of the canvases into which an image can be fitted.
     """
 
     side: int
@@ -76,10 +76,10 @@ class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
         thinned = math.sqrt(rows * columns / (self.most_tiles * self.patches**2))
         if thinned > 1.1:
             rows, columns = int(rows // thinned), int(columns // thinned)
-        return self.patches**2 + rows * (columns + 1)  # each row ends with a token of its own
+        return self.patches**2 + rows * (columns + 1)  # one more token ends each row
 
     def _best_resolution(self, height: int, width: int) -> tuple[int, int]:
-        """The resolution that keeps most of the image's pixels; of several the one with the least padding."""
+        """Returns the resolution that keeps most of the image's pixels; of several, the one with the least padding."""
         best: tuple[int, int, tuple[int, int]] | None = None
         for most_height, most_width in self.resolutions:
             scale = min(most_width / width, most_height / height)
@@ -93,9 +93,9 @@ class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
 
 
 class ImageProcessor(msgspec.Struct, frozen=True):
-    """A model's image processor, as the daemon knows it.
+    """The daemon's description of a model's image processor.
 
-    digest: of the processor and its settings, which alone decide the pixels that it makes of a file.
+    digest: digest of the processor's class and settings, which determine the pixels that it makes of a file.
     """
 
     counts: FixedCount | GridCount | TileCount

@@ -17,27 +17,27 @@ _PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "xxhash", "lmdb", "transfor
 
 
 def circumstances() -> dict[str, Any]:
-    """Machine, versions, commit, command line."""
+    """Returns machine, versions, commit, command line and date of a result, as JSON types."""
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": _read_processor(),
         "cpus": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
-        "commit": _commit(),
-        "command": [Path(sys.argv[0]).stem, *map(_without_folders, sys.argv[1:])],
+        "versions": {name: version for name in _PACKAGES if (version := _find_version(name)) is not None},
+        "commit": _find_commit(),
+        "command": [Path(sys.argv[0]).stem, *map(_remove_folders, sys.argv[1:])],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-def _without_folders(argument: str) -> str:
-    """An argument with an absolute path cut to its last part: a machine's folders mean nothing elsewhere."""
+def _remove_folders(argument: str) -> str:
+    """Cuts an absolute path in an argument to its last part, since folders differ between machines."""
     option, sign, value = argument.rpartition("=")
     return f"{option}{sign}{Path(value).name}" if value.startswith("/") else argument
 
 
-def _processor() -> str:
+def _read_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -46,24 +46,26 @@ def _processor() -> str:
     return next(names, platform.processor())
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _commit() -> str | None:
-    """The commit, with "+changes" when the working tree differs from it in more than results, documents and their
-    pictures; None outside a repository."""
+def _find_commit() -> str | None:
+    """Returns the commit, with "+changes" if the working tree differs from it outside of results and `docs`.
+
+    None outside a repository.
+    """
     try:
-        head = _git("rev-parse", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain", "--", *_CODE) else "")
+        head = _run_git("rev-parse", "HEAD")
+        return head + ("+changes" if _run_git("status", "--porcelain", "--", *_CODE) else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _git(*arguments: str) -> str:
+def _run_git(*arguments: str) -> str:
     return subprocess.run(
         ["git", *arguments], cwd=_HERE, capture_output=True, text=True, check=True, timeout=10
     ).stdout.strip()

@@ -1,4 +1,4 @@
-"""Hits, rates and latencies of a run of requests."""
+"""Computes hits, rates and latencies of a run of requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class HitTokens:
-    """Prompt tokens that were not computed, by the tier they came from."""
+    """Prompt tokens that were not computed, by the tier that had them."""
 
     gpu: int
     cpu: int
@@ -46,12 +46,12 @@ class HitTokens:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run's figures.
+    """The figures of a run.
 
-    requests_per_s counts the measured requests; cold_requests_per_s the warm-up before them too, and its seconds.
+    requests_per_s counts the measured requests; cold_requests_per_s also counts the warm-up before them and its time.
     miss_rate is the share of the prefixes' tokens that had to be computed.
-    output_digest covers the output tokens of all requests in the order of the requests, first_outputs_digest those of
-    the first 32: equal to that of a run with fewer of the same requests.
+    output_digest covers the output tokens of all requests in order, first_outputs_digest those of the first 32, so that
+    it can be compared with a run of fewer of the same requests.
     """
 
     name: str
@@ -79,7 +79,7 @@ def summarise(
     warm_up_requests: int = 0,
     warm_up_s: float = 0.0,
 ) -> Figures:
-    """The figures of `results`, at least one, in the requests' order; prefixes are `prefix_tokens` long."""
+    """Computes the figures of at least one result, in the requests' order; `prefix_tokens`: length of a prefix."""
     hits = HitTokens(
         gpu=sum(result.gpu_tokens for result in results),
         cpu=sum(result.cpu_tokens for result in results),
@@ -102,12 +102,12 @@ def summarise(
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value that `share` of the sorted values do not exceed (nearest rank)."""
+    """Returns the quantile of sorted values by nearest rank: at least `share` of them are not above it."""
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
 
 
 def digest(outputs: Sequence[Sequence[int]]) -> str:
-    """Equal exactly when every request's output is: SHA-256 over lengths and ids as 32-bit numbers."""
+    """Returns SHA-256 over lengths and ids of all outputs, as 32-bit numbers."""
     state = hashlib.sha256()
     for output in outputs:
         state.update(array("I", [len(output), *output]).tobytes())

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from prefixd.base.errors import ConfigError
 
 HASH_TOKENS = 512
-"""Tokens of the block that one hash id of the trace stands for."""
+"""Tokens of a block, which one hash id of the trace stands for."""
 _ID_LIMIT = 1 << 32
-_MOST = 1 << 53  # the largest integer that a float represents with all below it
-_OWN_IDS = (1 << 32) // HASH_TOKENS  # ids that have 512 token ids of their own below 2**32
+_MOST = 1 << 53  # a float represents all integers up to this one
+_DISJOINT_IDS = (1 << 32) // HASH_TOKENS  # hash ids below this one have 512 token ids of their own below 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class TraceRequest:
 
 
 def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """Reads the first `limit` requests. Leaves out ids of partly filled blocks, and empty lines.
+    """Yields the first `limit` requests. Leaves out ids of partly filled blocks, and empty lines.
 
-    Raises ConfigError with the file, the line and its fault; for a missing file, with the place to get one.
+    Raises ConfigError with the file, the line and its fault; if the file is missing, with a URL of traces.
     """
     try:
         lines = file.open("rb")
@@ -50,14 +50,14 @@ def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
             if found == limit:
                 return
             try:
-                request = _parse(line)
+                request = _parse_request(line)
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{file}, line {number}: {error}") from error
             found += 1
             yield request
 
 
-def _parse(line: bytes) -> TraceRequest:
+def _parse_request(line: bytes) -> TraceRequest:
     try:
         content: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -86,11 +86,12 @@ def _is_count(value: object) -> bool:
 
 
 def tokens_of(hash_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Token ids, 512 for each id, that are alike for equal ids only.
+    """Returns 512 token ids for each hash id; equal hash ids, and only they, give equal token ids.
 
-    Blocks of ids below 8,388,608 have no token in common; beyond, they differ from another one in the first token.
+    Blocks of hash ids below 8,388,608 have no token id in common; a block of a larger one differs from all other blocks
+    in its first token.
     """
-    over, ids = np.divmod(np.asarray(hash_ids, np.uint32), np.uint32(_OWN_IDS))
+    over, ids = np.divmod(np.asarray(hash_ids, np.uint32), np.uint32(_DISJOINT_IDS))
     firsts = ids[:, None] * np.uint32(HASH_TOKENS)
     tokens: npt.NDArray[np.uint32] = np.add(firsts, np.arange(HASH_TOKENS, dtype=np.uint32), dtype=np.uint32)
     tokens[over > 0, 0] = over[over > 0]
@@ -98,13 +99,13 @@ def tokens_of(hash_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class PrefixCount:
-    """Counts the hits of a cache without limits, which has every prefix seen so far."""
+    """Counts the hits of a cache without limits, which keeps every prefix."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], int] = {}
 
     def hits_of(self, hash_ids: tuple[int, ...]) -> int:
-        """Counts the leading blocks of a request that earlier ones had, then adds all its blocks."""
+        """Returns the number of leading blocks of a request that earlier requests had, and adds all its blocks."""
         node, hits, on_path = -1, 0, True
         for hash_id in hash_ids:
             known = self._seen.get((node, hash_id))
@@ -115,5 +116,5 @@ class PrefixCount:
 
     @property
     def blocks(self) -> int:
-        """Different prefix blocks seen."""
+        """Number of different blocks so far."""
         return len(self._seen)

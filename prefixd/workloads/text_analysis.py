@@ -1,8 +1,8 @@
-"""The text analysis workload: a few templates, each sent many times with another text in it.
+"""The text analysis workload: a few templates, each sent many times with another text.
 
 "Long-Term Memory", section VII.A: n unique prefixes, then k > n requests, each with a randomly chosen prefix
-and a random body. The upper tiers have room for fewer prefixes than there are (section VII.C: of 128 prefixes
-8 fit on the GPU, 32 in CPU memory, 128 on disk).
+and a random body. The upper tiers have no room for all prefixes (section VII.C: of 128 prefixes 8 fit on the GPU, 32 in
+CPU memory, 128 on disk).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 16 * 16 << 10
 
-# Ids that any byte-level vocabulary has and that are no special token.
+# Ids that any byte-level vocabulary has and that are not special tokens.
 FIRST_TOKEN, LAST_TOKEN = 32, 126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAnalysis:
-    """The requests: the same arguments give the same prompts.
+    """The requests. The same arguments give the same prompts.
 
-    Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again. `outstanding` is the
-    number of requests under way at a time, from which the daemon's queue can choose. `repeats` is how often the
-    requests are sent to one daemon, each time with other choices and bodies.
+    Lengths are in tokens. `prefix_tokens` should be whole blocks, since the cache finds only whole blocks.
+    `outstanding` is the number of requests under way at a time, from which the daemon's queue can choose. `repeats` is
+    how often the requests are sent to one daemon, each time with other choices and bodies.
 
     The first `header_tokens` of all prefixes are the same. The share `new` of the requests has prefixes that occur only
     once; they begin with the header, if there is one.
@@ -43,7 +43,7 @@ class TextAnalysis:
     new: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes below 1, a header that leaves nothing of a prefix, and shares beyond 0 to 1."""
+        """Raises ValueError if a size is below 1, the header is as long as the prefix, or `new` is not from 0 to 1."""
         sizes = ("prefixes", "requests", "prefix_tokens", "body_tokens", "output_tokens", "outstanding", "repeats")
         for name in sizes:
             if getattr(self, name) < 1:
@@ -57,42 +57,42 @@ class TextAnalysis:
             raise ValueError(f"new = {self.new}: must be a share, from 0 to 1")
 
     def prompts(self, repeat: int = 0) -> list[list[int]]:
-        """`requests` prompts as token ids, each a randomly chosen prefix and a body of its own."""
+        """Returns `requests` prompts as token ids, each a randomly chosen prefix and a body of its own."""
         source = random.Random(f"requests {self.seed}" + (f" {repeat}" if repeat else ""))
-        prefixes = self._prefixes()
-        prompts = [source.choice(prefixes) + _tokens(source, self.body_tokens) for _ in range(self.requests)]
-        of_new = random.Random(f"new {self.seed} {repeat}")
-        for number in of_new.sample(range(self.requests), self.new_requests):
-            prompts[number] = self._prefix(of_new) + prompts[number][self.prefix_tokens :]
+        prefixes = self._draw_prefixes()
+        prompts = [source.choice(prefixes) + _draw_tokens(source, self.body_tokens) for _ in range(self.requests)]
+        new_source = random.Random(f"new {self.seed} {repeat}")
+        for number in new_source.sample(range(self.requests), self.new_requests):
+            prompts[number] = self._draw_prefix(new_source) + prompts[number][self.prefix_tokens :]
         return prompts
 
     @property
     def new_requests(self) -> int:
-        """How many requests of a repeat have prefixes of their own."""
+        """Number of requests of a repeat that have prefixes of their own."""
         return round(self.new * self.requests)
 
     def warm_up_prompts(self) -> list[list[int]]:
-        """One prompt a prefix, with bodies that no other prompt has."""
+        """Returns one prompt for each prefix, with bodies that no other prompt has."""
         source = random.Random(f"warm-up {self.seed}")
-        return [prefix + _tokens(source, self.body_tokens) for prefix in self._prefixes()]
+        return [prefix + _draw_tokens(source, self.body_tokens) for prefix in self._draw_prefixes()]
 
-    def _prefixes(self) -> list[list[int]]:
+    def _draw_prefixes(self) -> list[list[int]]:
         source = random.Random(f"prefixes {self.seed}")
-        return [self._prefix(source) for _ in range(self.prefixes)]
+        return [self._draw_prefix(source) for _ in range(self.prefixes)]
 
-    def _prefix(self, source: random.Random) -> list[int]:
-        """The header and tokens behind it."""
-        header = _tokens(random.Random(f"header {self.seed}"), self.header_tokens)
-        return header + _tokens(source, self.prefix_tokens)[self.header_tokens :]
+    def _draw_prefix(self, source: random.Random) -> list[int]:
+        """Returns the header, which all prefixes share, and random tokens after it."""
+        header = _draw_tokens(random.Random(f"header {self.seed}"), self.header_tokens)
+        return header + _draw_tokens(source, self.prefix_tokens)[self.header_tokens :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
     """Sizes of the tiers, in prefixes.
 
-    Bodies and outputs are cached like everything else: in the CPU and disk tiers a prefix has its share of them beside
-    it, in the GPU tier the `running` requests have theirs. The disk tier also has room for the prompts with new
-    prefixes.
+    Bodies and outputs are cached too. So the CPU and disk tiers have room for a prefix and its share of bodies and
+    outputs, and the GPU tier for the bodies and outputs of the `running` requests. The disk tier also has room for the
+    prompts with new prefixes.
     """
 
     gpu_prefixes: int
@@ -101,12 +101,12 @@ class TierSizes:
     running: int = 8
 
     def overrides(self, workload: TextAnalysis) -> dict[str, Any]:
-        """The settings, by dotted name, that give a daemon these tiers for `workload`."""
-        prefix_blocks = _blocks(workload.prefix_tokens)
+        """Returns the settings, by dotted name, that give a daemon these tiers for `workload`."""
+        prefix_blocks = _count_blocks(workload.prefix_tokens)
         prefix = prefix_blocks * BLOCK_BYTES
         longest = workload.prefix_tokens + workload.body_tokens + workload.output_tokens
-        beside = (_blocks(longest) - prefix_blocks + 1) * BLOCK_BYTES
-        # The share of a prefix in the requests, and its own in the warm-up.
+        beside = (_count_blocks(longest) - prefix_blocks + 1) * BLOCK_BYTES
+        # A prefix's share of the requests, and one request of the warm-up.
         requests = -(-workload.requests * workload.repeats // workload.prefixes) + 1
         kept = (longest // BLOCK_TOKENS - prefix_blocks) * requests * BLOCK_BYTES
         new = workload.new_requests * workload.repeats * (longest // BLOCK_TOKENS) * BLOCK_BYTES
@@ -121,15 +121,15 @@ class TierSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """One way of serving the requests.
+    """One configuration of the daemon.
 
     Attributes:
-        name: of the configuration.
-        caching: False computes every prompt.
-        policy: of the queue.
+        name: name of the configuration.
+        caching: False: the daemon computes every prompt.
+        policy: `scheduler.policy`.
         look_ahead: `scheduler.look_ahead`; 0: no prefetching.
         eviction: `cache.eviction`.
-        tiers: the existing tiers, from the GPU tier on.
+        tiers: the tiers that the daemon has, from the GPU tier on.
         everything: the GPU tier has room for all prefixes.
     """
 
@@ -142,7 +142,7 @@ class Serving:
     everything: bool = False
 
     def overrides(self, workload: TextAnalysis, sizes: TierSizes) -> dict[str, Any]:
-        """The settings, by dotted name, that make a daemon serve `workload` so."""
+        """Returns the settings, by dotted name, of a daemon with this configuration for `workload`."""
         if self.everything:
             sizes = replace(sizes, gpu_prefixes=workload.prefixes + sizes.gpu_prefixes)
         return {
@@ -153,7 +153,7 @@ class Serving:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, by dotted name, but for the sizes of the tiers."""
+        """The settings, by dotted name, without the sizes of the tiers."""
         return {
             "cache.enabled": self.caching,
             "cache.eviction": self.eviction,
@@ -163,19 +163,19 @@ class Serving:
 
 
 CONFIGS = ("no-cache", "fcfs", "fpf", "relaxed-fpf")
-"""Names of the compared ways of serving: the cache off, then each policy of the queue."""
+"""Names of the compared configurations: without a cache, then each policy of the queue."""
 
 
 def serving_of(config: str) -> Serving:
-    """One of CONFIGS."""
+    """Returns the configuration of a name in CONFIGS."""
     if config == "no-cache":
         return Serving(name=config, caching=False, policy="fcfs")
     return Serving(name=config, policy=config)
 
 
-def _tokens(source: random.Random, count: int) -> list[int]:
+def _draw_tokens(source: random.Random, count: int) -> list[int]:
     return [source.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(count)]
 
 
-def _blocks(tokens: int) -> int:
+def _count_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)

@@ -50,9 +50,9 @@ def test_help_has_an_example_that_names_the_command(cli: Cli, command: str) -> N
 def test_paragraphs_of_help_are_broken_where_the_terminal_ends(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     for line in (
-        "each policy of the queue, each time to a fresh daemon.",
+        "each policy of the queue, each time to a new daemon.",
         "the three tiers and each policy",
-        "an eighth of the prefixes, the CPU tier a quarter, the disk all. Then the last daemon",
+        "an eighth of the prefixes, the CPU tier a quarter, the disk all. Then it restarts",
     ):
         assert line in cli("demo", "--help").stdout
 

@@ -98,7 +98,7 @@ def test_each_block_of_one_image_after_the_other_differs():
 
 
 def test_blocks_of_fewer_than_8_tokens_are_refused():
-    with pytest.raises(ValueError, match="blocks of 4 tokens cannot tell images apart; 8 are needed"):
+    with pytest.raises(ValueError, match="blocks of 4 tokens cannot distinguish images; use 8 or more"):
         identity_tokens(np.zeros(8, np.uint32), [ImageSpan(0, 2, DIGESTS[0])], 4)
 
 

@@ -70,7 +70,7 @@ def test_a_refusal_names_the_setting_and_nothing_of_the_daemons_memory() -> None
     Image.new("1", (20_000, 10_000)).save(file, "PNG")
     with pytest.raises(InvalidArgumentError, match=r"images\[2\] has too many pixels, .*worker.image_pixels allows"):
         check_image(file.getvalue(), 2, PROCESSOR, ImageLimits(1, 1 << 20, 1 << 20))
-    with pytest.raises(InvalidArgumentError, match=r"images\[0\] \(0 bytes\).*it is none of them; send a whole file"):
+    with pytest.raises(InvalidArgumentError, match=r"images\[0\] \(0 bytes\).*it has another format; send a whole"):
         check_image(b"", 0, PROCESSOR, LIMITS)
 
 
@@ -78,7 +78,7 @@ def test_an_image_that_moves_is_refused() -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "green")]
     file = io.BytesIO()
     frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:])
-    with pytest.raises(InvalidArgumentError, match="has 2 frames; send one image a file"):
+    with pytest.raises(InvalidArgumentError, match="has 2 frames; send a file with a single image"):
         check_image(file.getvalue(), 0, PROCESSOR, LIMITS)
 
 
@@ -98,7 +98,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(monkeypatch: pytes
     assert check_image(most, 0, PROCESSOR, LIMITS).tokens == 5, "as many as may be"
     monkeypatch.setattr(Image, "open", None)
     for data in (scanned(plain, MOST_SCANS - scans + 1), scanned(plain, 500), scanned(encoded(40, 24, "JPEG"), 64)):
-        with pytest.raises(InvalidArgumentError, match=r"images\[4\] is a JPEG of more than 64 scans.*save it anew"):
+        with pytest.raises(InvalidArgumentError, match=r"images\[4\] is a JPEG with more than 64 scans.*save it again"):
             check_image(data, 4, PROCESSOR, LIMITS)
 
 
@@ -106,10 +106,10 @@ def test_files_in_many_pieces_are_refused_before_they_are_read(monkeypatch: pyte
     monkeypatch.setattr(Image, "open", None)
     jpeg, png = encoded(8, 8, "JPEG"), encoded(8, 8)
     limits = ImageLimits(1, 1 << 20, 64)
-    with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a JPEG of more than 1024 segments; save it anew"):
+    with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a JPEG with more than 1024 segments; save it"):
         check_image(jpeg[:2] + b"\xff\xfe\0\2" * MOST_SEGMENTS + jpeg[2:], 0, PROCESSOR, limits)
     empty = struct.pack(">I", 0) + b"teXt" + struct.pack(">I", zlib.crc32(b"teXt"))
-    with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a PNG of more than 16384 chunks; save it anew"):
+    with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a PNG with more than 16384 chunks; save it again"):
         check_image(png[:33] + empty * MOST_CHUNKS + png[33:], 0, PROCESSOR, limits)
 
 

@@ -109,7 +109,7 @@ def test_a_conversation_of_ten_turns_over_three_images_embeds_three(name: str, f
             list(client.generate([1, vision.token, 2]))
         with pytest.raises(InvalidArgumentError, match=r"images\[0\] \(\d+ bytes\) cannot be read"):
             list(client.generate([1, vision.token, 2], images=[picture(0)[:-30]]))
-        with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a JPEG of more than 64 scans"):
+        with pytest.raises(InvalidArgumentError, match=r"images\[0\] is a JPEG with more than 64 scans"):
             list(client.generate([1, vision.token, 2], images=[_scanned(3000)]))
         huge = io.BytesIO()
         Image.fromarray(np.zeros((4097, 4097, 3), np.uint8)).save(huge, "PNG")

@@ -21,21 +21,21 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 class MissingExtraError(ConfigError):
     """A needed package is not installed; the message has the command that installs it."""
 
-    def __init__(self, what: str, module: str, extra: str) -> None:
-        super().__init__(f"{what}: the package {module} is missing; pip install 'prefixd[{extra}]'")
+    def __init__(self, needed_by: str, module: str, extra: str) -> None:
+        super().__init__(f"{needed_by}: the package {module} is missing; pip install 'prefixd[{extra}]'")
 
 
-def require(extra: str, what: str, *modules: str) -> None:
+def require(extra: str, needed_by: str, *modules: str) -> None:
     """Raises MissingExtraError unless these modules of `extra`, by default all, are installed. Imports none of them.
 
     Args:
         extra: a name in `EXTRAS`.
-        what: the command or setting that needs them: "prefixd serve", "worker.model = /models/llama".
+        needed_by: the command or setting that needs them: "prefixd serve", "worker.model = /models/llama".
         modules: modules of `extra` that are needed now.
     """
     for module in modules or EXTRAS[extra]:
         if find_spec(module) is None:
-            raise MissingExtraError(what, module, extra)
+            raise MissingExtraError(needed_by, module, extra)
 
 
 def extra_of(module: str) -> str | None:

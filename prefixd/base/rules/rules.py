@@ -188,6 +188,6 @@ def from_fields(_: type, fields: Any) -> Rule:
     return rule_of(fields.get("type"), fields)
 
 
-def _check_range(part: str, what: str, value: int, limit: int, unit: str) -> None:
+def _check_range(part: str, name: str, value: int, limit: int, unit: str) -> None:
     if not 1 <= value <= limit:
-        raise InvalidArgumentError(f"{part} has {what} {value} {unit}; it must be between 1 and {limit}")
+        raise InvalidArgumentError(f"{part} has {name} {value} {unit}; it must be between 1 and {limit}")

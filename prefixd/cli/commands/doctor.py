@@ -82,7 +82,7 @@ def _calibrate(file: Path, address: str | None) -> None:
         measured = await measure_machine(
             settings.disk.path or settings.data_dir,
             resolve_device(settings),
-            lambda what: typer.echo(f"measuring {what} ...", err=True),
+            lambda part: typer.echo(f"measuring {part} ...", err=True),
             io_threads=settings.disk.io_threads,
         )
         if not served:

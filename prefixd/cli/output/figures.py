@@ -23,7 +23,7 @@ _SHOWN_APART = {"tiers", "tenants", "troubles"}  # lists that have a table, line
 
 def figure_table(stats: admin_pb2.StatsResponse) -> Table:
     """Returns a row for each figure that is not 0: its place in `--json`, its value and its description."""
-    made = table("figure", "value", "what it is", right=("value",), fold=("what it is",))
+    made = table("figure", "value", "description", right=("value",), fold=("description",))
     for place, value, help_text in figure_rows(stats):
         made.add_row(Text(place), Text(value), Text(help_text, style="dim"))
     return made

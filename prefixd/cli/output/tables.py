@@ -34,7 +34,7 @@ def tier_name(tier: int) -> str:
 
 def print_settings(values: Mapping[str, Any], sources: Mapping[str, str], descriptions: Mapping[str, str]) -> None:
     """Prints the configuration: name, value and source of each setting, and its description if there are any."""
-    columns = ("setting", "value", "from", *(["what it is for"] if descriptions else []))
+    columns = ("setting", "value", "from", *(["description"] if descriptions else []))
     made = table(*columns, fold=columns[1:])
     described = {name: None for name in descriptions if name not in values}  # tenants.NAME.*: settings of any tenant
     for name, value in {**values, **described}.items():
@@ -325,7 +325,7 @@ def print_verification(
     if not damaged:
         out.print(f"{read}: [green]all in order[/]")
         return
-    made = table("block", "namespace", "what was wrong", fold=("what was wrong",))
+    made = table("block", "namespace", "fault", fold=("fault",))
     for block in damaged:
         made.add_row(shown(block.key), block.namespace_id.hex(), Text(shown(block.reason)))
     out.print(made)

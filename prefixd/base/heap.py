@@ -19,10 +19,8 @@ def keep_large_arrays_apart() -> None:
     By default glibc raises that limit up to 32 MiB after the first such array, and memory that is freed between arrays
     in use stays resident: 100 bytes a block after a start that reads a million blocks.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _SPARE_BYTES)
+    _call_libc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BYTES)
+    _call_libc("mallopt", _M_TRIM_THRESHOLD, _SPARE_BYTES)
 
 
 def reuse_large_arrays() -> None:
@@ -31,17 +29,13 @@ def reuse_large_arrays() -> None:
     Touching memory for the first time costs as much as copying it five times: a message of 16 MiB, which gRPC puts
     together on the event loop, takes 25 ms outside the heap and 5 ms inside. Up to 64 MiB more may stay resident.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_BYTES)
+    _call_libc("mallopt", _M_MMAP_THRESHOLD, _LARGEST_BYTES)
+    _call_libc("mallopt", _M_TRIM_THRESHOLD, 2 * _LARGEST_BYTES)
 
 
 def give_back() -> None:
     """Returns free memory between used parts of the heap to the system."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    _call_libc("malloc_trim", 0)
 
 
 def exempt_from_collection() -> None:
@@ -68,3 +62,9 @@ def imports() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _call_libc(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:  # only glibc has these functions
+        function(*arguments)

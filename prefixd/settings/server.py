@@ -143,7 +143,7 @@ class ServerSettings(Section):
         if self.tls_cert is None and not self.insecure_tcp:
             raise ValueError(
                 f"server.tcp = {self.tcp} has no TLS; set server.tls_cert and server.tls_key, or "
-                "server.insecure_tcp = true to let in all callers that reach the port without it"
+                "server.insecure_tcp = true to let in, without TLS, all callers that reach the port"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Bytes on disk that change, and who notices.
+"""Changes bytes on disk, and checks that all damage is found.
 
 With --tier disk (the default), changes bytes of blocks in a daemon's disk tier: single bits, four bytes,
 sectors, ranges that read as zeros,
@@ -21,8 +21,8 @@ head, objects cut short or too long. A cold host then reads every prompt. A flip
 host counted its block as lost and served what comes before it, and nothing more. not_repaired counts prompts
 that a host stored again, and that the next cold host still does not get whole.
 
-Then an attacker who may read and write the store, but lacks the secret, puts blocks there that he has made up
-(forged): sealed with a secret of his own, replayed from other blocks, parts and tenants, with the right head or
+Then an attacker that may read and write the store, but lacks the secret, puts made-up blocks there
+(forged): sealed with a secret of its own, replayed from other blocks, parts and tenants, with the right head or
 tag. Each is read by a host (forged_refused); forged_served has to be 0, and the right objects, put back, are
 served.
 """
@@ -60,7 +60,7 @@ WAYS: tuple[Way, ...] = ("read", "verify", "scrub")
 
 @dataclass(slots=True)
 class Findings(RotFindings):
-    """Of flips in the index, too."""
+    """Findings that include flips in the index."""
 
     ZEROS = ("index_wrong", "index_failures")
 
@@ -218,7 +218,7 @@ def _gone(client: Client, blocks: Sequence[Stored]) -> set[str]:
 
 
 def _wait_for_a_pass(client: Client) -> None:
-    """Until the scrubber has gone through everything once more, from the beginning."""
+    """Waits until the scrubber has gone through everything once more, from the beginning."""
     wanted = client.stats().scrub.passes + 2
     if not harness.wait_until(lambda: client.stats().scrub.passes >= wanted, _WAIT_S):
         raise harness.BenchmarkError(f"the scrubber did not go through everything within {_WAIT_S:g} s")
@@ -263,7 +263,7 @@ def run(
     unrecorded=("index_flips", "forged"),
 )
 def main(options: harness.Options) -> harness.Outcome:
-    """Damages what the chosen tier has."""
+    """Damages blocks of the chosen tier."""
     total = options.flips + (options.index_flips if options.tier == "disk" else options.forged)
     with harness.progress("flips", total) as step:
 

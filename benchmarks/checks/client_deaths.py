@@ -1,11 +1,11 @@
-"""Clients killed in the middle of what they do, while others go on.
+"""Kills clients in the middle of their work, while other clients go on.
 
 Kills client processes with SIGKILL at random moments: while they connect, between reserve and commit, in
 the middle of a copy into the shared arena, between acquire and release, in the middle of a streamed put or
 get, while the daemon writes to disk for them, and with eight calls of all kinds under way. Several live at
 a time; two others work on, one through shared memory and one streamed, and none of their calls may fail
-and no byte that they read may be wrong. Who shares memory is of the default tenant; the one that streams
-and half of the victims that do are of another tenant, over TCP. Both have quotas.
+and no byte that they read may be wrong. Clients that share memory are of the default tenant; the one that
+streams and half of the victims that do are of another tenant, over TCP. Both have quotas.
 
 After each kill the session of the dead must end within --patience seconds (leaked_leases: leases and
 reservations in those that did not). Every --check kills the load pauses, and all that is left in use, held,
@@ -54,10 +54,10 @@ _ZEROS = ("leaked_slots", "leaked_leases", "left_of_tenants", "failed_calls", "w
 
 @dataclass(slots=True)
 class Findings:
-    """What the dead left behind."""
+    """Leftovers of the killed clients."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    """By what the victim did."""
+    """By scene of the victim."""
     leaked_leases: int = 0
     leaked_bytes: int = 0
     violations: list[str] = field(default_factory=list)
@@ -67,11 +67,11 @@ class Findings:
     tally: Tally = field(default_factory=Tally)
     notes: list[str] = field(default_factory=list)
     left_of_tenants: list[str] = field(default_factory=list)
-    """What counts for a tenant's quotas with all clients gone."""
+    """Sessions, grants and so on that still count for a tenant's quotas after all clients have ended."""
 
     @property
     def failed_calls(self) -> int:
-        """Calls of the others that failed; to be told that there is no room is a failure, too."""
+        """Calls of the other clients that failed; a refusal for want of room is a failure, too."""
         return self.tally.failed_calls + self.tally.refused.total()
 
     @property
@@ -152,7 +152,7 @@ def in_use(stats: admin_pb2.StatsResponse, dead: Iterable[int] | None = None) ->
 
 
 def wait_until_free(admin: Client, patience_s: float, dead: Iterable[int] | None = None) -> tuple[int, int, float]:
-    """Waits until `in_use` is nothing; what is left after `patience_s`, and how long it took."""
+    """Waits until `in_use` is 0; returns the rest after `patience_s`, and the time that it took."""
     begin = time.monotonic()
     while True:
         leases, nbytes = in_use(admin.stats(), dead)
@@ -163,7 +163,7 @@ def wait_until_free(admin: Client, patience_s: float, dead: Iterable[int] | None
 
 
 class Deaths:
-    """One daemon, two clients that live and a row of those that do not."""
+    """One daemon, two clients that go on, and victims one after another."""
 
     def __init__(
         self, daemon: DaemonProcess, house: House, admin: Client, seed: int, patience_s: float, stack: ExitStack
@@ -217,7 +217,7 @@ class Deaths:
         """The last check: without clients, nothing may stay in use when everything is evicted."""
         for other in self._others:
             self.findings.tally.add(other.stop())
-        # What is being written back is held for that time.
+        # Blocks are held while they are written back.
         harness.wait_until(lambda: not self._admin.evict(all=True).kept_blocks, self._patience_s, _POLL_S)
         left = {tier.tier: tier.used_bytes for tier in self._admin.stats().tiers if tier.used_bytes}
         if left:

@@ -55,7 +55,7 @@ _NESTED = "PREFIXD_FAULTS_NESTED"
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much load each phase gets."""
+    """The load of each phase."""
 
     calls: int = 12
     """Calls of each kind before, during and after the fault."""
@@ -98,7 +98,7 @@ def run_scenario(scenario: Scenario, folder: Path, seed: int = 0, pace: Pace = P
 
 @dataclass(frozen=True, slots=True)
 class _Acknowledged:
-    """What the clients were told, and when the fault was."""
+    """The clients' calls, and the time of the fault."""
 
     outcomes: Sequence[Outcome]
     broken_s: float
@@ -246,7 +246,7 @@ NAMES = (*(scenario.name for scenario in SCENARIOS), worker.NAME)
 
 
 def run(names: Sequence[str], seed: int, pace: Pace = Pace()) -> tuple[list[Result], dict[str, str]]:
-    """The scenarios with these names; their results, and why others were skipped."""
+    """Runs the scenarios with these names; returns their results, and reasons why others were skipped."""
     results: list[Result] = []
     skipped = {}
     with harness.progress("faults", len(names)) as step:
@@ -307,7 +307,7 @@ def _run_nested(name: str, folder: Path, seed: int) -> Result:
     seed("of the load"),
 )
 def main(options: harness.Options) -> harness.Outcome:
-    """All scenarios, or those that were asked for."""
+    """Runs all scenarios, or those of `--only`."""
     results, skipped = run([name for name in NAMES if name in (options.only or NAMES)], options.seed)
     bad = [result.name for result in results if not result.good]
     totals = {

@@ -2,24 +2,24 @@
 
 Runs a daemon with the small model that comes with prefixd, and with tenants. Alice, over TCP, and Bob, at the unix
 socket, have guarantees and a client each that matches, loads, stores and generates at fixed times and compares every
-byte and answer; Carol only comes by. Mallory has limits, and attacks. Bystanders and Mallory are processes of their own
-and, for root, users of their own. Mallory's process is nice to the others: its cores are not the daemon's, in truth.
+byte and answer; Carol makes a few calls. Mallory has limits, and attacks. Bystanders and Mallory are processes of their
+own and, for root, users of their own. Mallory's process has a low priority: a real attacker is on another host.
 
-For each attack: a quiet phase, in which Mallory does nothing, then the attack. In the quiet phase, once the attack is
-in place, and when Mallory has gone, a new client of Alice's has to get a session, a namespace, room and an answer: what
-it costs the others counts in both phases. During the attack the judge of the scenario looks whether it has achieved
-what it is for; afterwards the daemon's accounts must add up, and what was taken must be given back. breached: it
-achieved something (breaches says what), or the daemon and its worker grew by more memory than the scenario's bound, or
-ended. not_made: what ended an attack before it took place, where that is not what closes it. bystander_p99_ratio: the
-99th percentile of the bystanders' calls meanwhile against the median of those of all quiet phases with the same
-settings, each call counted in medians of its kind. honest_failures: their calls that failed, had other bytes or tokens
-than they should, or found less than they had stored and are guaranteed.
+Each attack has a quiet phase, in which Mallory does nothing, and then the attack. In the quiet phase, during the attack
+and after it, a new client of Alice has to get a session, a namespace, room and an answer; so its cost to the others
+counts in both phases. During the attack the judge of the scenario checks whether the attack has succeeded; afterwards
+the daemon's accounts must add up, and everything that Mallory took must be free again. breached: the attack succeeded
+(breaches lists how), or the daemon and its worker grew by more memory than the scenario's bound, or ended. not_made:
+the error that ended an attack before it took place, if that error is not its defence. bystander_p99_ratio: the 99th
+percentile of the bystanders' calls meanwhile against the median of those of all quiet phases with the same settings,
+each call counted in medians of its kind. honest_failures: their calls that failed, had other bytes or tokens than they
+should, or found less than they had stored and are guaranteed.
 
 All attacks are made in turn, and all of them three times (--rounds), with a new daemon each time. The p99 of a phase is
 the time of some three calls, and one stall of the machine moves it: of an attack's ratios (ratios) the median counts.
 Anything else counts when it was seen once.
 
-Scenarios that need a second user of the host are skipped for who is not root. closed_by names the test that shows an
+Scenarios that need a second user of the host are skipped unless root runs them. closed_by names the test that shows an
 attack without its fix, where the fix is older than this harness; hostile_before.json and hostile_unread_before.json in
 benchmarks/results have the others.
 
@@ -70,11 +70,13 @@ def run(
     rounds: int,
     step: Callable[[Verdict], None],
 ) -> tuple[list[Verdict], dict[str, str]]:
-    """The scenarios with these names; what became of them, and why others were skipped.
+    """Runs the scenarios with these names; returns their verdicts, and reasons why others were skipped.
 
-    seconds: of each quiet phase, and the least of each attack.
-    rounds: how often all of them are made.
-    step: gets what became of one attack, each time.
+    Args:
+        names: names of scenarios.
+        seconds: duration of each quiet phase, and least duration of each attack.
+        rounds: number of runs of all scenarios.
+        step: called with the verdict of each run of an attack.
     """
     skipped = {
         name: "another user of this host is needed; run as root"
@@ -100,7 +102,7 @@ def run(
                 verdict.seconds = time.monotonic() - begin_s
                 compare(verdict, all_quiet, [meanwhile])
                 step(verdict)
-                if verdict.breached:  # what it has left behind must not count for the next
+                if verdict.breached:  # its leftovers must not count for the next scenario
                     stack.close()
                     scene = None
                 if before := made.get(name):
@@ -116,7 +118,7 @@ def run(
 def _run_one(
     scenario: Scenario, scene: Scene, seconds: float, quiet: list[list[Sample]]
 ) -> tuple[Verdict, list[Sample]]:
-    """What became of it, and the bystanders' calls meanwhile; those of its quiet phase are added to `quiet`."""
+    """Returns the verdict, and the bystanders' calls during the attack. Adds those of its quiet phase to `quiet`."""
     verdict = Verdict(scenario.name, closed_by=scenario.closed_by)
     given = scenario.prepare(scene)
     order = Order(
@@ -128,7 +130,7 @@ def _run_one(
         verdict.fail([f"before it, {what}" for what in _judged(scene.newcomer)])
         time.sleep(max(0.0, begin_s + seconds - time.monotonic()))
         end_s = time.monotonic()
-        scene.drained(end_s)
+        scene.wait_until_drained(end_s)
         samples, failures = scene.take_samples()
         quiet.append([sample for sample in samples if begin_s <= sample.begin_s < end_s])
         verdict.fail([f"before it, {failure}" for failure in failures])
@@ -151,7 +153,7 @@ def _run_one(
     if not scene.daemon.alive:
         verdict.breaches.append(f"the daemon ended{scene.daemon.last_words()}")
         return verdict, []
-    if not scene.drained(end_s):
+    if not scene.wait_until_drained(end_s):
         verdict.breaches.append("calls of bystanders do not end after the attack")
     samples, failures = scene.take_samples()
     ended = {each.kind for each in samples if begin_s <= each.begin_s and each.begin_s + each.seconds <= end_s}
@@ -166,7 +168,7 @@ def _run_one(
 
 
 def _judged(judge: Callable[[], Iterable[str]]) -> list[str]:
-    """What a judge finds; that the daemon does not answer the judge is found, too."""
+    """Returns the findings of a judge, and one more if the daemon does not answer the judge."""
     found = []
     try:
         for what in judge():
@@ -177,7 +179,7 @@ def _judged(judge: Callable[[], Iterable[str]]) -> list[str]:
 
 
 def _left_behind(scene: Scene) -> list[str]:
-    """What does not work again once the attacker has gone."""
+    """Returns faults that remain after the attacker has ended."""
     found: list[str] = []
 
     def works() -> bool:
@@ -190,14 +192,14 @@ def _left_behind(scene: Scene) -> list[str]:
 
 
 def _forgotten(scene: Scene) -> list[str]:
-    """Evicts what the attacker has in the cache: the next one is to have all that it may have; what does not go."""
+    """Evicts the attacker's blocks, so that the next attack has its whole quota; returns a fault if some remain."""
     if harness.wait_until(lambda: not scene.evict(MALLORY), _BACK_S, _POLL_S):
         return []
     return [f"{scene.evict(MALLORY)} blocks of {MALLORY.name} cannot be evicted"]
 
 
 def _of_a_closed_loop(record: logging.LogRecord) -> bool:
-    """False for what gRPC's poller leaves in the log when one of this process's clients has ended its event loop."""
+    """Returns False for the log record of gRPC's poller when a client of this process has ended its event loop."""
     return "PollerCompletionQueue._handle_events" not in record.getMessage()
 
 
@@ -205,11 +207,11 @@ def _of_a_closed_loop(record: logging.LogRecord) -> bool:
     "checks.hostile",
     __doc__,
     only(SCENARIOS),
-    option("--seconds", 4.0, "of each quiet phase and each attack", number(0.5, 600)),
-    option("--rounds", 3, "how often each attack is made"),
+    option("--seconds", 4.0, "seconds of each quiet phase and each attack", number(0.5, 600)),
+    option("--rounds", 3, "runs of each attack"),
 )
 def main(options: harness.Options) -> harness.Outcome:
-    """All attacks, or those that were asked for."""
+    """Runs all attacks, or those of `--only`."""
     logging.getLogger("asyncio").addFilter(_of_a_closed_loop)
     names = [name for name in SCENARIOS if name in (options.only or SCENARIOS)]
     begin_s = time.monotonic()

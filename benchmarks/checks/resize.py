@@ -45,7 +45,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is about."""
+    """The parameters of a run."""
 
     rounds: int
     clients: int
@@ -76,7 +76,7 @@ class Plan:
 class Resize:
     """One resize.
 
-    memory_bytes: what the kernel had given to the tier's file afterwards.
+    memory_bytes: memory of the tier's file after the resize.
     """
 
     target_bytes: int
@@ -89,13 +89,13 @@ class Resize:
 
     @property
     def memory_off(self) -> float:
-        """How far the memory is from what was asked for, as a share of it."""
+        """Difference between the memory and the requested size, as a share of the size."""
         return abs(self.memory_bytes - self.target_bytes) / self.target_bytes
 
 
 @dataclass(slots=True)
 class Load:
-    """What the clients saw."""
+    """Requests and answers of the clients."""
 
     requests: int = 0
     failed: int = 0
@@ -105,7 +105,7 @@ class Load:
 
 
 def memory_bytes(pid: int) -> int:
-    """What the kernel has given to the GPU tier's file of a daemon. Raises BenchmarkError without one."""
+    """Returns the memory of a daemon's GPU tier file. Raises BenchmarkError if it has no such file."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # a file that was closed meanwhile
             if _FILE in os.readlink(link):
@@ -144,7 +144,7 @@ async def measure(plan: Plan, folder: Path, step: Callable[[], None] = lambda: N
 
 
 async def undisturbed(plan: Plan, folder: Path, prompts: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """The answers to some prompts of a daemon that is never resized and caches nothing."""
+    """Returns the answers of a daemon that is never resized and caches nothing."""
     settings = {**plan.settings(), "data_dir": folder / "undisturbed", "cache.enabled": False}
     with DaemonProcess(settings) as daemon:
         async with AsyncClient(daemon.address, name="benchmark resize", timeout_s=_TIMEOUT_S) as client:
@@ -153,7 +153,7 @@ async def undisturbed(plan: Plan, folder: Path, prompts: Collection[int]) -> dic
 
 
 async def _client(address: str, plan: Plan, number: int, load: Load, ended: asyncio.Event) -> None:
-    """One request after the other, each prompt in turn, at least one."""
+    """Sends one request after the other, each prompt in turn, at least one."""
     prompt = number
     async with AsyncClient(address, name=f"benchmark resize {number}", timeout_s=_TIMEOUT_S) as client:
         while True:
@@ -204,7 +204,7 @@ def summary(load: Load, resizes: Sequence[Resize], expected: Mapping[int, tuple[
 
 
 def violations(result: Mapping[str, Any]) -> list[str]:
-    """What a result breaks of what must hold, in words."""
+    """Returns the bounds that a result misses, in words."""
     zero, most = ("failed_requests", "unfinished_resizes"), {"memory_off": WORST_MEMORY_OFF}
     return harness.missed(result, zero=zero, true=["same_tokens"], most=most) + list(result["failures"][:1])
 

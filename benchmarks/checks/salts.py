@@ -86,7 +86,7 @@ class Salts:
         return resident
 
     async def _ask(self, tenant: str, salt: int, *, store: bool) -> int:
-        """Registers a salt and looks its prompt up; the blocks found. Stores the block if it is to."""
+        """Registers a salt and looks up its prompt; returns the number of blocks found. Stores the block if `store`."""
         session = self._sessions[tenant]
         spec = NamespaceSpec(
             "model", 4, (PartSpec("kv", 0, _BLOCK),), salt.to_bytes(8, "little", signed=True), tenant=tenant
@@ -152,7 +152,7 @@ def through_daemon(salts: int) -> dict[str, Any]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What is not as it has to be."""
+    """Returns the bounds that a result misses, in words."""
     of_daemon = dict.fromkeys(
         ("daemon_namespace_bytes", "daemon_namespace_bytes_after_restart"), result["daemon_namespace_limit_bytes"]
     )

@@ -1,4 +1,4 @@
-"""Whether a tenant can find out what another one has asked, from answers and their times.
+"""Checks that a tenant cannot find out another tenant's prompts from answers and their times.
 
 A daemon with the embedded model and two tenants. In rounds of 50 the victim asks half of some random prompts; the
 attacker then asks each of them once, one after the other on an idle daemon, and guesses which the victim has asked:
@@ -39,7 +39,7 @@ Prompt = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an answer shows.
+    """Observations of an answer.
 
     Attributes:
         hit: it says that tokens of the prompt were found.
@@ -51,13 +51,13 @@ class Seen:
 
 
 def ask(client: Client, prompt: Prompt) -> Seen:
-    """Asks a prompt, and looks at the answer as closely as a client can."""
+    """Sends a prompt; returns all that a client can observe of the answer."""
     first_s, ended = first_token(client, prompt, timeout_s=60)
     return Seen(any(ended.hit_tokens.values()), (first_s, ended.ttft_s))
 
 
 def guess(seen: Sequence[Seen], cached: int) -> dict[str, list[bool]]:
-    """Which prompts of a round were cached, by each way to tell, when it is known how many were."""
+    """Returns a guess for each prompt of a round whether it was cached, by way of guessing; `cached` prompts were."""
 
     def fastest(clock: int) -> list[bool]:
         order = sorted(range(len(seen)), key=lambda number: seen[number].clocks[clock])
@@ -68,7 +68,7 @@ def guess(seen: Sequence[Seen], cached: int) -> dict[str, list[bool]]:
 
 
 def probe(share_after: int, prompts: int, prompt_tokens: int, seed: int, step: Callable[[], None]) -> dict[str, int]:
-    """How many guesses of the attacker are right, by each way to tell."""
+    """Returns the number of right guesses of the attacker, by way of guessing."""
     chance = random.Random(seed)
 
     def made(count: int) -> list[Prompt]:
@@ -98,7 +98,7 @@ def probe(share_after: int, prompts: int, prompt_tokens: int, seed: int, step: C
 
 
 def verdict(protected: dict[str, int], bare: dict[str, int], probes: int) -> tuple[dict[str, Any], list[str]]:
-    """The result, and what misses the mark.
+    """Returns the result, and the bounds that it misses.
 
     Args:
         protected: right guesses with blocks that become common after `SHARE_AFTER` tenants, by each way to tell.

@@ -1,1 +1,1 @@
-"""What every benchmark needs."""
+"""Modules that all benchmarks share."""

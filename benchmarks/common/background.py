@@ -1,4 +1,4 @@
-"""A process that takes only what processor time others leave: one that stands for somebody on another machine."""
+"""Lowers the priority of a process that stands for another host, so that it takes only CPU time that is left."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def step_back(niceness: int = LOWEST_PRIORITY) -> None:
     a session of its own (`Companion`) has to make its session nice, too.
     """
     os.nice(niceness)
-    with suppress(OSError):  # no such thing here
+    with suppress(OSError):  # this kernel has no autogroups
         Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")

@@ -1,4 +1,4 @@
-"""The right bytes of blocks, and how many of those that came are wrong."""
+"""The right bytes of blocks, and counts of wrong ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlockBytes:
-    """The right bytes of a prompt's whole blocks: whoever reads a block can tell, whichever process wrote it, whenever.
+    """The right bytes of a prompt's whole blocks. Any process can check a block, independent of its writer.
 
     They follow from the namespace, all tokens up to the block's end, and the part. Every word differs between any two
     blocks, so bytes of another block, or moved ones, do not pass.
 
     Attributes:
-        names: of each block, what its bytes follow from.
+        names: names of the blocks, from which their bytes follow.
     """
 
     def __init__(self, spec: NamespaceSpec, tokens: Sequence[int] | Tokens) -> None:
@@ -39,14 +39,14 @@ class BlockBytes:
         return len(self.names)
 
     def part(self, block: int, part: int) -> Bytes:
-        """The bytes of one part of one block."""
+        """Returns the bytes of one part of one block."""
         nbytes = self.spec.parts[part].nbytes
         seed = blake2b(self.names[block], salt=part.to_bytes(2, "little"), digest_size=8).digest()
         words = _pattern(-(-nbytes // 8)) ^ np.frombuffer(seed, np.uint64)
         return words.view(np.uint8)[:nbytes]
 
     def content(self, first_block: int = 0, parts: Sequence[int] | None = None) -> Bytes:
-        """The bytes of the blocks from `first_block` on, block after block, part after part."""
+        """Returns the bytes of the blocks from `first_block` on, block after block, part after part."""
         chosen = range(len(self.spec.parts)) if parts is None else parts
         pieces = [self.part(block, part) for block in range(first_block, self.blocks) for part in chosen]
         return np.concatenate([np.empty(0, np.uint8), *pieces])
@@ -56,13 +56,13 @@ class BlockBytes:
         return self.content(parts=[part]).reshape(self.blocks, -1)
 
     def wrong_in(self, lease: AsyncLease, block: int, part: int = 0) -> int:
-        """How many bytes of a leased block's part are wrong."""
+        """Returns the number of wrong bytes in a part of a leased block."""
         with memoryview(lease.view(block, part)) as view:
             return wrong_bytes(np.frombuffer(view, np.uint8).copy(), self.part(block, part))
 
 
 def wrong_bytes(got: Bytes, expected: Bytes) -> int:
-    """How many bytes differ."""
+    """Returns the number of bytes that differ."""
     return 0 if np.array_equal(got, expected) else int(np.count_nonzero(got != expected))
 
 

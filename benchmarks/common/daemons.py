@@ -1,4 +1,4 @@
-"""What benchmarks ask of a daemon beside what they measure."""
+"""Calls to a daemon that benchmarks make besides their measurement."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from prefixd.client import Client, NamespaceSpec
 from prefixd.v1 import admin_pb2
 
 START_S = 120.0
-"""For a worker to take requests."""
+"""Most time until a worker takes requests."""
 
 
 def as_the_daemon_has_it(spec: NamespaceSpec) -> cache.NamespaceSpec:
-    """A namespace of the default tenant. Without rules: no namespace of a harness here has any."""
+    """Returns the daemon's form of a namespace, for the default tenant. Leaves out rules: no harness here uses them."""
     parts = tuple(cache.PartSpec(part.group, part.rank, part.nbytes) for part in spec.parts)
     return cache.NamespaceSpec(spec.name, spec.block_tokens, parts, spec.salt, spec.dtype, spec.layout)
 
 
 def violations_of(client: Client) -> list[str]:
-    """What `Admin.CheckIntegrity` reports, a line each."""
+    """Returns the violations that `Admin.CheckIntegrity` reports, one line each."""
     return list(client.check_integrity().violations)
 
 
 def wait_for_worker(client: Client) -> int:
-    """Returns the worker's process id once it takes requests. Raises BenchmarkError when it does not, or fails."""
+    """Returns the worker's process id once it takes requests. Raises BenchmarkError if it does not, or fails."""
     state = admin_pb2.WorkerStats.STATE_STARTING
 
     def settled() -> bool:

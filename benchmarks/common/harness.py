@@ -1,4 +1,4 @@
-"""What every benchmark shares: options, a result with its circumstances, tables, plot, progress, exit status; and the
+"""The frame of every benchmark: options, a result with its circumstances, tables, plot, progress, exit status; and the
 daemon that it measures.
 
     @harness.benchmark("match", __doc__, option("--repeats", 1000, "matches to time"))
@@ -31,7 +31,7 @@ from prefixd.workloads.circumstances import circumstances
 _SHOWN = 20
 _OWN = ("json", "plot")
 PLOT = Option("--plot", {"type": drawable, "metavar": "FILE", "help": "draw the result here (needs matplotlib)"})
-"""Of a benchmark whose outcome has `draw`."""
+"""The option of a benchmark whose outcome has `draw`."""
 Options = argparse.Namespace
 
 
@@ -41,13 +41,13 @@ class BenchmarkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Some figures of rows. `columns` may name a figure inside another: "ttft_s.p50"."""
+    """Rows of figures, and the columns to print. A column may name a figure inside another one: "ttft_s.p50"."""
 
     rows: Sequence[Mapping[str, Any]]
     columns: Sequence[str]
 
     def print(self) -> None:
-        """Aligned, with a line of names above; what a row lacks is left out."""
+        """Prints aligned columns below a line of names; a figure that a row does not have is left empty."""
         lines = [list(self.columns), *([_cell(row, column) for column in self.columns] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for first, *others in lines:
@@ -56,14 +56,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        result: figures for the JSON. Of a list `found`, the first lines are printed.
-        broken: promises that were not kept, in words; with one, the benchmark fails, once the result is written.
+        result: figures for the JSON. The first lines of a list `found` are printed.
+        broken: broken promises, in words. If there are some, the benchmark writes the result and then fails.
         tables: printed beside the plain figures.
         draw: fills the axes of the plot of a benchmark that has the option `PLOT`.
-        columns: of axes in the plot, in one row.
+        columns: number of axes in the plot, in one row.
     """
 
     result: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Benchmark:
         return made
 
     def __call__(self, arguments: Sequence[str] | None = None) -> None:
-        """The command. Raises BenchmarkError when a promise was broken, after the result is written."""
+        """Runs the command. Raises BenchmarkError if a promise was broken, after it has written the result."""
         options = self.parser().parse_args(arguments)
         began_s = time.perf_counter()
         outcome = self._measure(options)
@@ -116,7 +116,7 @@ class Benchmark:
             raise BenchmarkError("; ".join(outcome.broken))
 
     def _recorded(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Options as they stand in the result; files and folders of this machine do not."""
+        """Returns the options for the result, without files and folders of this machine."""
         return {
             name: value
             for name, value in vars(options).items()
@@ -131,10 +131,10 @@ def benchmark(
 
     Args:
         module: below `benchmarks`; its last part is the benchmark's name.
-        description: what it measures, or checks: the module's docstring.
-        options: beside `--json`.
-        unrecorded: options that do not belong into the result. The others do, and `seconds`, unless the result has its
-            own of that name.
+        description: the module's docstring, which says what the benchmark measures or checks.
+        options: all options but `--json`.
+        unrecorded: options that the result leaves out. It has the others, and `seconds` unless the outcome has a figure
+            of that name.
     """
 
     def make(measure: Callable[[Options], Outcome]) -> Benchmark:
@@ -144,7 +144,7 @@ def benchmark(
 
 
 def bare_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser without options, of a module below `benchmarks`."""
+    """Returns a parser without options, for a module below `benchmarks`."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}",
         description=description,
@@ -153,14 +153,14 @@ def bare_parser(module: str, description: str | None) -> argparse.ArgumentParser
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes."""
+    """Returns a parser with the options that every benchmark has."""
     made = bare_parser(module, description)
     made.add_argument("--json", type=result_file, metavar="FILE", help="write the result here")
     return made
 
 
 def committed(file: Path) -> Path:
-    """The file, for a result that no option names. Raises BenchmarkError as `result_file` refuses one."""
+    """Returns the file, for a result that no option names. Raises BenchmarkError if `result_file` refuses the file."""
     try:
         return result_file(str(file))
     except argparse.ArgumentTypeError as error:
@@ -168,12 +168,12 @@ def committed(file: Path) -> Path:
 
 
 ADDRESS = Option("--address", {"help": "a running daemon; by default one is started for this run"})
-"""For `daemon_address`."""
+"""The option whose value `daemon_address` takes."""
 
 
 @contextmanager
 def daemon_address(given: str | None, settings: Mapping[str, object]) -> Iterator[str]:
-    """`given`, or else the address of a daemon with `settings` that runs as long as the context."""
+    """Yields `given`, or the address of a daemon with `settings` that runs as long as the context."""
     if given:
         yield given
         return
@@ -182,14 +182,14 @@ def daemon_address(given: str | None, settings: Mapping[str, object]) -> Iterato
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    """Returns a TCP port of 127.0.0.1 that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_until(reached: Callable[[], bool], timeout_s: float, poll_s: float = 0.05) -> bool:
-    """Whether `reached` came about within the time."""
+    """Waits until `reached` returns True; returns False if it does not within the time."""
     deadline = time.monotonic() + timeout_s
     while not reached():
         if time.monotonic() > deadline:
@@ -206,7 +206,8 @@ def missed(
     most: Mapping[str, float] = MappingProxyType({}),
     least: Mapping[str, float] = MappingProxyType({}),
 ) -> list[str]:
-    """Which figures, by name, are not 0, not true, above the most or below the least, in words: `Outcome.broken`."""
+    """Returns in words, for `Outcome.broken`, the figures that are not 0, not true, above the most or below the
+    least."""
     return [
         *(f"{name} is {result[name]}" for name in zero if result[name]),
         *(f"{name} is {result[name]}" for name in true if not result[name]),
@@ -216,20 +217,20 @@ def missed(
 
 
 def median_and_most(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """`NAME_p50_s` and `NAME_max_s`; 0 of nothing."""
+    """Returns `NAME_p50_s` and `NAME_max_s`; 0 if there are no seconds."""
     ordered = sorted(seconds) or [0.0]
     return {f"{name}_p50_s": round(ordered[len(ordered) // 2], 4), f"{name}_max_s": round(ordered[-1], 4)}
 
 
 def finish(name: str, result: Mapping[str, Any], json_file: Path | None) -> None:
-    """Prints a result, and writes it with its circumstances where asked to."""
+    """Prints a result, and writes it with its circumstances if there is a file."""
     _print_figures(result)
     if json_file is not None:
         write(name, result, json_file)
 
 
 def _print_figures(result: Mapping[str, Any]) -> None:
-    """Single figures, and those one level below; longer ones are for tables."""
+    """Prints single figures, and those one level below; lists are for tables."""
     for key, value in result.items():
         if isinstance(value, Mapping):
             value = {name: each for name, each in value.items() if not isinstance(each, Mapping | list)}

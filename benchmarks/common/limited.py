@@ -1,6 +1,6 @@
-"""`python -m benchmarks.common.limited WHAT ARGUMENTS`: `python ARGUMENTS` with a low limit, root or not.
+"""`python -m benchmarks.common.limited LIMIT ARGUMENTS`: `python ARGUMENTS` with a low limit, also for root.
 
-WHAT is "memory", of which it may lock 64 KiB, or "descriptors", of which it may have 1,024.
+LIMIT is "memory" (it may lock 64 KiB) or "descriptors" (it may have 1,024).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _CAP_IPC_LOCK = 14
 
 
 def main() -> None:
-    """Becomes the other program."""
-    what, *arguments = sys.argv[1:]
-    if what == "descriptors":
+    """Sets the limit and replaces this process by the other program."""
+    limit, *arguments = sys.argv[1:]
+    if limit == "descriptors":
         resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     else:
         _limit_locked_memory()
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _limit_locked_memory() -> None:
-    """A right that is not in the bounding set is not given to what root executes."""
+    """Also drops root's right to exceed the limit: an executed program gets no right outside the bounding set."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKABLE_BYTES, hard))
     if os.geteuid() == 0 and ctypes.CDLL(None, use_errno=True).prctl(_PR_CAPBSET_DROP, _CAP_IPC_LOCK, 0, 0, 0):

@@ -1,4 +1,4 @@
-"""Options of commands: each declared once, with its type, its default and what it is."""
+"""Options of commands: each is declared once, with its type, its default and its help."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def writable(text: str) -> Path:
 
 
 def result_file(text: str) -> Path:
-    """As `writable`, a file for a result: one inside the repository only where the code is committed."""
+    """Like `writable`, for a result file. A file inside the repository is refused if there are uncommitted changes."""
     path = writable(text)
     if path.resolve().is_relative_to(ROOT) and str(circumstances()["commit"]).endswith("+changes"):
         raise argparse.ArgumentTypeError(
@@ -99,7 +99,7 @@ def result_file(text: str) -> Path:
 
 
 def drawable(text: str) -> Path:
-    """As `writable`, a file that a plot can be saved as."""
+    """Like `writable`, for a file that matplotlib can save a plot to."""
     path = writable(text)
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -124,11 +124,11 @@ def option(
 
     Args:
         flag: such as "--kills".
-        default: None: the text says what holds without it.
-        text: what it is.
+        default: the default. None: the text describes the case without the option.
+        text: the help.
         kind: an argparse type.
-        shown: False: the text says what the default is.
-        keywords: others of `argparse`, such as nargs.
+        shown: False: the text names the default itself.
+        keywords: further keywords of `argparse`, for example nargs.
     """
     if kind is positive:
         keywords.setdefault("metavar", "N")
@@ -137,31 +137,31 @@ def option(
 
 
 def seed(text: str, default: int = 0) -> Option:
-    """`--seed`: of everything that `text` names."""
+    """Returns the option `--seed`; `text` names the things that it seeds."""
     return option("--seed", default, text, int)
 
 
 def flag(name: str, text: str) -> Option:
-    """An option without a value."""
+    """Returns an option without a value."""
     return Option(name, {"action": "store_true", "help": text})
 
 
-def only(names: Iterable[str], what: str = "only this one") -> Option:
-    """`--only NAME`, which may be repeated; None where it is not given."""
+def only(names: Iterable[str], text: str = "only this one") -> Option:
+    """Returns the option `--only NAME`, which may be repeated; its value is None if it is not given."""
     chosen = list(names)
-    text = f"{what}; one of: {', '.join(chosen)}"
+    text = f"{text}; one of: {', '.join(chosen)}"
     return Option("--only", {"action": "append", "choices": chosen, "metavar": "NAME", "help": text})
 
 
 def chosen(flag: str, names: Iterable[str], text: str, default: Iterable[str] | None = None) -> Option:
-    """An option with one or more of `names`, all by default."""
+    """Returns an option for one or more of `names`; by default all."""
     every = list(names)
     few = every if default is None else list(default)
     return Option(flag, {"nargs": "+", "choices": every, "default": few, "help": f"{text} ({' '.join(few)})"})
 
 
 def from_options(kind: type[T], options: argparse.Namespace, **others: Any) -> T:
-    """A dataclass whose fields have the values of the options of the same names, and of `others` those given here."""
+    """Returns a dataclass made of the options with the names of its fields, and of `others`."""
     made: Any = kind
     named = {each.name: getattr(options, each.name) for each in fields(made) if hasattr(options, each.name)}
     return cast(T, made(**{**named, **others}))

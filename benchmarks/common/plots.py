@@ -9,7 +9,7 @@ Values = Sequence[float]
 
 
 def bars(axes: Any, groups: Sequence[str], series: Mapping[str, Values], title: str) -> None:
-    """In each group a bar of every series, with its value; NaN: none."""
+    """Draws one bar of every series in each group, with its value; no bar for NaN."""
     if not series:
         return
     width = 0.8 / len(series)
@@ -30,7 +30,7 @@ def _label(value: float) -> str:
 
 
 def lines(axes: Any, series: Mapping[str, tuple[Values, Values]], x: str, y: str, legend: str | None = None) -> None:
-    """Both axes are logarithmic."""
+    """Draws the lines; both axes are logarithmic."""
     for name, (places, values) in series.items():
         axes.plot(places, values, marker="o", label=name)
     axes.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""What a process takes of the machine, from /proc, and how that changes over time."""
+"""The memory, descriptors and mappings of a process, from /proc, and their change over time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _GPU_TIER = "/memfd:prefixd-gpu-tier"
 class Footprint:
     """One look at one process; memory in MiB.
 
-    `rss` is all that it has touched: `anon` is its own (heap, stacks), `shmem` the tiers in shared memory, `file` its
-    programs and mapped files.
+    `rss` is all memory that it has touched: `anon` is its own (heap, stacks), `shmem` the tiers in shared memory,
+    `file` its programs and mapped files.
 
     `mappings` are those besides the GPU tier's, of which `gpu_tier_mapped` tells the length: the kernel makes one
     mapping of two where chunks that follow one another in the tier are mapped side by side, so their number is chance.
@@ -42,7 +42,7 @@ def status_bytes(pid: int | str) -> dict[str, int]:
 
 
 def footprint(pid: int, at_s: float) -> Footprint:
-    """A look at process `pid`. Raises OSError when it has gone."""
+    """Returns the footprint of process `pid`. Raises OSError if the process has ended."""
     proc = Path("/proc") / str(pid)
     memory = status_bytes(pid)
     rss, anon, shmem, file = (memory[name] / _MIB for name in ("VmRSS", "RssAnon", "RssShmem", "RssFile"))

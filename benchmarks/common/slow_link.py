@@ -131,7 +131,7 @@ class SlowLink:
                 if not data:
                     await arriving
                     return
-                if self._free_s[way] - now_s > 0.01:  # what has not been read yet waits at the sender
+                if self._free_s[way] - now_s > 0.01:  # data that is not read yet waits at the sender
                     await asyncio.sleep(self._free_s[way] - now_s)
         finally:
             await _cancel({arriving})
@@ -152,7 +152,7 @@ class SlowLink:
 async def _put_or_end(
     cable: asyncio.Queue[tuple[float, bytes]], item: tuple[float, bytes], arriving: asyncio.Future[None]
 ) -> None:
-    """Raises what ended `arriving`: the far end is gone, and nobody would empty the cable."""
+    """Raises the error that ended `arriving`: the far end is gone, so nothing would empty the cable."""
     putting: Coroutine[Any, Any, None] = cable.put(item)
     task = asyncio.ensure_future(putting)
     try:

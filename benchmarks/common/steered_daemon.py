@@ -2,7 +2,7 @@
 
 `python -m MODULE --orders FILE PARENT serve ...` is `prefixd serve ...` that ends with process PARENT and whose disk
 tier makes its file calls as FILE, one JSON object, says. A harness uses a `SteeredDaemon`, which starts it and writes
-the file. It is looked at before each call, so that what is written is obeyed from the next call on.
+the file. The daemon checks the file before each call, so it obeys new orders from the next call on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Orders:
         fresh.rename(self.path)
 
     def changed(self) -> dict[str, Any] | None:
-        """What they say, when that is not what they said at the last call; else None."""
+        """Returns the orders if they changed since the last call; otherwise None."""
         try:
             stat = self.path.stat()
         except FileNotFoundError:
@@ -44,7 +44,7 @@ class Orders:
 
 
 class SteeredDaemon(DaemonProcess):
-    """The side that starts it."""
+    """Starts the daemon and writes its orders; used in the harness."""
 
     MODULE: ClassVar[str]
     """The program: it calls `serve`."""
@@ -56,7 +56,7 @@ class SteeredDaemon(DaemonProcess):
 
 
 def serve(make: Callable[[Path], FileOps]) -> None:
-    """The daemon, with the file calls that `make` makes of the file of orders."""
+    """Runs the daemon with the file calls that `make` returns for the file of orders."""
     from prefixd.cli import tethered
 
     if len(sys.argv) < 3 or sys.argv[1] != "--orders":

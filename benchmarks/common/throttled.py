@@ -1,4 +1,4 @@
-"""A daemon in its own process whose disk is as slow as one says, and can be made faster or slower while it runs."""
+"""A daemon in its own process with a disk whose speed can be changed while it runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _LOOK_S = 0.01
 class DiskRate:
     """How fast a disk is.
 
-    bytes_per_s: what all reads and writes have together; None for what the device has, 0 for a disk that hangs.
-    latency_s: seconds that each read takes besides.
-    alone: writes, syncs and commits take the latency too, and nothing is synced: whatever the machine's disk can do.
+    bytes_per_s: of all reads and writes together; None for the device's own rate, 0 for a disk that hangs.
+    latency_s: additional seconds of each read.
+    alone: writes, syncs and commits take the latency too, and nothing is synced: the speed does not depend on the
+        machine's disk.
         Not for a store whose durability is in question.
     """
 
@@ -45,7 +46,7 @@ class ThrottledOps(FileOps):
     Args:
         path: a JSON object with fields of `DiskRate`; with no file nothing is slowed down.
         clock: seconds; passed in so that tests own the time.
-        sleep: waits so many seconds by the clock.
+        sleep: waits for a number of seconds by the clock.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ThrottledOps(FileOps):
 
     @contextmanager
     def _served(self, nbytes: int, *, read: bool = False) -> Iterator[DiskRate]:
-        """Within it the real call is made; it is left when the disk would have answered."""
+        """Encloses the real call, and ends when a disk of this rate would have answered."""
         rate = self._now()
         if not nbytes and not rate.alone:  # a sync of the machine's disk takes its own time
             yield rate
@@ -103,7 +104,7 @@ class ThrottledOps(FileOps):
         with self._lock:
             if (changed := self._orders.changed()) is not None:
                 self._rate = DiskRate(**changed)
-                self._free_s = 0.0  # what waits for the old rate does so, what comes now does not wait behind it
+                self._free_s = 0.0  # calls that wait for the old rate go on; new calls do not wait behind them
             return self._rate
 
 

@@ -17,7 +17,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def tied(words: Sequence[str]) -> list[str]:
-    """The command that runs `words`, a program and its arguments, so that the kernel kills it when the thread
+    """Returns the command that runs `words`, a program and its arguments, so that the kernel kills it when the thread
     that starts it is gone.
 
     Subprocess's `preexec_fn` would do this in a fork, in which gRPC's handlers run and now and then end it.

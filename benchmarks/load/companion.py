@@ -13,7 +13,7 @@ from benchmarks.common.harness import BenchmarkError
 
 
 class Companion:
-    """The side that starts it: `python -m MODULE ARGUMENTS...`, which ends with its input.
+    """Starts and controls `python -m MODULE ARGUMENTS...`, which ends with its input; used in the harness.
 
     A context manager: leaving it ends the process.
     """
@@ -36,7 +36,7 @@ class Companion:
         self.kill()
 
     def tell(self, line: str = "") -> None:
-        """Sends a line; its answer is `answer`'s to fetch, in the order of the lines.
+        """Sends a line. `answer` fetches the answers in the order of the lines.
 
         Raises BenchmarkError: the process has ended.
         """
@@ -48,7 +48,7 @@ class Companion:
             raise self._ended() from error
 
     def answer(self) -> dict[str, Any]:
-        """The next answer. Waits for the process to be ready.
+        """Returns the next answer. Waits until the process is ready.
 
         Raises BenchmarkError: the process has ended, or answers with an error.
         """
@@ -62,7 +62,7 @@ class Companion:
         return answer
 
     def kill(self) -> None:
-        """SIGKILL, wherever it is."""
+        """Sends SIGKILL, at any point of its work, and waits until it has ended."""
         self._process.kill()
         self.close()
 
@@ -79,7 +79,7 @@ class Companion:
 
 
 async def order_lines() -> asyncio.StreamReader:
-    """The lines on this process's standard input, on its side."""
+    """Returns the lines of this process's standard input; used in the process itself."""
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

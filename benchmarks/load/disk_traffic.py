@@ -1,5 +1,5 @@
-"""What keeps a daemon's disk busy and nobody waits for, from a process of its own: new blocks, which are written back,
-and prefetches of blocks that are on disk only.
+"""Background work that keeps a daemon's disk busy, from a process of its own: new blocks, which are written back, and
+prefetches of blocks that are on disk only.
 
 `python -m benchmarks.load.disk_traffic ADDRESS PLAN`: each line on its standard input is answered with one line of
 JSON, the `Traffic` so far. It ends with its input. `DiskTraffic` starts it.
@@ -22,8 +22,8 @@ from prefixd.client import AsyncCache, AsyncClient, AsyncLease, ExhaustedError, 
 
 BLOCK_TOKENS = 16
 TIMEOUT_S = 600.0
-_LOOK_S = 0.05  # how often the prefetching client looks what has come
-_LOST_S = 30.0  # a prefetch of which nothing has come for so long is not waited for any more
+_LOOK_S = 0.05  # between two checks of the prefetching client
+_LOST_S = 30.0  # a prefetch without progress for this long counts as lost
 _AGAIN_S = 0.1  # after a call that the daemon refused for want of room
 
 
@@ -49,25 +49,25 @@ class Prompts:
         return BlockBytes(self.spec, self.tokens(prompt))
 
     async def store(self, blocks: AsyncCache, prompt: int, *, durable: bool = False) -> int:
-        """Stores a prompt; how many of its blocks are new. Raises ExhaustedError: there is room for none."""
+        """Stores a prompt; returns the number of new blocks. Raises ExhaustedError: there is no room for a block."""
         content = self.content(prompt)
         return (await blocks.store(content.tokens, content.content(), durable=durable)).committed
 
     def wrong_bytes(self, lease: AsyncLease, prompt: int) -> int:
-        """How many bytes of the leased blocks of a prompt, from its first, are not what was stored."""
+        """Returns the number of wrong bytes in the leased blocks of a prompt, from its first block on."""
         content = self.content(prompt)
         return sum(content.wrong_in(lease, block) for block in range(lease.blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlan:
-    """What is prefetched and written, by two clients."""
+    """The prompts that two clients prefetch and write."""
 
     prefetched: Prompts
     pool: int
-    """How many prompts are prefetched in turn; together they are larger than the CPU tier."""
+    """Number of prompts that are prefetched in turn; together they are larger than the CPU tier."""
     under_way: int
-    """How many of them are under way at a time."""
+    """Number of prefetches under way at a time."""
     written: Prompts
     written_bytes_per_s: float
     """At most; the daemon may let the writer wait longer."""
@@ -83,7 +83,7 @@ class TrafficPlan:
 
 @dataclass(slots=True)
 class Traffic:
-    """What the two clients have done so far."""
+    """Counts of the two clients so far."""
 
     prefetched_blocks: int = 0
     """Blocks that prefetches were asked to bring from disk and that have come."""
@@ -92,7 +92,7 @@ class Traffic:
     prefetched: list[int] = field(default_factory=list)
     """Prompts whose prefetch has ended, in this order."""
     lost: int = 0
-    """Prefetches that were given up, because nothing came of them for 30 s."""
+    """Prefetches that were given up after 30 s without progress."""
     refused: int = 0
     """Prefetches that the daemon refused for now."""
     written_blocks: int = 0
@@ -101,13 +101,13 @@ class Traffic:
 
 
 class DiskTraffic(Companion):
-    """The side that starts the process."""
+    """Starts and controls the process; used in the harness."""
 
     def __init__(self, address: str, plan: TrafficPlan) -> None:
         super().__init__("benchmarks.load.disk_traffic", address, plan.to_json())
 
     def look(self) -> Traffic:
-        """What was done so far. Waits for the process to be ready. Raises BenchmarkError: the process has ended."""
+        """Returns the counts so far. Waits until the process is ready. Raises BenchmarkError: the process has ended."""
         self.tell()
         return Traffic(**self.answer())
 
@@ -124,7 +124,7 @@ class _UnderWay:
 
 
 async def _prefetch(blocks: AsyncCache, plan: TrafficPlan, traffic: Traffic) -> None:
-    """Prefetches one prompt after the other, so many at a time."""
+    """Prefetches one prompt after the other, `under_way` at a time."""
     prompts, turn = plan.prefetched, 0
     under_way: list[_UnderWay] = []
     while True:
@@ -185,7 +185,7 @@ async def _serve(address: str, plan: TrafficPlan) -> None:
 
 
 def main() -> None:
-    """The process's side."""
+    """Runs the clients."""
     asyncio.run(_serve(sys.argv[1], TrafficPlan.from_json(sys.argv[2])))
 
 

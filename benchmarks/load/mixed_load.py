@@ -1,4 +1,4 @@
-"""Mixed work of one client, every byte of it verifiable: what the harnesses of crashes, deaths and long runs share."""
+"""Mixed work of one client with verifiable bytes, for the harnesses of crashes, deaths and long runs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PINNED = 3
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a client's calls and of the bytes it read."""
+    """Counts of a client's calls and of the bytes that it read."""
 
     calls: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    """No room: the daemon said so, and the call can be repeated."""
+    """Calls that the daemon refused for want of room; they can be repeated."""
     interrupted: Counter[str] = field(default_factory=Counter)
-    """The daemon went away during the call."""
+    """Calls during which the daemon ended."""
     failed_calls: int = 0
     failures: list[str] = field(default_factory=list)
     """The first of them."""
@@ -85,12 +85,12 @@ class Tally:
 
 @dataclass(slots=True)
 class Audit:
-    """What a client found of what it knows."""
+    """Findings of a client about the prompts that it knows."""
 
     durable: int
-    """Prompts of its own that have to be there."""
+    """Prompts of its own that must be cached."""
     pinned: int
-    """Those that have to be pinned."""
+    """Prompts that must be pinned."""
     found: int = 0
     """Blocks that were read."""
     lost_blocks: int = 0
@@ -98,15 +98,15 @@ class Audit:
     unpinned: list[str] = field(default_factory=list)
     """Prompts that were pinned and are not any more."""
     back: list[str] = field(default_factory=list)
-    """Prompts that were forgotten and are cached again, though nobody stored them."""
+    """Prompts that were forgotten and are cached again, though no client stored them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What one client does; two clients with the same plan and seed choose the same calls.
+    """The work of one client; two clients with the same plan and seed choose the same calls.
 
-    `owner` is above 0 and no two clients have the same. `outages`: the daemon may go away at any time, and that alone
-    is no failure.
+    `owner` is above 0 and differs between clients. `outages`: the daemon may end at any time, which alone is no
+    failure.
     """
 
     owner: int
@@ -114,7 +114,7 @@ class LoadPlan:
     tasks: int = 4
     """Calls under way at once."""
     numbers: int = 32
-    """Prompts of each namespace that everybody asks for."""
+    """Prompts of each namespace that all clients ask for."""
     own_durable: int = 16
     """Durable prompts of its own that it has at a time."""
     outages: bool = False
@@ -129,7 +129,7 @@ class LoadPlan:
 
 
 class MixedLoad:
-    """Works through `plan` whenever it may; `async with` it."""
+    """Works through `plan` between `go` and `pause`; an async context manager."""
 
     def __init__(self, address: str, plan: LoadPlan) -> None:
         self.plan = plan
@@ -137,9 +137,9 @@ class MixedLoad:
         self.durable: dict[Prompt, None] = {}
         """Prompts of its own that the daemon acknowledged as durable and that it has not asked to forget."""
         self.forgotten: dict[Prompt, None] = {}
-        """Those that the daemon acknowledged as forgotten."""
+        """Prompts that the daemon acknowledged as forgotten."""
         self.pinned: dict[Prompt, None] = {}
-        """Those that the daemon acknowledged as pinned across restarts and that it has not asked to unpin."""
+        """Prompts that the daemon acknowledged as pinned across restarts and that it has not asked to unpin."""
         self._pinning: set[Prompt] = set()
         self._client = AsyncClient(
             address,
@@ -258,7 +258,7 @@ class MixedLoad:
                 gone = not evicted.kept_blocks
             except NotFoundError:  # evicted for room
                 gone = True
-            except PreconditionError:  # some of it is being written back; it stays, and nobody counts on it
+            except PreconditionError:  # some of it is being written back; it stays, and is not checked
                 gone = False
             if gone:
                 self.forgotten[prompt] = None
@@ -290,7 +290,7 @@ class MixedLoad:
         self.tally.verify(f"lease of {prompt}", got, expected)
 
     async def _store_part(self, rng: random.Random) -> None:
-        """One part of the blocks now, the other by whoever comes next."""
+        """Stores one part of the blocks; a later call stores the other part."""
         prompt = Prompt(2, 0, rng.randrange(self.plan.numbers))
         part = rng.randrange(len(prompt.spec.parts))
         await (await self._cache(prompt)).store(prompt.whole, content(prompt, 0, (part,)), parts=[part])
@@ -316,7 +316,7 @@ class MixedLoad:
         await (await self._cache(prompt)).prefetch(prompt.tokens)
 
     async def _evict(self, rng: random.Random) -> None:
-        """Drops what a prompt does not share with others, if nobody uses it."""
+        """Drops the blocks that a prompt does not share with others, if they are not in use."""
         prompt = self._shared(rng)
         with suppress(NotFoundError, PreconditionError):
             await self._client.evict(key=await self._own_key(prompt))
@@ -337,7 +337,7 @@ class MixedLoad:
 
     @contextmanager
     def _alone_with(self, prompt: Prompt) -> Iterator[None]:
-        """Other tasks neither pin nor unpin it meanwhile: nobody could say which of two calls came last."""
+        """Keeps other tasks from pinning or unpinning the prompt: the order of two such calls would be unknown."""
         self._pinning.add(prompt)
         try:
             yield
@@ -392,14 +392,14 @@ class MixedLoad:
         return cache
 
     async def _own_key(self, prompt: Prompt) -> str:
-        """The key of the first block that a prompt does not share with others."""
+        """Returns the key of the first block that a prompt does not share with others."""
         return key_in_namespace((await self._cache(prompt)).namespace_id, prompt, prompt.shared_blocks)
 
     async def _last_key(self, prompt: Prompt) -> str:
         return key_in_namespace((await self._cache(prompt)).namespace_id, prompt, prompt.blocks - 1)
 
     async def _read_all(self, prompt: Prompt) -> int:
-        """Reads what there is of a prompt and verifies it; how many blocks that was."""
+        """Reads the cached blocks of a prompt and verifies them; returns their number."""
         expected = content(prompt)
         got = np.zeros_like(expected)
         there = await (await self._cache(prompt)).load(prompt.tokens, got)
@@ -408,7 +408,7 @@ class MixedLoad:
         return there
 
     def _shared(self, rng: random.Random) -> Prompt:
-        """A prompt that everybody asks for, the first ones more often."""
+        """Returns a prompt that all clients ask for, the first ones more often."""
         number = min(int(rng.expovariate(3 / self.plan.numbers)), self.plan.numbers - 1)
         return Prompt(rng.randrange(len(NAMESPACES)), 0, number)
 

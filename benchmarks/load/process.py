@@ -18,14 +18,14 @@ from benchmarks.load.world import Prompt
 
 
 class LoadProcess(Companion):
-    """The starting side."""
+    """Starts and controls the process; used in the harness."""
 
     def __init__(self, address: str, plan: LoadPlan) -> None:
         super().__init__("benchmarks.load.process", address, json.dumps(asdict(plan)))
         self.plan = plan
 
     def order(self, do: str, **what: Any) -> None:
-        """Sends an order; its answer is `answer`'s to fetch, in the order of the orders."""
+        """Sends an order. `answer` fetches the answers in the order of the orders."""
         self.tell(json.dumps({"do": do, **what}))
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class LoadProcess(Companion):
         return self.answer()
 
     def stop(self) -> Tally:
-        """Ends its work in order, then the process; what it counted."""
+        """Ends its work in order, then the process; returns its counts."""
         tally = Tally.from_plain(self.ask("stop")["tally"])
         self.close()
         return tally
@@ -44,7 +44,7 @@ class LoadProcess(Companion):
 
 
 def tell_all(clients: Sequence[LoadProcess], do: str) -> list[dict[str, Any]]:
-    """The same order to all of them at once; their answers."""
+    """Sends the same order to all clients at once; returns their answers."""
     for client in clients:
         client.order(do)
     return [client.answer() for client in clients]
@@ -81,7 +81,7 @@ async def _obey(load: MixedLoad, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The process's side."""
+    """Runs the client."""
     asyncio.run(_serve(sys.argv[1], LoadPlan(**json.loads(sys.argv[2]))))
 
 

@@ -17,7 +17,7 @@ from prefixd.client import AsyncCache, AsyncClient
 _NUMBERS = 32
 _PIECE_BYTES = 4096
 _TTL_S = 600.0
-"""What it holds must not end by expiry: that is what these deaths are about."""
+"""Long enough that leases and reservations end only by the victim's death, never by expiry."""
 
 
 class Victim:
@@ -42,7 +42,7 @@ class Victim:
             await asyncio.sleep(self._rng.uniform(0, 0.05))
 
     async def copy(self) -> None:
-        """In the middle of the copy into the arena: the bytes go there in small pieces."""
+        """Copies into the arena in small pieces, to be killed in the middle."""
         prompt = self._prompt()
         async with await (await self._cache(prompt)).reserve(prompt.tokens, ttl_s=_TTL_S) as reservation:
             source = content(prompt, reservation.first_block).tobytes()
@@ -63,28 +63,28 @@ class Victim:
             await asyncio.sleep(self._rng.uniform(0, 0.05))
 
     async def put(self) -> None:
-        """In the middle of bytes that are streamed to the daemon."""
+        """Streams bytes to the daemon, to be killed in the middle."""
         prompt = self._prompt()
         await (await self._cache(prompt)).store(prompt.whole, content(prompt), durable=self._rng.random() < 0.3)
 
     async def get(self) -> None:
-        """In the middle of bytes that are streamed from the daemon."""
+        """Streams bytes from the daemon, to be killed in the middle."""
         prompt = self._prompt(shared=True)
         await (await self._cache(prompt)).load(prompt.tokens, np.empty(len(content(prompt)), np.uint8))
 
     async def durable(self) -> None:
-        """While the daemon writes to disk for it."""
+        """Stores durable blocks, to be killed while the daemon writes them to disk."""
         prompt = self._prompt()
         await (await self._cache(prompt)).store(prompt.whole, content(prompt), durable=True)
 
     async def mixed(self) -> None:
-        """Eight calls of all kinds under way at once."""
+        """Runs eight calls of all kinds at once."""
         async with MixedLoad(self._address, LoadPlan(self._owner, 0, tasks=8, numbers=_NUMBERS)) as load:
             load.go()
             await asyncio.Event().wait()
 
     def _prompt(self, shared: bool | None = None) -> Prompt:
-        """One that everybody asks for, or a new one of its own."""
+        """Returns a prompt that all clients ask for, or a new one of its own."""
         namespace = self._rng.randrange(len(NAMESPACES))
         if shared or (shared is None and self._rng.random() < 0.5):
             return Prompt(namespace, 0, self._rng.randrange(_NUMBERS))
@@ -99,7 +99,7 @@ class Victim:
 
 SCENES = ("connect", "reserve", "copy", "lease", "put", "get", "durable", "mixed")
 STREAMED_SCENES = ("put", "get")
-"""Those whose bytes go through gRPC; they can be played over TCP."""
+"""Scenes with bytes that go through gRPC; they can run over TCP."""
 
 
 async def _repeat(do: Callable[[], Awaitable[None]]) -> None:
@@ -109,7 +109,7 @@ async def _repeat(do: Callable[[], Awaitable[None]]) -> None:
 
 
 def main() -> None:
-    """The process."""
+    """Runs the victim."""
     address, scene, owner, *token = sys.argv[1:]
 
     async def play() -> None:

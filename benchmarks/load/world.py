@@ -1,4 +1,4 @@
-"""What the load harnesses ask for: namespaces, and prompts by their numbers."""
+"""Namespaces of the load harnesses, and their prompts by number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixd.client import Client, NamespaceSpec, PartSpec
 NAMESPACES = (
     NamespaceSpec("load", 16, (PartSpec("full", 0, 32 << 10),), salt=b"one"),
     NamespaceSpec("load", 16, (PartSpec("full", 0, 32 << 10),), salt=b"two"),
-    # Two parts, one of them of a size that nothing is aligned to.
+    # Two parts; the size of one is no multiple of any alignment.
     NamespaceSpec("load-parts", 8, (PartSpec("full", 0, 20 << 10), PartSpec("window", 0, 5999))),
     NamespaceSpec("load-large", 4, (PartSpec("full", 0, 160 << 10),)),
 )
@@ -27,9 +27,9 @@ _LONGEST_TAIL = 4
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt by its numbers: `owner` 0 has those that everybody asks for, the others' are theirs alone.
+    """A prompt by its numbers. All clients ask for the prompts of `owner` 0; only its owner asks for any other prompt.
 
-    It begins with the blocks of its family (`number % FAMILIES`); what follows is in no other prompt.
+    It begins with the blocks of its family (`number % FAMILIES`); the rest is in no other prompt.
     """
 
     namespace: int
@@ -61,12 +61,13 @@ class Prompt:
 
 
 def brief_namespace(owner: int) -> NamespaceSpec:
-    """The namespace that a client fills with small blocks and evicts as a whole; few in all, however many clients."""
+    """Returns the namespace that a client fills with small blocks and evicts as a whole; clients share a few of
+    them."""
     return NamespaceSpec("load-brief", 4, (PartSpec("full", 0, 3000),), salt=b"brief %d" % (owner % BRIEF_SALTS))
 
 
 def prompts(numbers: int) -> Iterator[Prompt]:
-    """The first `numbers` prompts of each namespace that everybody asks for."""
+    """Yields the first `numbers` prompts of each namespace that all clients ask for."""
     for number in range(numbers):
         for namespace in range(len(NAMESPACES)):
             yield Prompt(namespace, 0, number)
@@ -78,12 +79,12 @@ def content(prompt: Prompt, first_block: int = 0, parts: Sequence[int] | None = 
 
 
 def store_prompt(client: Client, prompt: Prompt, *, durable: bool = False) -> int:
-    """Stores its whole blocks; how many are new."""
+    """Stores the whole blocks of a prompt; returns the number of new ones."""
     return client.register(prompt.spec).store(prompt.whole, content(prompt), durable=durable).committed
 
 
 def read_prompt(client: Client, prompt: Prompt) -> tuple[int, list[int]]:
-    """How many of its blocks were served, and which of them with a wrong byte."""
+    """Returns the number of blocks that were served, and the indexes of those with a wrong byte."""
     expected = content(prompt)
     got = np.zeros_like(expected)
     there = client.register(prompt.spec).load(prompt.tokens, got)

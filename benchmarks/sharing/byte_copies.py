@@ -61,7 +61,7 @@ def measure(nbytes: int, folder: Path) -> dict[str, Any]:
 
 
 def _of_hosts(link: str, port: int, secrets: Secrets, prompts: int) -> dict[str, float]:
-    """What a host that writes and one that reads count themselves; `link` begins the names of the results."""
+    """Returns the copies that a writing and a reading host count; the names of the results begin with `link`."""
     found, blocks, settings = {}, prompts * _PROMPT_BLOCKS, sharing(port, secrets)
     for way in ("write", "read"):
         with cache_host((blocks + 16) * _BLOCK_BYTES, settings) as host, Client(host.address) as client:
@@ -171,4 +171,4 @@ def _receive_into(link: socket.socket, view: memoryview) -> None:
 
 
 violations = partial(harness.missed, most={"bytes_copied_per_byte": MOST_COPIES})
-"""What is not as it has to be."""
+"""Returns the bounds that a result misses, in words."""

@@ -44,7 +44,7 @@ class Plan:
     warm_up: int = 2
 
     def repeats_of(self, tokens: int) -> int:
-        """So many prompts of a length are measured."""
+        """Returns the number of measured prompts of a length."""
         return self.repeats * (_MORE_REPEATS if tokens <= _SHORT_TOKENS else 1)
 
 
@@ -144,7 +144,7 @@ def summary(points: Sequence[Point]) -> dict[str, Any]:
 
 
 violations = partial(harness.missed, most={"worst_ratio": WORST_RATIO})
-"""What is not as it has to be."""
+"""Returns the bounds that a result misses, in words."""
 
 
 def draw(axes: Any, result: Mapping[str, Any]) -> None:

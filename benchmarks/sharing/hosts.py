@@ -45,7 +45,7 @@ def cache_host(cpu_bytes: int, settings: Mapping[str, object], folder: Path | No
 
 
 def remote_stats(client: Client) -> admin_pb2.RemoteStats:
-    """What the daemon says of the store. Raises BenchmarkError: it has none."""
+    """Returns the daemon's figures of the store. Raises BenchmarkError: it has none."""
     stats = client.stats()
     if not stats.HasField("remote"):
         raise harness.BenchmarkError("the daemon has no remote tier")
@@ -53,9 +53,9 @@ def remote_stats(client: Client) -> admin_pb2.RemoteStats:
 
 
 def wait_until_shared(client: Client, blocks: int) -> None:
-    """Returns when the daemon has brought so many blocks to the store since its start.
+    """Waits until the daemon has written `blocks` blocks to the store since its start.
 
-    Raises BenchmarkError: that takes too long.
+    Raises BenchmarkError: it takes too long.
     """
     if not harness.wait_until(lambda: remote_stats(client).shared_blocks >= blocks, _WAIT_S):
         shared = remote_stats(client).shared_blocks

@@ -1,4 +1,4 @@
-"""A second host that starts cold: what it finds of what the first one has shared, and whether the bytes are right."""
+"""A second host that starts cold: counts the shared blocks that it finds, and compares their bytes."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ def _read_all(cache: Cache, requests: Sequence[TraceRequest], step: Callable[[],
 
 
 def violations(result: dict[str, Any]) -> list[str]:
-    """What is not as it has to be."""
+    """Returns the bounds that a result misses, in words."""
     zero, least = ("wrong_bytes", "integrity_violations"), {"hit_rate": result["achievable_hit_rate"]}
     return harness.missed(result, zero=zero, least=least)

@@ -1,4 +1,4 @@
-"""What a store that is down costs engines: their calls, against those of a daemon without a remote tier."""
+"""The cost of a store that is down: times of engines' calls, compared with a daemon without a remote tier."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Plan:
 
 
 class Engine:
-    """What uses one daemon."""
+    """An engine that uses one daemon."""
 
     def __init__(self, client: Client) -> None:
         self._cache = client.register(NamespaceSpec("engine", _BLOCK_TOKENS, (PartSpec("full", 0, _BLOCK_BYTES),)))
@@ -120,7 +120,7 @@ def _session(plan: Plan, folder: Path, order: Sequence[str]) -> tuple[Times, dic
 
 
 def _wait_until_out(clients: Mapping[str, Client]) -> None:
-    """Until the daemons know that their stores are down."""
+    """Waits until the daemons know that their stores are down."""
     if not harness.wait_until(lambda: all(remote_stats(clients[arm]).failures for arm in DOWN), _WAIT_S):
         raise harness.BenchmarkError(f"a daemon has not noticed within {_WAIT_S:g} s that its store is down")
 
@@ -178,5 +178,5 @@ def _bounded(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def violations(result: Mapping[str, Any]) -> list[str]:
-    """What is not as it has to be."""
+    """Returns the bounds that a result misses, in words."""
     return harness.missed(result, most=dict.fromkeys(_bounded(result), MOST_RATIO))

@@ -62,7 +62,7 @@ class ValkeyServer:
         return f"valkey://127.0.0.1:{self.port}"
 
     def freeze(self) -> None:
-        """Stops it with SIGSTOP: its sockets stay open, and nobody answers."""
+        """Stops it with SIGSTOP: its sockets stay open, but it does not answer."""
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -84,7 +84,7 @@ class ValkeyServer:
 
 
 class ValkeyObjects:
-    """The objects in a server, for somebody who may read and write them all."""
+    """Reads and writes all objects of a server."""
 
     def __init__(self, port: int) -> None:
         self._link = socket.create_connection(("127.0.0.1", port), 30.0)

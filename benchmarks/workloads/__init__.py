@@ -1,1 +1,1 @@
-"""Workloads: what is asked (conversations, traces, chats), how it is asked, and the figures that come of it."""
+"""Workloads (conversations, traces, chats), the requests made of them, and their figures."""

@@ -1,4 +1,4 @@
-"""One request over the network API, and what came of it."""
+"""One request over the network API, and its result."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ async def ask(
 
 
 async def generated_tokens(client: AsyncClient, prompt: Sequence[int], sampling: Sampling, **options: Any) -> list[int]:
-    """The whole answer; `options` are those of `AsyncClient.generate`. Raises ClientError."""
+    """Returns the whole answer; `options` are those of `AsyncClient.generate`. Raises ClientError."""
     async with aclosing(client.generate(prompt, sampling=sampling, **options)) as events:
         return [token async for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Does everything at once, and returns what each gave. The first failure ends the others, and is raised."""
+    """Runs all coroutines at once; returns their results. The first failure ends the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

@@ -11,7 +11,7 @@ from prefixd.client import AsyncCache, ExhaustedError
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine's stand-in came to."""
+    """Counts of an engine's stand-in."""
 
     prompts: int = 0
     prompt_tokens: int = 0

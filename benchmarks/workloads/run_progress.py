@@ -1,4 +1,4 @@
-"""Who is told how far a run is: a bar on a terminal; and the daemon of a way of serving."""
+"""The progress bar of a run on a terminal, and the daemon of a way of serving."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown_progress() -> Iterator[Progress]:
 
 @contextmanager
 def daemon_of(way: Way, room: Room, waiting: int) -> Iterator[tuple[str, Progress]]:
-    """The address of a daemon that serves in this way, and who is told how far the run is; `waiting` requests may wait.
+    """Yields the address of a daemon that serves in this way, and the run's progress; `waiting` requests may wait.
 
     Raises DaemonFailed, with the end of its log, when it does not start or a call to it fails.
     """

@@ -1,4 +1,4 @@
-"""What a cache without a limit would hit."""
+"""The hits of a cache without a limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SeenBlocks:
         return known * self._block_tokens
 
     def answered(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """A prompt's answer is there, and a later prompt may begin with both."""
+        """Records a prompt's answer: a later prompt may begin with both."""
         self._seen.update(self._names([*prompt, *output[:-1]]))
 
     def _names(self, tokens: Sequence[int]) -> list[bytes]:

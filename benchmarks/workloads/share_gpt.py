@@ -82,7 +82,7 @@ def _pairs(entry: Any) -> list[tuple[bytes, bytes]]:
             pairs.append((question, text))
             question = b""
         elif pairs or question:
-            break  # somebody speaks twice, says nothing, or is neither
+            break  # a side speaks twice or says nothing, or the speaker is unknown
     return pairs
 
 

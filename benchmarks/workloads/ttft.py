@@ -20,7 +20,7 @@ _BODY_TOKENS = 8  # less than a block: what a request computes besides never gro
 
 
 def prompt_of(tokens: int, *seed: int) -> list[int]:
-    """A prefix of so many tokens, and a body."""
+    """Returns a prompt with a prefix of `tokens` tokens, and a body."""
     made: list[int] = np.random.default_rng([tokens, *seed]).integers(0, 256, tokens + _BODY_TOKENS).tolist()
     return made
 
@@ -40,7 +40,7 @@ def first_token(client: Client, prompt: Sequence[int], **how: Any) -> tuple[floa
 
 
 def in_turn(ways: Sequence[str], repeats: int, measure: Callable[[str, int], float]) -> dict[str, list[float]]:
-    """What `measure` of a way and a repeat gives, by way: each repeat begins with the next one."""
+    """Returns the results of `measure(way, repeat)` by way; each repeat begins with the next way."""
     found: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(repeats):
         for turn in range(len(ways)):

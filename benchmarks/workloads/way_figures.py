@@ -1,4 +1,4 @@
-"""What a way of serving came to, as JSON and as a table."""
+"""The figures of a way of serving, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def summarise(way: Way, asked: Sequence[Asked], elapsed_s: float) -> Figures:
 
 
 def same_answers(figures: Sequence[Figures]) -> bool:
-    """Whether the model said the same in all ways."""
+    """Returns True if the model gave the same answers in all ways."""
     return len({run.output_digest for run in figures}) == 1
 
 
 def outcome_of(result: Mapping[str, Any], measured: Sequence[Figures], wrong: Sequence[str]) -> Outcome:
-    """A benchmark's outcome, of `result` and the figures of its ways; `wrong`: what is not as it should be."""
+    """A benchmark's outcome, of `result` and the figures of its ways; `wrong`: missed bounds in words."""
     ways = [asdict(run) for run in measured]
     compared = {"same_answers": same_answers(measured), "shortcomings": list(wrong), "ways": ways}
     return Outcome({**result, **compared}, wrong, [Table(ways, _SHOWN)])

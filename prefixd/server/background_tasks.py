@@ -1,4 +1,6 @@
-"""Runs the daemon's background tasks. If one fails, the daemon ends: else it would take calls and never answer them."""
+"""Runs the daemon's background tasks. If one fails, the daemon ends: otherwise it would take calls and never answer
+them.
+"""
 
 from __future__ import annotations
 

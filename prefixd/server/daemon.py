@@ -156,7 +156,7 @@ class Daemon:
         remove_stale_socket(settings.server.socket)
         door = await self._open_memory_listener(stack)
         snapshot, service = self._add_services(door)
-        # Before this line a signal ends the process at once, since it has taken no call.
+        # Before this line a signal ends the process at once, since the daemon has taken no call.
         self.signals.install()
         tcp = await self._listeners.open()
         stack.push_async_callback(self.cache.write_back.flush, again=True)  # what clients committed during the drain

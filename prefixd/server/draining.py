@@ -52,7 +52,7 @@ class Drain:
     async def _drain(self) -> tuple[int, int]:
         again = self._draining.is_set()
         if not again:
-            self._before = self._done()
+            self._before = self._count_done()
         self._draining.set()
         self._on_begin()
         if self._models is not None:
@@ -63,7 +63,7 @@ class Drain:
         except TimeoutError:
             log.warning("calls that store or lease blocks still run after %g s; the daemon ends them", timeout_s)
         await self._cache.write_back.flush(again=again)
-        written, finished = (now - before for now, before in zip(self._done(), self._before, strict=True))
+        written, finished = (now - before for now, before in zip(self._count_done(), self._before, strict=True))
         log.info("drained: %d requests finished, %d blocks written to disk", finished, written)
         return written, finished
 
@@ -76,5 +76,5 @@ class Drain:
             error = UnavailableError(f"the daemon drained for {timeout_s:g} s and ended the request; send it again")
             await asyncio.gather(*(host.dispatcher.end_all(error) for host in models.hosts.values()))
 
-    def _done(self) -> tuple[int, int]:
+    def _count_done(self) -> tuple[int, int]:
         return self._cache.write_back.written, 0 if self._models is None else self._models.finished

@@ -1,4 +1,4 @@
-"""Reads what a caller asks to retain from the contract's messages."""
+"""Reads a caller's retention requests from the contract's messages."""
 
 from __future__ import annotations
 

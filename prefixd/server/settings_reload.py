@@ -92,7 +92,7 @@ class SettingsReload:
         later = [name for name in changed if name not in _READ_AGAIN]
         log.info("settings were read again: %d tenants", len(fresh.tenants))
         if later:
-            log.warning("%s changed, which only a restart brings into force", ", ".join(later))
+            log.warning("%s changed; only a restart brings the change into force", ", ".join(later))
         self._audit.log_event("settings read again", None)
 
     def _log_removed_tenants(self, names: Iterable[str]) -> None:

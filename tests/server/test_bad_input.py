@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixd.server.rpc.status import _short
+from prefixd.server.rpc.status import _shorten_message
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
 from tests.daemons import Remote
@@ -353,7 +353,7 @@ def test_unreadable_messages_in_streams(sidecar: Remote, rejected: Callable[...,
 
 def test_messages_of_errors_fit_into_a_header() -> None:
     for message in ("short", "a" * 5000, "☃" * 5000, "a" * 480 + "😀" * 115, "%" * 700):
-        short = _short(message)
+        short = _shorten_message(message)
         assert len(short) <= 600 and len(quote(short, " ")) <= 1800
         assert (short == message) == (message == "short")
         assert short[:60] == message[:60] and short[-60:] == message[-60:]

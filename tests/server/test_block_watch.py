@@ -141,7 +141,7 @@ async def test_changes_in_other_geometries_are_not_looked_at(cache: TieredCache)
     watch = BlockWatch(cache, session)
     cache.observe(watch._mark_changed)
     watch.announce_all()
-    while watch._add_opened_namespaces() or watch._turn():
+    while watch._add_opened_namespaces() or watch._run_turn():
         pass
     watch._wake.clear()
     for namespace, wakes in ((other, False), (mine, True)):

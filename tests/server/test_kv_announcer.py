@@ -174,7 +174,7 @@ async def test_what_was_told_is_what_is_so(
             for part in (0, 1):  # first it is torn
                 trie.put_copies(np.array([row]), tier, np.array([[1 if at == part else -1 for at in range(2)]]), 0.0)
                 if choose.random() < 0.1:
-                    events._turn()
+                    events._run_turn()
 
     def shrink() -> None:
         rows = used_rows(trie).tolist()
@@ -196,17 +196,17 @@ async def test_what_was_told_is_what_is_so(
         if choose.random() < 0.02:
             events.announce_all()
         for _ in range(choose.randrange(4)):
-            events._turn()
+            events._run_turn()
         if choose.random() < 0.1:
-            while events._turn():
+            while events._run_turn():
                 pass
             assert router.believed == engine_blocks(trie, width)
-    while events._turn():
+    while events._run_turn():
         pass
     assert router.believed == engine_blocks(trie, width) and len(router.blocks) > 20
     # The disk goes out of service: what is nowhere else is nowhere, and all of it is back later.
     trie.offer(DISK, False)
-    while events._turn():
+    while events._run_turn():
         pass
     assert router.believed == engine_blocks(trie, width)
     assert not any(medium == "STORAGE" for medium, _ in router.blocks)
@@ -228,7 +228,7 @@ async def test_of_several_groups_those_count_that_every_prefix_needs(
     rows = enter_chain(trie, cache.chain(namespace, np.arange(8, dtype="<u4").tobytes()), namespace.root)
 
     def told() -> list[bool]:
-        while events._turn():
+        while events._run_turn():
             pass
         return [("CPU", hash_of(namespace, trie, row)) in router.blocks for row in rows.tolist()]
 
@@ -256,7 +256,7 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
     events = router_events.KVEvents(cache, ON)
     router: Any = events._publisher
     events.announce_all()
-    while events._turn():
+    while events._run_turn():
         pass
     assert router.batches[0] == [AllBlocksCleared()]
     stored = router.batches[1:]
@@ -268,7 +268,7 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
     assert {batch[0].block_size for batch in stored} == {16}
     trie.drop_copies(rows, DISK)
     events._mark_changed(trie, rows)
-    while events._turn():
+    while events._run_turn():
         pass
     removed = [batch for batch in router.batches if isinstance(batch[0], BlockRemoved)]
     assert not router.blocks and not len(events._engine_blocks)
@@ -289,10 +289,10 @@ async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monk
     most = 0
     for _ in range(12):
         events.announce_all()
-        events._turn()
+        events._run_turn()
         most = max(most, len(router.blocks))
     assert most == 4
-    while events._turn():
+    while events._run_turn():
         pass
     assert router.blocks == matchable(namespace, trie)
 
@@ -320,7 +320,7 @@ async def test_subscribers_that_come_all_the_time_make_nobody_hear_everything_al
     while now < 100.0:
         events.announce_all()
         said = len(router.batches)
-        while events._turn():
+        while events._run_turn():
             pass
         begun += [now] if len(router.batches) > said else []
         now += 8 / 137
@@ -378,11 +378,11 @@ async def test_whose_blocks_are_told(
     rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
     trie.put_copies(rows, DISK, np.array([[0]]), 0.0)
     events.announce_all()
-    while events._turn():
+    while events._run_turn():
         pass
     assert router.blocks == (matchable(namespace, trie) if told else set())
     trie.drop_copies(rows, DISK)
-    while events._turn():
+    while events._run_turn():
         pass
     assert not router.blocks
     topic = b"kv@%s@llama" % namespace.spec.tenant.encode()
@@ -397,11 +397,11 @@ async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, mo
     cache.observe(events._mark_changed)
     cache.register(NamespaceSpec("early", 1, (PartSpec("a", 0, 8),)))
     events.announce_all()
-    events._turn()
+    events._run_turn()
     namespace = cache.register(NamespaceSpec("late", 1, (PartSpec("a", 0, 8),)))
     trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
     trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[0]]), 0.0)
-    events._turn()
+    events._run_turn()
     assert router.topics == [b"kv@early", b"kv@late", b"kv@late"]
     assert router.batches[:2] == [[AllBlocksCleared()]] * 2
     assert router.blocks == matchable(namespace, trie)
@@ -503,7 +503,7 @@ async def test_what_only_a_shared_store_has_is_not_announced(
     rows = enter_chain(trie, cache.chain(namespace, np.arange(4, dtype="<u4").tobytes()), namespace.root)
     trie.put_copies(np.array(rows), REMOTE, np.array([[1], [2]]), 0.0)
     trie.put_copies(np.array(rows[:1]), CPU, np.array([[1]]), 0.0)
-    while events._turn():
+    while events._run_turn():
         pass
     assert router.blocks == {(MEDIA["cpu"], hash_of(namespace, trie, rows[0]))}
 
@@ -543,7 +543,7 @@ async def test_blocks_that_cannot_be_divided_are_told_as_they_are(
         chain = cache.chain(namespace, np.arange(48, dtype="<u4").tobytes())
         rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
         trie.put_copies(rows, DISK, np.array([[1], [2]]), 0.0)
-    while events._turn():
+    while events._run_turn():
         pass
     stored = [event for batch in router.batches for event in batch if isinstance(event, BlockStored)]
     assert [(event.block_size, len(event.block_hashes)) for event in stored] == [(24, 2)] * 2
@@ -564,7 +564,7 @@ async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch
     trie = cache.trie(namespace)
     rows = enter_chain(trie, cache.chain(namespace, bytes(32 * 4 * 5)), namespace.root, namespace.ordinal)
     trie.put_copies(rows, DISK, np.arange(5)[:, None], 0.0)
-    while events._turn():
+    while events._run_turn():
         pass
     assert len(router.blocks) == 10
     trie.drop_copies(rows, DISK)
@@ -572,7 +572,7 @@ async def test_a_trie_that_gets_another_geometry(cache: TieredCache, monkeypatch
     trie.reshape(64, (8,), [FullAttention()])
     rows = enter_chain(trie, BlockChain(bytes(64 * 4), 64, 7), namespace.root, namespace.ordinal)
     trie.put_copies(rows, DISK, np.array([[3]]), 0.0)
-    while events._turn():
+    while events._run_turn():
         pass
     assert len(router.blocks) == len(events._engine_blocks) + 1 == 4
 
@@ -583,7 +583,7 @@ async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, mon
     events = router_events.KVEvents(cache, ON)
     cache.observe(events._mark_changed)
     namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(40)]
-    while events._turn():
+    while events._run_turn():
         pass
     looked: list[int] = []
     of = events._rows_of
@@ -591,7 +591,7 @@ async def test_a_turn_looks_only_where_something_changed(cache: TieredCache, mon
     for namespace in namespaces[7:9]:
         trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(16))
         trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), CPU, np.array([[0]]), 0.0)
-    while events._turn():
+    while events._run_turn():
         pass
     assert set(looked) == {cache.trie(namespace).ordinal for namespace in namespaces[7:9]}
     assert len(cast(Any, events._publisher).blocks) == 2
@@ -604,7 +604,7 @@ async def test_all_tries_together_have_a_turns_rows(cache: TieredCache, monkeypa
     events = router_events.KVEvents(cache, ON)
     cache.observe(events._mark_changed)
     namespaces = [cache.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 8 + size),))) for size in range(3)]
-    while events._turn():
+    while events._run_turn():
         pass
     for namespace in namespaces:
         trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(16))
@@ -614,7 +614,7 @@ async def test_all_tries_together_have_a_turns_rows(cache: TieredCache, monkeypa
     monkeypatch.setattr(
         events, "_compare_changed_rows", lambda trie, of: (looked.append(trie.ordinal), compare(trie, of))[1]
     )
-    assert events._turn() and len(looked) == 1
-    while events._turn():
+    assert events._run_turn() and len(looked) == 1
+    while events._run_turn():
         pass
     assert len(cast(Any, events._publisher).blocks) == 3

@@ -173,7 +173,7 @@ def test_settings_are_read_again_without_ending_a_session(house: House) -> None:
         assert [trouble.part for trouble in operator.stats().troubles] == ["settings"]
         assert {tenant.name: tenant.quota.sessions for tenant in operator.tenants()}["alice"] == 5
         house.config.write_text(good.replace('"1MiB"', '"2MiB"'))
-        house.hangup("cpu.bytes changed, which only a restart brings into force")
+        house.hangup("cpu.bytes changed; only a restart brings the change into force")
         assert not operator.stats().troubles
 
 

@@ -130,7 +130,7 @@ async def test_events_tell_their_blocks_apart(
     for home in homes:
         heard.stored.clear()
         await rig.put(PROMPT, namespace=home)
-        while events._turn():
+        while events._run_turn():
             pass
         ((said_on, said),) = heard.stored.items()
         assert said_on.decode() == topic.replace("{namespace}", home.spec.name)

@@ -1,4 +1,4 @@
-"""What an attack has at hand: its order, its clients of the daemon, and how it tells what it has found out."""
+"""The means of an attack: its order, its clients of the daemon, and its reports to the harness."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.common.harness import BenchmarkError
 from benchmarks.load.companion import Companion
 from prefixd.client import AsyncClient, ClientError
 
-_ANSWER_S = 120.0  # it keeps to the times above, unless it is stuck
+_ANSWER_S = 120.0  # the attacker has shorter limits of its own; beyond this it is stuck
 
 Door = Literal["tcp", "unix"]
 Given = dict[str, Any]
-"""What an attacker knows of its victims, as a real one can; and what it has found out. Plain JSON."""
+"""Facts in plain JSON: those that an attacker can know of its victims, or those that it reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to do, where and as whom, and what is known."""
+    """The scenario, the daemon's addresses, the attacker's token and user, and the facts that it knows."""
 
     scenario: str
     tcp: str
@@ -37,7 +37,7 @@ class Order:
 
 
 def varint(value: int) -> bytes:
-    """A number as protobuf writes it."""
+    """Returns a number in protobuf's encoding."""
     written = bytearray()
     while value > 127:
         written.append(value & 127 | 128)
@@ -46,7 +46,7 @@ def varint(value: int) -> bytes:
 
 
 class Attacker(Companion):
-    """The side that starts it."""
+    """Starts and controls an attacker's process; used in the harness."""
 
     def __init__(self, order: Order) -> None:
         super().__init__("benchmarks.checks.attacks.attacker_process", json.dumps(asdict(order)))
@@ -54,11 +54,11 @@ class Attacker(Companion):
             raise BenchmarkError(f"the attacker of {order.scenario} is not ready")
 
     def attack(self) -> Given:
-        """Returns when the attack is in place, with what it has found out. Raises BenchmarkError."""
+        """Returns the attacker's facts once the attack is in place. Raises BenchmarkError."""
         return self._ask()
 
     def stop(self) -> Given:
-        """Has it tell the rest. Raises BenchmarkError."""
+        """Stops the attack; returns the attacker's other facts. Raises BenchmarkError."""
         return self._ask()
 
     def _ask(self) -> Given:
@@ -72,7 +72,7 @@ class Attacker(Companion):
 
 
 class Mallory:
-    """What an attack has at hand, in the attacker's process."""
+    """The means of an attack; used in the attacker's process."""
 
     def __init__(self, order: Order, stopped: asyncio.Event) -> None:
         self.given = order.given
@@ -81,8 +81,8 @@ class Mallory:
         self.metrics_port = order.metrics_port
         self.token = order.token
         self._stopped = stopped
-        self.told = asyncio.Event()
-        """Whether the attack is in place."""
+        self.reported = asyncio.Event()
+        """Set when the attack is in place."""
         self._clients: AsyncExitStack
 
     async def __aenter__(self) -> Mallory:
@@ -100,21 +100,26 @@ class Mallory:
         await self._stopped.wait()
 
     async def hold(self, **facts: Any) -> None:
-        """The attack is in place, and stays so until it is stopped."""
+        """Reports that the attack is in place, and waits until the harness stops it."""
         self.in_place(**facts)
         await self.until_stopped()
 
     async def channels(self, count: int, *, unread: bool = False) -> list[grpc.aio.Channel]:
-        """Connections to the TCP door that show nothing, each its own; where answers have no window if `unread`."""
+        """Opens `count` separate connections to the TCP port without a credential; if `unread`, answers get no
+        window."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         if unread:
             options += [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
         opened = (grpc.aio.insecure_channel(self.tcp, options=options) for _ in range(count))
         return [await self._clients.enter_async_context(channel) for channel in opened]
 
-    async def go_on(self, attacks: Iterable[Coroutine[Any, Any, None]], in_place_s: float = 2.0, **facts: Any) -> None:
-        """Does all of these at once; the attack is in place after so long. Raises what one of them fails with: an
-        attack that did not take place holds nothing off."""
+    async def run_all(
+        self, attacks: Iterable[Coroutine[Any, Any, None]], in_place_s: float = 2.0, **facts: Any
+    ) -> None:
+        """Runs all of these at once; the attack is in place after `in_place_s`.
+
+        Raises the error of one that fails: an attack that did not take place must not count as repelled.
+        """
         tasks = [asyncio.create_task(attack) for attack in attacks]
         await asyncio.sleep(in_place_s)
         await self.hold(**facts)
@@ -125,20 +130,20 @@ class Mallory:
                 raise ended
 
     def in_place(self, **facts: Any) -> None:
-        """The attack is in place; the judge looks now. The second time it says nothing."""
-        if not self.told.is_set():
-            self.told.set()
+        """Reports that the attack is in place, so that the judge checks now. A second call does nothing."""
+        if not self.reported.is_set():
+            self.reported.set()
             print(json.dumps(facts), flush=True)
 
     async def client(self, door: Door = "tcp", memory: str = "streamed", name: str = "mallory") -> AsyncClient:
-        """One more client, which is closed at the end."""
+        """Opens one more client, which is closed at the end."""
         address = self.tcp if door == "tcp" else self.unix
         client = AsyncClient(address, name=name, memory=memory, token=self.token, timeout_s=20.0)  # type: ignore[arg-type]
         return await self._clients.enter_async_context(client)
 
 
 async def until_refused(count: int, attempt: Callable[[int], Awaitable[object]]) -> tuple[int, str]:
-    """Tries so often, with numbers from 0 on; how many attempts succeeded, and what the daemon said to the next one."""
+    """Makes `count` attempts, numbered from 0. Returns how many succeeded until the first refusal, and that refusal."""
     for number in range(count):
         try:
             await attempt(number)
@@ -148,7 +153,7 @@ async def until_refused(count: int, attempt: Callable[[int], Awaitable[object]])
 
 
 def refusal(error: BaseException) -> str:
-    """In a line: what the daemon said when it refused."""
+    """Returns the daemon's refusal in one line."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"[:300]
     return f"{type(error).__name__}: {error}"[:300]

@@ -1,8 +1,8 @@
 """The attacker, in a process of its own: `... attacker_process ORDER`, where ORDER is JSON of an `Order`.
 
-It waits for a line on its standard input, attacks, says in one line of JSON what it has found out once the attack is in
-place, goes on until the next line, and then tells the rest. It steps back behind the others: it is on another host, in
-truth, and the cores here are the daemon's.
+It waits for a line on its standard input and attacks. Once the attack is in place, it writes one line of JSON with its
+facts. At the next line it stops and writes its other facts. It has a low priority: a real attacker is on another host
+and takes no CPU time from the daemon.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ async def _serve(order: Order) -> None:
         return
     async with Mallory(order, stopped) as mallory:
         attack = asyncio.create_task(SCENARIOS[order.scenario].attack(mallory))
-        told = asyncio.create_task(_tell_in_time(mallory, attack))
-        if not await lines.readline():  # whoever started us has gone
+        reported = asyncio.create_task(_report_in_time(mallory, attack))
+        if not await lines.readline():  # the harness has ended
             os._exit(1)
-        await told
+        await reported
         stopped.set()
         begin_s = time.monotonic()
         done, _ = await asyncio.wait({attack}, timeout=_STOP_S)
@@ -54,9 +54,9 @@ async def _serve(order: Order) -> None:
         print(json.dumps(found), flush=True)
 
 
-async def _tell_in_time(mallory: Mallory, attack: asyncio.Task[Given | None]) -> None:
-    """Says that the attack is in place when it does not say so itself: it was refused, or hangs, or is wrong."""
-    in_place = asyncio.create_task(mallory.told.wait())
+async def _report_in_time(mallory: Mallory, attack: asyncio.Task[Given | None]) -> None:
+    """Reports for an attack that does not report itself: it was refused, hangs, or has a bug."""
+    in_place = asyncio.create_task(mallory.reported.wait())
     await asyncio.wait({in_place, attack}, timeout=_IN_PLACE_S, return_when=asyncio.FIRST_COMPLETED)
     if in_place.done():
         return
@@ -71,7 +71,7 @@ async def _tell_in_time(mallory: Mallory, attack: asyncio.Task[Given | None]) ->
 
 
 def main() -> None:
-    """The process."""
+    """Runs the attacker."""
     step_back()
     asyncio.run(_serve(Order(**json.loads(sys.argv[1]))))
 

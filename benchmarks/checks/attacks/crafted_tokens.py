@@ -1,7 +1,7 @@
-"""Tokens for keys of one's choice: XXH3-128 of 64 bytes is inverted in a dozen operations, for any known seed.
+"""Finds tokens for any block key: a dozen operations invert XXH3-128 of 64 bytes, for any known seed.
 
-Of the eight 64-bit words of a block, words 0 and 6 are chosen so that a factor of their products is 0, whatever words 1
-and 7 are. Those two are then added to the two halves of the accumulator by exclusive or: it can be given any value.
+Of the eight 64-bit words of a block, words 0 and 6 are chosen so that a factor of their products is 0, for any words 1
+and 7. Those two are then added to the two halves of the accumulator by exclusive or, so it can be given any value.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ _SECRET = np.frombuffer(
 
 
 def blocks_with_equal_first_half(count: int, seed: int) -> list[bytes]:
-    """Token ids of `count` first blocks of 16 tokens, whose keys are all different and agree in their first 8 bytes."""
+    """Returns token ids of `count` first blocks of 16 tokens. Their keys all differ, but have the same first 8
+    bytes."""
     factor = -_PRIME_4 * pow(_PRIME_1, -1, 2**64)  # the first half is a hash of the sum of their products
     return [_block(number * factor & _MASK, number, seed) for number in range(count)]
 
 
 def block_with_key(key: bytes, seed: int, parent: bytes = b"") -> bytes | None:
-    """Token ids of a block of 16 tokens that has this key; behind a block with the key `parent`, or as a first block.
+    """Returns token ids of a block of 16 tokens that has this key, after a block with the key `parent` or as a first
+    block.
 
-    None for one that cannot be had: that of a first block with another seed can, if the seeds agree in the last 2 bits.
+    Returns None if no tokens give this key. The key of a first block with another seed is possible if both seeds have
+    the same last 2 bits.
     """
     half, whole = int.from_bytes(key[:8], "big"), int.from_bytes(key[8:], "big")
-    of_sum, of_both = _unmixed(whole), _unmixed(-half & _MASK)
+    of_sum, of_both = _unmix(whole), _unmix(-half & _MASK)
     rest = of_both - (len(parent) + 64 - seed) * _PRIME_2 - of_sum * _PRIME_4 & _MASK
     factor = _PRIME_1 - _PRIME_4  # a multiple of 4
     if rest % 4:
@@ -45,7 +48,7 @@ def block_with_key(key: bytes, seed: int, parent: bytes = b"") -> bytes | None:
 
 
 def crowded_chain(blocks: int, seed: int) -> bytes:
-    """Token ids of a prompt of that many blocks of 16 tokens, whose keys all begin with the same 8 bytes."""
+    """Returns token ids of a prompt of `blocks` blocks of 16 tokens; all their keys begin with the same 8 bytes."""
     chain: list[bytes] = []
     parent, number = b"", 0
     while len(chain) < blocks:
@@ -68,10 +71,10 @@ def _block(wanted_low: int, wanted_high: int, seed: int) -> bytes:
 
 
 def _next_block(wanted_low: int, wanted_high: int, seed: int, parent: bytes) -> bytes:
-    """The block behind `parent` whose accumulator comes to this.
+    """Returns the block after `parent` that gives the accumulator these two halves.
 
     Of the ten words that are hashed, the parent's key is words 0 and 1. Words 4 and 5 are mixed first, then 2, 3, 6
-    and 7, then 0, 1, 8 and 9. Words 2, 6 and 8 make a factor 0; 3 and 7 are added by exclusive or, as in `_block`.
+    and 7, then 0, 1, 8 and 9. Words 2, 6 and 8 each make a factor 0; 3 and 7 are added by exclusive or, as in `_block`.
     """
     first, second = np.frombuffer(parent, np.uint64).tolist()
     low = 80 * _PRIME_1 + _folded(_SECRET[8] + seed, _SECRET[9] - seed) & _MASK
@@ -84,7 +87,7 @@ def _next_block(wanted_low: int, wanted_high: int, seed: int, parent: bytes) -> 
     return b"".join((word & _MASK).to_bytes(8, "little") for word in words)
 
 
-def _unmixed(mixed: int) -> int:
+def _unmix(mixed: int) -> int:
     mixed ^= mixed >> 32
     mixed = mixed * pow(0x165667919E3779F9, -1, 2**64) & _MASK
     return mixed ^ mixed >> 37

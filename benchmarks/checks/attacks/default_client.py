@@ -1,4 +1,4 @@
-"""`... default_client UID`: a victim of that user who calls the daemon at the default address, once."""
+"""`... default_client UID`: a victim, run by that user, that calls the daemon at the default address once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefixd.client import Client, ClientError
 
 
 def main() -> None:
-    """The process."""
+    """Makes one call as the given user."""
     become(int(sys.argv[1]))
     try:
         with Client(timeout_s=5.0) as client:

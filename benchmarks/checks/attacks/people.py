@@ -1,8 +1,8 @@
-"""Who uses the daemon under attack: tenants, users of this host, and what each tenant is guaranteed or allowed."""
+"""The users of the daemon under attack: tenants, users of this host, and each tenant's quota."""
 
 from __future__ import annotations
 
-# What is imported when it is first needed: another user may not be able to read this Python's library.
+# Imported now, not at first use: by then this process may be a user that cannot read Python's library.
 import concurrent.futures.thread  # noqa: F401
 import encodings.idna  # noqa: F401
 import os
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """The only member of the tenant `name`: over TCP by its tokens, at the unix socket as the user `uid`."""
+    """The only member of the tenant `name`: calls over TCP with its tokens, at the unix socket as the user `uid`."""
 
     name: str
     uid: int
@@ -43,12 +43,12 @@ QUOTAS: Mapping[str, Mapping[str, object]] = {
         "calls": 16,
     },
 }
-"""Of bystanders what they need, and more; of Carol, who only comes by, twice what she has in the cache; and what an
-operator allows to a tenant that nobody knows. None has a limit of its own for what it retains: they share one."""
+"""Bystanders have more than they need. Carol, who makes few calls, has twice the bytes of her blocks. Mallory has the
+limits that an operator gives an unknown tenant. No tenant has a limit of its own for retained bytes: they share one."""
 
 
 def users() -> dict[str, object]:
-    """Settings by which these are users of this host, too, where this process can become them."""
+    """Returns settings that give each tenant its user of this host; none if this process cannot become another user."""
     if os.geteuid():
         return {}
     uids: dict[str, object] = {f"tenants.{each.name}.uids": each.uid for each in (ALICE, BOB, CAROL, MALLORY)}
@@ -56,7 +56,7 @@ def users() -> dict[str, object]:
 
 
 def become(uid: int) -> None:
-    """From here on this process is another user's, if it may choose; else it stays who it is."""
+    """Makes this process another user's, if it is root's; otherwise changes nothing."""
     if os.geteuid() == 0 and uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)

@@ -1,4 +1,4 @@
-"""A relay between an attacker's connection and the daemon that holds back the end of what is sent."""
+"""A relay between an attacker's connection and the daemon that holds back the end of each message."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _TOGETHER_S = 2.0
 
 
 class Relay:
-    """Lets `most` bytes of each message through, and the rest when all relays of `together` have come as far, or after
-    two seconds.
+    """Forwards `most` bytes of each message, and the rest when all relays of `together` have reached that point, or
+    after two seconds.
 
-    One connection at a time, and one message: `begin` says that the next one comes. Everything that the daemon sends
-    goes through.
+    Handles one connection at a time, and one message: `begin` announces the next one. Forwards everything that the
+    daemon sends.
     """
 
     def __init__(self, to: str, most: int, together: asyncio.Barrier) -> None:
@@ -23,14 +23,14 @@ class Relay:
         self._together = together
         self._left = most
         self.moments = 0
-        """How often all relays let the rest through together."""
+        """Number of times that all relays forwarded the rest together."""
 
     async def listen(self) -> asyncio.Server:
-        """On a free port of this host; serves until that is closed."""
+        """Listens on a free port of this host, until the returned server is closed."""
         return await asyncio.start_server(self._serve, "127.0.0.1", 0)
 
     def begin(self) -> None:
-        """What is sent from here on is another message."""
+        """Announces that the next bytes are another message."""
         self._left = self._most
 
     async def _serve(self, sent: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The daemon under attack, those who use it, and what a judge can ask of them."""
+"""The daemon under attack and its clients, and checks that a judge can make with them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PLAIN: Mapping[str, object] = {
     "disk.bytes": "256MiB",
     "scheduler.queue_limit": 256,
 }
-"""What the daemon has, unless a scenario says otherwise."""
+"""Settings of the daemon, unless a scenario has others."""
 TOKENS_OF_EACH = 4
-"""Tokens by which a person can come in over TCP, each for the same tenant."""
+"""Tokens of each person for TCP, all of the same tenant."""
 
 _PROGRAM = ("-m", "benchmarks.common.limited", "descriptors", "-m", "prefixd.cli.tethered")
 _CALL_S = 30.0
@@ -50,7 +50,7 @@ class Scene:
     """A running daemon with two bystanders. A context manager.
 
     Args:
-        settings: those of the daemon that are not as in `PLAIN`; may make what they name, in a folder.
+        settings: returns the settings of the daemon that differ from `PLAIN`; may make files in the folder.
     """
 
     def __init__(self, settings: Callable[[Path], Mapping[str, object]]) -> None:
@@ -76,12 +76,12 @@ class Scene:
 
     def _start(self) -> None:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-hostile-")))
-        folder.chmod(0o711)  # the way to the socket; who may use that, the daemon says
+        folder.chmod(0o711)  # users need it to reach the socket, where the daemon checks them
         self._house = House(folder, people.QUOTAS, free_port(), tokens=TOKENS_OF_EACH)
         metrics = {"server.metrics_port": self.metrics_port}
         settings = {**PLAIN, **self._house.settings, **people.users(), **metrics, **self._settings(folder)}
         self.daemon = DaemonProcess(settings, directory=folder / "d", program=_PROGRAM)
-        self._stack.callback(self.daemon.kill)  # in order it would write back what is left
+        self._stack.callback(self.daemon.kill)  # a stop would write blocks back first
         self.daemon.start()
         for person, address, memory in ((ALICE, self.tcp, "streamed"), (BOB, self.daemon.address, "shared")):
             self.bystanders.append(self._stack.enter_context(Bystander(person, address, self.token(person), memory)))
@@ -95,18 +95,18 @@ class Scene:
         return self.daemon.tcp
 
     def next(self) -> int:
-        """A number that nobody has used for a name or a prompt."""
+        """Returns a number that no name or prompt has used."""
         return next(self._numbers)
 
     def client(self, person: Person = ALICE, timeout_s: float = _CALL_S) -> Client:
         return Client(self.tcp, name=person.name, token=self.token(person), memory="streamed", timeout_s=timeout_s)
 
     def token(self, person: Person, number: int = 0) -> str:
-        """What somebody shows to come in over TCP; one of `TOKENS_OF_EACH`."""
+        """Returns one of a person's `TOKENS_OF_EACH` tokens for TCP."""
         return self._house.token(person.name, number=number)
 
     def evict(self, person: Person) -> int:
-        """Evicts all that a tenant has in the cache, as an operator can; the blocks that are still there."""
+        """Evicts all blocks of a tenant, as an operator; returns the number of blocks that are still there."""
         with self.operator() as operator:
             for namespace in operator.stats().namespaces:
                 if namespace.tenant == person.name and namespace.blocks:
@@ -114,7 +114,7 @@ class Scene:
             return sum(each.blocks for each in operator.stats().namespaces if each.tenant == person.name)
 
     def operator(self) -> Client:
-        """The operator's client: the daemon's user, at the unix socket."""
+        """Returns a client of the operator: the daemon's user, at the unix socket."""
         return Client(self.daemon.address, name="operator", memory="streamed", timeout_s=60.0)
 
     def stats(self) -> admin_pb2.StatsResponse:
@@ -122,7 +122,7 @@ class Scene:
             return operator.stats()
 
     def served(self) -> admin_pb2.NamespaceStats:
-        """The namespace of the daemon's model in which Alice's prompts are, as an operator sees it."""
+        """Returns the namespace of the daemon's model with Alice's prompts, as an operator sees it."""
         stats = self.stats()
         name = stats.models[0].namespace
         return next(
@@ -130,7 +130,7 @@ class Scene:
         )
 
     def newcomer(self) -> list[str]:
-        """A new honest client does all that clients do; what did not work."""
+        """Does all that clients do, as a new honest client; returns the faults, one line each."""
         number = self.next()
         tokens, content = fresh_prompt(number), fresh_bytes(number)
         try:
@@ -148,9 +148,9 @@ class Scene:
         return []
 
     def pause(self) -> None:
-        """Bystanders begin no more calls, and those under way end."""
-        self._each("pause")
-        self.drained()
+        """Makes the bystanders begin no more calls, and waits until their calls have ended."""
+        self._order_all("pause")
+        self.wait_until_drained()
 
     def restart(self) -> None:
         """Restarts the daemon, whose bystanders must be paused; returns when its model answers."""
@@ -158,11 +158,11 @@ class Scene:
         with self.client(timeout_s=_RESTARTED_S) as client:
             ask(client, [1], timeout_s=_RESTARTED_S)
 
-    def go_on(self) -> None:
-        self._each("go")
+    def resume(self) -> None:
+        self._order_all("go")
 
-    def drained(self, before_s: float = float("inf")) -> bool:
-        """Waits until no call of a bystander is under way that began before then; whether that came about."""
+    def wait_until_drained(self, before_s: float = float("inf")) -> bool:
+        """Waits until the bystanders' calls that began before `before_s` have ended; returns False if some have not."""
 
         def drained() -> bool:
             return min(bystander.look() for bystander in self.bystanders) >= before_s
@@ -170,7 +170,7 @@ class Scene:
         return wait_until(drained, _DRAINED_S, _POLL_S)
 
     def take_samples(self) -> tuple[list[Sample], list[str]]:
-        """Calls of bystanders that ended since the last time, and what failed."""
+        """Returns the bystanders' calls that ended since the last time, and their failures."""
         samples: list[Sample] = []
         failures: list[str] = []
         for bystander in self.bystanders:
@@ -180,23 +180,23 @@ class Scene:
             bystander.samples, bystander.failures = [], []
         return samples, failures
 
-    def _each(self, order: str) -> None:
+    def _order_all(self, order: str) -> None:
         for bystander in self.bystanders:
             bystander.look(order)
 
 
 def fresh_prompt(number: int, blocks: int = _NEWCOMER_BLOCKS) -> Any:
-    """Token ids that nobody else uses, by number."""
+    """Returns token ids that no other prompt has, by number."""
     return np.random.default_rng([77, number]).integers(0, 1 << 32, blocks * _TOKENS, dtype=np.uint32)
 
 
 def fresh_bytes(number: int, blocks: int = _NEWCOMER_BLOCKS, block_bytes: int = 8192) -> Any:
-    """What is stored for them."""
+    """Returns the bytes to store for the prompt of this number."""
     return np.random.default_rng([78, number]).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
 
 
 def ask(client: Client, prompt: Any, max_tokens: int = 4, **how: Any) -> tuple[list[int], Finished]:
-    """The tokens that a greedy request gets, and its last event."""
+    """Sends a greedy request; returns the tokens of its answer, and its last event."""
     got: list[int] = []
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
     for event in client.generate(prompt, sampling=sampling, **{"timeout_s": _CALL_S, **how}):
@@ -208,14 +208,14 @@ def ask(client: Client, prompt: Any, max_tokens: int = 4, **how: Any) -> tuple[l
 
 
 class Memory:
-    """The most memory of its own that a daemon and its worker have meanwhile, above what they had at the start."""
+    """Measures by how much the private memory of a daemon and its worker grows inside the context, at most."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._ended = threading.Event()
-        self._begin = self._now()
+        self._begin = self._read_bytes()
         self._most = self._begin
-        self._thread = threading.Thread(target=self._look, name="memory", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -229,11 +229,11 @@ class Memory:
     def grown_bytes(self) -> int:
         return self._most - self._begin
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._ended.wait(_MEMORY_LOOK_S):
-            self._most = max(self._most, self._now())
+            self._most = max(self._most, self._read_bytes())
 
-    def _now(self) -> int:
+    def _read_bytes(self) -> int:
         total = 0
         for pid in (self._pid, *_children(self._pid)):
             with suppress(OSError, KeyError):

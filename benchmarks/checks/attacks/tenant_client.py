@@ -1,8 +1,9 @@
 """An honest tenant's client in a process of its own: `... bystander PLAN`, where PLAN is JSON of a `Plan`.
 
-It matches, loads, stores and generates at fixed times, whatever else goes on, and compares all bytes and all answers.
-Each line on its standard input is answered with one line of JSON: what ended since the last line, and when the oldest
-call began that has not. The lines "pause" and "go" have it begin no more calls, and go on. It ends with its input.
+It matches, loads, stores and generates at fixed times, independent of the daemon's load, and compares all bytes and all
+answers. It answers each line on its standard input with one line of JSON: the calls that ended since the last line, and
+the begin of the oldest call that has not ended. After the line "pause" it begins no calls until the line "go". It ends
+with its input.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BLOCK_TOKENS = 16
 _PART_BYTES = 8192
 _PROMPTS, _BLOCKS = 24, 8
 _ASKED = 8
-"""Prompts that it generates from, of 2 to 5 blocks."""
+"""Prompts of its generate calls, of 2 to 5 blocks."""
 _OUTPUT_TOKENS = 2
 EVERY_S = {"match": 0.08, "load": 0.12, "store": 0.16, "generate": 0.4}
 _MOST_WAITING = 100
@@ -38,7 +39,8 @@ _STARTED_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who it is and where it goes. memory: the SDK's; `shared` reserves and commits, `streamed` puts and gets."""
+    """The client's identity and the daemon's address. `memory` is the SDK's: `shared` reserves and commits, `streamed`
+    puts and gets."""
 
     name: str
     address: str
@@ -60,14 +62,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call that failed, had wrong bytes or another answer, or found less of its own than it had stored."""
+    """A call that failed, had wrong bytes or another answer, or found fewer blocks of its own than it had stored."""
 
     begin_s: float
     what: str
 
 
 class Bystander(Companion):
-    """The side that starts it."""
+    """Starts and controls a bystander's process; used in the harness."""
 
     def __init__(self, person: Person, address: str, token: str, memory: str) -> None:
         plan = Plan(person.name, address, token, person.uid, memory, person.uid)
@@ -77,7 +79,7 @@ class Bystander(Companion):
         self.failures: list[Failure] = []
 
     def look(self, order: str = "") -> float:
-        """Fetches what has ended; returns when the oldest call that has not ended began, or infinity.
+        """Fetches the calls that have ended; returns the begin of the oldest call that has not, or infinity.
 
         Waits for the process to be ready.
         """
@@ -89,7 +91,7 @@ class Bystander(Companion):
 
 
 class _Client:
-    """The process's side."""
+    """The client in the bystander's process."""
 
     def __init__(self, plan: Plan, client: AsyncClient) -> None:
         self._client = client
@@ -102,22 +104,23 @@ class _Client:
         self.ended: list[tuple[str, float, float]] = []
         self.failures: list[tuple[float, str]] = []
         self.under_way: list[float] = []
-        """When the calls began that have not ended, the oldest first."""
+        """Begins of the calls that have not ended, the oldest first."""
         self.going = asyncio.Event()
 
     async def prepare(self) -> None:
-        """Everything is stored, and every answer is known."""
+        """Stores all prompts, and records all answers."""
         self._cache = await self._client.register(self._spec)
         for number in range(_PROMPTS):
             await self._cache.store(_tokens(self._owner, number, _BLOCKS), _content(self._owner, number, _BLOCKS))
         for number in range(_ASKED):
             self._answers[number] = await self._answer(number)
         for number in range(_ASKED):  # from the cache
-            self._same(number, await self._answer(number))
+            self._check_answer(number, await self._answer(number))
         self.going.set()
 
     async def at_fixed_times(self, kind: str, group: asyncio.TaskGroup) -> None:
-        """Makes calls of one kind for ever, begun at a random moment: those that begin together wait for each other."""
+        """Makes calls of one kind without an end. The first begins at a random moment: calls that begin together would
+        wait for each other."""
         do: Callable[[], Awaitable[None]] = getattr(self, kind)
         due_s = time.monotonic() + self._rng.uniform(0, EVERY_S[kind])
         waiting: set[asyncio.Task[None]] = set()
@@ -167,16 +170,16 @@ class _Client:
             raise _Wrong("there was no room for a block, within what it is guaranteed")
 
     async def generate(self) -> None:
-        """The same prompt always gives the same tokens."""
+        """Generates from a prompt, and checks that it gives the same tokens as before."""
         number = self._rng.randrange(_ASKED)
-        self._same(number, await self._answer(number))
+        self._check_answer(number, await self._answer(number))
 
     async def _answer(self, number: int) -> list[int]:
         prompt = (_tokens(self._owner, 1_000_000 + number, 2 + number % 4) % 256).tolist()
         sampling = Sampling(max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
         return await generated_tokens(self._client, prompt, sampling, timeout_s=_CALL_S)
 
-    def _same(self, number: int, got: list[int]) -> None:
+    def _check_answer(self, number: int, got: list[int]) -> None:
         if got != self._answers[number]:
             raise _Wrong(f"prompt {number} gave {got} and before {self._answers[number]}")
 
@@ -221,7 +224,7 @@ async def _serve(plan: Plan) -> None:
 
 
 def main() -> None:
-    """The process."""
+    """Runs the bystander."""
     plan = Plan(**json.loads(sys.argv[1]))
     become(plan.uid)
     asyncio.run(_serve(plan))

@@ -1,4 +1,4 @@
-"""What became of one attack, and of all of them."""
+"""The verdict on one attack, and the result of all attacks."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _P = 99
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of one attack."""
+    """The verdict on one attack."""
 
     name: str
     breaches: list[str] = field(default_factory=list)
-    """What it has achieved, a line each."""
+    """Successes of the attack, one line each."""
     bystander_p99_ratio: float = 0.0
     """The median of `ratios`."""
     ratios: list[float] = field(default_factory=list)
-    """One for each time that the attack was made and bystanders had answers."""
+    """One ratio for each run of the attack in which bystanders got answers."""
     p99_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By kind of call: in all quiet phases with the same settings, and meanwhile."""
+    """By kind of call: p99 in all quiet phases with the same settings, and during the attack."""
     samples: tuple[int, int] = (0, 0)
-    """Calls of bystanders in these quiet phases, and meanwhile."""
+    """Calls of bystanders in these quiet phases, and during the attack."""
     honest_failures: int = 0
     failures: list[str] = field(default_factory=list)
-    """The first of them."""
+    """The first of these failures."""
     found: dict[str, Any] = field(default_factory=dict)
-    """What the attacker has seen."""
+    """Facts that the attacker has reported."""
     memory_mib: float = 0.0
-    """By how much the daemon and its worker have grown meanwhile."""
+    """Growth of the daemon's and its worker's memory during the attack."""
     not_made: str = ""
-    """Why the attack did not take place; it says nothing then."""
+    """Reason why the attack did not take place; the verdict then proves nothing."""
     closed_by: str = ""
     seconds: float = 0.0
 
@@ -53,7 +53,8 @@ class Verdict:
         self.failures = [*self.failures, *failures][:_SHOWN]
 
     def add(self, again: Verdict) -> None:
-        """The same attack was made once more: what it achieved or failed in once, it did; `compare` has the rest."""
+        """Adds another run of the same attack: a breach or a failure counts if it happened in any run. `compare`
+        computes the ratios."""
         if again.breached or again.not_made:
             self.found = again.found
         self.breaches += again.breaches
@@ -74,21 +75,25 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        what = f"BREACHED: {'; '.join(self.breaches)}" if self.breaches else "held"
+        outcome = f"BREACHED: {'; '.join(self.breaches)}" if self.breaches else "held"
         if self.not_made:
-            what = f"DID NOT TAKE PLACE ({self.not_made}), {what}"
+            outcome = f"DID NOT TAKE PLACE ({self.not_made}), {outcome}"
         failures = f", {self.honest_failures} honest failures ({self.failures[0]})" if self.honest_failures else ""
-        return f"{self.name}: {what}; bystanders' p99 x {self.bystander_p99_ratio:.1f}{failures} ({self.seconds:.0f} s)"
+        ratio = f"bystanders' p99 x {self.bystander_p99_ratio:.1f}"
+        return f"{self.name}: {outcome}; {ratio}{failures} ({self.seconds:.0f} s)"
 
 
 def compare(verdict: Verdict, quiet: Sequence[Sequence[Sample]], attacks: Sequence[Sequence[Sample]]) -> None:
-    """Enters how much longer calls took than in quiet phases; again, when there were more phases.
+    """Enters into the verdict how much longer calls took than in quiet phases. Can be called again with more phases.
 
-    quiet, attacks: the bystanders' calls, phase by phase; a phase of `attacks` for each time that the attack was made.
+    Kinds of calls take different times. So each call is divided by the median of its kind in the quiet phases, and the
+    p99 of a phase is over calls of all kinds. It depends on about three calls, so one stall of the machine changes it.
+    So the ratio uses the median of the quiet phases' p99s, and the median of the attack's ratios (of two, the greater).
 
-    Kinds of calls take different times: each is counted in medians of its kind in the quiet phases, and then all kinds
-    of a phase together have a p99. That is the time of some three calls, and one stall of the machine moves it: of the
-    p99s of the quiet phases, and of those of the attack, the median counts (of two, the greater).
+    Args:
+        verdict: gets the ratios.
+        quiet: the bystanders' calls by quiet phase.
+        attacks: the bystanders' calls by run of the attack.
     """
     by_kind: dict[str, list[float]] = {}
     for sample in (each for phase in quiet for each in phase):
@@ -128,9 +133,11 @@ def totals(verdicts: Sequence[Verdict], skipped: dict[str, str]) -> dict[str, An
 
 
 def complaints(result: dict[str, Any], wanted: Collection[str] = ()) -> list[str]:
-    """Which bounds a run has missed, a line each; none when it is good.
+    """Returns the bounds that a run has missed, one line each.
 
-    wanted: names of scenarios that had to run.
+    Args:
+        result: the result of `totals`.
+        wanted: names of scenarios that had to run.
     """
     found = []
     breached = [each["name"] for each in result["scenarios"] if each["breached"]]

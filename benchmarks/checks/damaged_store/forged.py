@@ -1,4 +1,4 @@
-"""An attacker who may write to the store and lacks the secret, against a host that reads what he has written."""
+"""An attacker that may write to the store but lacks the secret, against a host that reads its objects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(slots=True)
 class Findings:
-    """What came of the forgeries."""
+    """The results of the forgeries."""
 
     forged: Counter[str] = field(default_factory=Counter)
     """Blocks, by kind."""
@@ -90,7 +90,7 @@ class Attack:
         findings: Findings,
         rng: random.Random,
     ) -> None:
-        # What is attacked is bytes, not deadlines.
+        # The attack is on bytes, not on deadlines.
         self._settings = settings | {"remote.lookup_s": 10.0, "remote.timeout_s": 10.0}
         self._objects = objects
         self._findings = findings
@@ -168,7 +168,8 @@ class Attack:
 
 
 def _targets(blocks: int) -> list[Target]:
-    """So many prompts, the same ones of both tenants; of every second pair the last block follows a sound one."""
+    """Returns `blocks` prompts, the same ones for both tenants; in every second pair a sound block precedes the
+    last."""
     rng = np.random.default_rng(0)
     first = rng.integers(0, 1 << 32, _BLOCK_TOKENS, dtype=np.uint32)
     targets = []

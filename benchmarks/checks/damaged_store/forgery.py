@@ -1,6 +1,6 @@
-"""What somebody can make up who may write to the store, and read it, but does not have the secret.
+"""Objects that an attacker without the secret can make up if it may read and write the store.
 
-He sees names and objects, knows how both are made, and has a secret of his own.
+The attacker sees names and objects, knows how both are made, and has a secret of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity
 from prefixd_swap.stores.sealed import CHECKSUM_AT, HEAD_BYTES, IDENTITY, KIND, NONCE_AT, TAG_AT, TAG_BYTES, Seal
 
 KINDS = (
-    "other secret",  # a block of his own, rightly sealed with his secret
+    "other secret",  # a block of its own, sealed correctly with its own secret
     "other secret, right nonce",  # the same, with the right object's nonce
     "right head",  # the right head and tag, other bytes
     "right head and checksum",  # and the checksum of those bytes
@@ -39,7 +39,7 @@ class Forger:
 
     Args:
         objects: all objects of the store.
-        rng: what he chooses.
+        rng: makes its choices.
     """
 
     def __init__(self, objects: Mapping[BlockId, Sequence[StoredObject]], rng: random.Random) -> None:
@@ -55,7 +55,7 @@ class Forger:
                 self._by_size.setdefault(len(each.data), []).append(each)
 
     def forge(self, kind: str, target: StoredObject) -> bytes | None:
-        """An object to be put under the target's name; None where there is nothing to make this kind of."""
+        """Returns an object to put under the target's name; None if no object of this kind can be made."""
         data, rng = bytearray(target.data), self._rng
         payload = rng.randbytes(len(data) - HEAD_BYTES)
         encrypted = bool(KIND.unpack_from(data)[2])
@@ -84,7 +84,7 @@ class Forger:
         return _renamed(other, target) if kind.endswith("renamed") else other.data
 
     def _sealed(self, target: StoredObject, payload: bytes, encrypted: bool) -> bytes:
-        # He does not know the tokens, so he has to guess them; here he guesses right.
+        # The attacker does not know the tokens and has to guess them; here it guesses right.
         part, count, depth, _, namespace, geometry, _ = IDENTITY.unpack_from(target.data, KIND.size)
         tokens = target.block[1][-4 * count :]
         digest = target.name[-NAME_BYTES:][:DIGEST_BYTES]

@@ -1,1 +1,1 @@
-"""Faults made on purpose, and what is watched meanwhile."""
+"""Faults made on purpose, and checks of the daemon's reports during them."""

@@ -1,4 +1,4 @@
-"""Client processes that report every single call: which calls a fault may cost is decided by when it was made.
+"""Client processes that report every call with its times: these decide whether a fault may make the call fail.
 
 `python -m benchmarks.checks.fault_injection.fault_load OPTIONS` is one client: it stores, loads and matches prompts
 until its stdin ends, and writes one line of JSON for each call. A harness uses `FaultLoad`, which starts several and

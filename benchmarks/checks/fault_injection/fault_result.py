@@ -1,4 +1,4 @@
-"""What became of one fault."""
+"""The result of one fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COUNTS = ("crashes", "wrong_bytes", "unserved", "silently_lost")
 
 @dataclass(slots=True)
 class Result:
-    """What became of one scenario."""
+    """The result of one scenario."""
 
     name: str
     crashes: int = 0

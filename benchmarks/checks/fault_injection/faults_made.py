@@ -1,4 +1,4 @@
-"""The faults: how each is made on a running daemon, what it may cost, and what the daemon has to say of it."""
+"""The faults: for each, how it is made on a running daemon, its allowed cost, and the reports that it must cause."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Skip(Exception):
 
 @dataclass(slots=True)
 class Stage:
-    """What a fault is made of."""
+    """The daemon and the folder that a fault is made on."""
 
     daemon: FaultyDaemon
     folder: Path
@@ -63,7 +63,7 @@ class Scenario:
     mounts: bool = False
     """Whether `prepare` needs the right to mount, which a user namespace gives."""
     check: Callable[[Stage], Sequence[str]] | None = None
-    """What else is wrong after the fault was lifted, a line each."""
+    """Returns other faults after the fault has ended, one line each."""
 
 
 def ordered(orders: Mapping[str, str | int] | str) -> Callable[[Stage], AbstractContextManager[None]]:
@@ -102,7 +102,7 @@ def small_file_system(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def fill_up(stage: Stage) -> Iterator[None]:
-    """Somebody else's file takes all the space there is."""
+    """Another program's file takes all free space."""
     filler = stage.disk / "index" / "filler"
     with filler.open("wb", buffering=0) as file:
         try:

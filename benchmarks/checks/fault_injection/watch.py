@@ -1,4 +1,4 @@
-"""What a daemon says of its own troubles, by every way there is: Stats, health, metrics, log."""
+"""Collects a daemon's reports of its troubles in every form: Stats, health, metrics, log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIERS = {1: "gpu", 2: "cpu", 3: "disk"}
 
 @dataclass(slots=True)
 class Seen:
-    """What was said between two moments."""
+    """Reports between two moments."""
 
     troubles: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By part: what, and the remedy."""

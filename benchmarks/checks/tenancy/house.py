@@ -22,7 +22,7 @@ class House:
         directory: gets the file of tokens; not the daemon's own.
         quotas: of each tenant.
         port: of the TCP door; 0: any, another after a restart.
-        tokens: so many for each tenant and role; each is a caller of its own.
+        tokens: number of tokens for each tenant and role; each is a caller of its own.
     """
 
     def __init__(self, directory: Path, quotas: Quotas, port: int = 0, tokens: int = 1) -> None:
@@ -53,13 +53,13 @@ class House:
         }
 
     def token(self, tenant: str, role: Role = Role.CLIENT, number: int = 0) -> str:
-        """What a caller shows to be of a tenant and to have a role."""
+        """Returns a token of a tenant with a role."""
         return self._tokens[tenant, role][number]
 
 
 @contextmanager
 def tenanted_daemon(settings: Mapping[str, object], quotas: Quotas) -> Iterator[tuple[DaemonProcess, House]]:
-    """A daemon that runs as long as the context, and its tenants."""
+    """Yields a daemon that runs as long as the context, and its tenants."""
     with tempfile.TemporaryDirectory(prefix="prefixd-house-") as folder:
         house = House(Path(folder), quotas)
         with DaemonProcess({**settings, **house.settings}) as daemon:

@@ -1,4 +1,4 @@
-"""What samples and phases say: whether every tenant had what it may have, and whether one felt another's flood."""
+"""Judges samples and phases: each tenant's bytes against its quota, and its throughput during another's flood."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Levels:
     lowest: dict[str, float] = field(default_factory=dict)
     found: list[str] = field(default_factory=list)
     _at_rest: dict[str, int] = field(default_factory=dict)
-    """By tenant and tier, what one that rests must not have less of."""
+    """Least bytes that a resting tenant must keep, by tenant and tier."""
 
     def look(self, at_s: float, tenants: Iterable[admin_pb2.TenantStats], resting: str = "") -> None:
         """Takes in one sample; `resting`: a tenant that does nothing, from this sample on or for longer already."""
@@ -81,7 +81,7 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of time in which nobody changed what he does.
+    """A stretch of time in which no tenant changed its load.
 
     Attributes:
         flooded: whether a tenant flooded the daemon meanwhile.
@@ -112,7 +112,7 @@ def isolation(phases: Sequence[Phase]) -> dict[str, float]:
 
 
 def broken(result: Mapping[str, Any]) -> list[str]:
-    """Which bounds a result misses, a line each."""
+    """Returns the bounds that a result misses, one line each."""
     zero = ("below_guarantee", "above_most", "failed_calls", "integrity_violations")
     lines = harness.missed(result, zero=zero, least={"isolation": ISOLATION})
     if not result["resting_samples"]:

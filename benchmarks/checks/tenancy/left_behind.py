@@ -1,4 +1,4 @@
-"""What tenants still have when all their clients have gone."""
+"""Sessions, grants, calls and held bytes that tenants still have after all their clients have ended."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from prefixd.v1 import admin_pb2
 
 
 def left_of_tenants(admin: Client, patience_s: float) -> list[str]:
-    """What tenants still have that ends with their clients, a line each, after at most so long; `admin` has no session.
+    """Returns what tenants still have that should end with their clients, one line each, after at most `patience_s`.
 
-    Blocks stay; what is held of them does not.
+    Blocks stay, but they must not be held. `admin` has no session.
     """
     left: list[str] = []
 

@@ -1,8 +1,8 @@
 """One tenant's load, in a process of its own: `python -m benchmarks.checks.tenancy.tenant_load ADDRESS TENANT`.
 
 The token comes with the first line of its standard input. Each line after it is an order in JSON, answered with a line
-of JSON; it ends with its input. {"calls": 4, "requests": 2}: so many calls of the cache and so many requests to the
-model are under way from now on, each followed by another when it has ended. {}: what has been done up to now.
+of JSON; it ends with its input. {"calls": 4, "requests": 2}: from now on 4 calls of the cache and 2 requests to
+the model are under way, each followed by another when it has ended. {}: asks for the counts so far.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 
 class TenantLoad(Companion):
-    """The side that starts it."""
+    """Starts and controls the process; used in the harness."""
 
     def __init__(self, address: str, tenant: str, token: str) -> None:
         super().__init__("benchmarks.checks.tenancy.tenant_load", address, tenant)
@@ -50,7 +50,8 @@ class TenantLoad(Companion):
         return self.answer()
 
     def count(self) -> dict[str, Any]:
-        """What has been done: `at_s` by `time.monotonic`, `done` and `refused` by kind, and the first `failures`."""
+        """Returns the counts so far: `at_s` by `time.monotonic`, `done` and `refused` by kind, and the first
+        `failures`."""
         self.tell("{}")
         return self.answer()
 
@@ -100,7 +101,7 @@ class Load:
             await channel.close()
 
     async def order(self, wanted: dict[str, int]) -> None:
-        """So much at once from now on. Requests beyond it are broken off, calls are let end."""
+        """Sets the numbers of calls and requests that are under way. Cancels those beyond the new numbers."""
         for kind, count in wanted.items():
             running = self._running[kind]
             ended, running[count:] = running[count:], []
@@ -145,7 +146,7 @@ class Load:
         await next(self._caches).Match(request, metadata=self._metadata, timeout=_TIMEOUT_S)
 
     async def _lease(self) -> None:
-        """Leases what there is of a prompt, and gives it back: one thing to do, two calls."""
+        """Leases the cached blocks of a prompt and releases them: two calls that count as one."""
         cache = next(self._caches)
         request = cache_pb2.AcquireRequest(**self._named, token_ids=self._prompt())
         leased = await cache.Acquire(request, metadata=self._metadata, timeout=_TIMEOUT_S)
@@ -191,7 +192,7 @@ async def _serve(address: str, tenant: str) -> None:
 
 
 def main() -> None:
-    """The process's side."""
+    """Runs the load."""
     address, tenant = sys.argv[1:]
     step_back(5)
     asyncio.run(_serve(address, tenant))

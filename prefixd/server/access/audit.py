@@ -85,8 +85,8 @@ class AuditLog:
         """Logs that a call was refused. For an unknown caller, `door` and `peer` say where the call came from."""
         self.log_event("refused", caller, door=door, peer=peer, what=what, why=why)
 
-    def log_event(self, event: str, caller: Caller | None, **what: str | float | None) -> None:
-        """Logs an event that has happened, such as "evicted"; `what` are further fields of the line. Never waits."""
+    def log_event(self, event: str, caller: Caller | None, **fields: str | float | None) -> None:
+        """Logs an event, for example "evicted"; `fields` are further fields of the line. Never waits."""
         if self._thread is None:
             return
         line: dict[str, object] = {
@@ -103,7 +103,7 @@ class AuditLog:
             }
         line |= {
             name: value[:_LONGEST_TEXT] if isinstance(value, str) else value
-            for name, value in what.items()
+            for name, value in fields.items()
             if value != ""
         }
         if self._lost:

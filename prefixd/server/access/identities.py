@@ -105,8 +105,8 @@ class Identities:
     def of_local(self, authorization: str) -> Caller:
         """Returns the caller at the unix socket that sent this metadata.
 
-        A caller without a credential is the operator if only the daemon's user and root can connect, and else a client
-        of the default tenant.
+        A caller without a credential is the operator if only the daemon's user and root can connect; otherwise it is a
+        client of the default tenant.
 
         Raises:
             UnknownCallerError: the credential is not valid; or there is none, and users of this host belong to tenants.
@@ -156,8 +156,8 @@ class Identities:
         return Caller(self._tenants.known(found.tenant), Role(found.role), found.name, "tcp")
 
     def refuse_scraper(self, authorization: str) -> str | None:
-        """Returns why the sender of this header may not read the metrics; None if it may, as all may if the settings
-        name no tokens."""
+        """Returns the reason why the sender of this header may not read the metrics; None if it may. All senders may if
+        the settings name no tokens."""
         if self._tokens is None:
             return None
         try:
@@ -171,7 +171,7 @@ class Identities:
         return None
 
     def of_certificate(self, names: Sequence[str], host: str = "") -> Caller:
-        """Returns the caller that sent a certificate with these names, of the default tenant if no setting names one.
+        """Returns the caller whose certificate has these names. Its tenant is the default one if no setting names them.
 
         `names` is empty if the settings ask for no certificate: everyone who reaches the port is then a client, and
         callers are told apart by `host`, the address from which they call.

@@ -1,4 +1,4 @@
-"""Local credentials: a process of this host proves with one which user runs it."""
+"""Local credentials: each proves which user runs a process of this host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from prefixd.base.errors import ConfigError
 
 SCHEME = "Ticket"
-"""Stands before a credential in the metadata `authorization`."""
+"""The word before a credential in the metadata `authorization`."""
 GOOD_FOR_S = 24 * 3600.0
 
 _FILE = "ticket.key"
@@ -32,14 +32,15 @@ class LocalProcess:
 
 
 class LocalCredentials:
-    """Issues local credentials and reads them: a process of this host proves with one which user runs it.
+    """Issues local credentials and reads them: each proves which user runs a process of this host.
 
     gRPC does not give a connection's SO_PEERCRED. So a client connects to the local door (`MemoryListener`), which
     reads SO_PEERCRED itself, gets a credential there and sends it with every call as `authorization: Ticket e803...`.
-    It names the user and the process that asked for it and carries the daemon's signature, so the daemon stores none,
-    and they stay valid after a restart (`load_key`). What the user may do is looked up when it is read. Its age is
-    measured by a clock that cannot be set and that starts with the host (`prefixd.base.clocks.elapsed_s`), so the
-    signature covers the host's boot id: a credential from an earlier boot is invalid.
+    The credential names the user and the process that asked for it and carries the daemon's signature, so the daemon
+    stores no credentials, and they stay valid after a restart (`load_key`). The daemon looks up the user's rights when
+    it reads the credential. It measures the credential's age by a clock that cannot be set and that starts with the
+    host (`prefixd.base.clocks.elapsed_s`), so the signature covers the host's boot id: a credential from an earlier
+    boot is invalid.
 
     A client whose credential is refused fetches a new one and repeats the call once. So the key may be lost with the
     data directory.

@@ -56,7 +56,7 @@ class SocketAccess:
         search = self.mode >> 2 & 0o011 | self.mode >> 1 & 0o011
         _refuse_links(directory)
         made = not os.path.lexists(directory)
-        _make(directory)
+        _make_folder(directory)
         found = directory.stat()
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid not in (0, os.geteuid()):
@@ -77,7 +77,7 @@ class SocketAccess:
                 f"run `chmod {mode | search:04o} {directory}`"
             )
         if self.uids and found.st_uid == os.geteuid() and not mode & 0o001:
-            self._allow(directory, _SEARCH)
+            self._grant_access(directory, _SEARCH)
 
     def open(self, path: Path) -> None:
         """Gives access to the socket file at `path`, which this process has bound, to exactly the users that may use
@@ -88,19 +88,19 @@ class SocketAccess:
         """
         path.chmod(self.mode)
         if self.uids or _has_acl(path):
-            self._allow(path, _READ_WRITE, replace=True)
+            self._grant_access(path, _READ_WRITE, replace=True)
 
-    def _allow(self, path: Path, permissions: int, *, replace: bool = False) -> None:
+    def _grant_access(self, path: Path, permissions: int, *, replace: bool = False) -> None:
         """Gives `permissions` to `uids`; `replace` takes them away from all other users."""
         try:
             entries = _read_acl(path)
             if replace:
-                entries = {(tag, who): given for (tag, who), given in entries.items() if tag != _USER}
+                entries = {(tag, id_): given for (tag, id_), given in entries.items() if tag != _USER}
                 entries |= {(_OTHER, _NO_ID): self.mode & 7, (_GROUP_OBJ, _NO_ID): self.mode >> 3 & 7}
             entries |= {(_USER, uid): permissions for uid in self.uids}
             of_groups = (given for (tag, _), given in entries.items() if tag in (_USER, _GROUP_OBJ, _GROUP))
             entries[_MASK, _NO_ID] = functools.reduce(operator.or_, of_groups)
-            packed = (_ACL_ENTRY.pack(tag, given, who) for (tag, who), given in sorted(entries.items()))
+            packed = (_ACL_ENTRY.pack(tag, given, id_) for (tag, id_), given in sorted(entries.items()))
             os.setxattr(path, _ACL, _ACL_VERSION.pack(2) + b"".join(packed))
         except OSError as error:
             raise ConfigError(
@@ -125,7 +125,7 @@ def _read_acl(path: Path) -> dict[tuple[int, int], int]:
             raise
         mode = path.stat().st_mode
         return {(_USER_OBJ, _NO_ID): mode >> 6 & 7, (_GROUP_OBJ, _NO_ID): mode >> 3 & 7, (_OTHER, _NO_ID): mode & 7}
-    return {(tag, who): given for tag, given, who in _ACL_ENTRY.iter_unpack(found[_ACL_VERSION.size :])}
+    return {(tag, id_): given for tag, given, id_ in _ACL_ENTRY.iter_unpack(found[_ACL_VERSION.size :])}
 
 
 def private_umask() -> Callable[[], None]:
@@ -147,7 +147,7 @@ def make_private(name: str, directory: Path) -> None:
         ConfigError: the directory cannot be made, belongs to another user, or other users can write to it.
     """
     _refuse_links(directory)
-    _make(directory)
+    _make_folder(directory)
     found = directory.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.geteuid():
@@ -203,7 +203,7 @@ def _refuse_links(directory: Path) -> None:
             )
 
 
-def _make(directory: Path) -> None:
+def _make_folder(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

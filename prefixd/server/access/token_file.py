@@ -72,7 +72,7 @@ class TokenFile:
         self.listeners: list[Callable[[], None]] = []
         """Called after each `use`."""
         self._by_digest: dict[bytes, Token] = {}
-        self._seen: _Identity | None = None  # state of the file that `tokens` are from
+        self._seen: _Identity | None = None  # state of the file when `tokens` were read
         try:
             self._threads = started_threads(1, "prefixd-tokens")
         except SwapError as error:
@@ -85,7 +85,7 @@ class TokenFile:
     def find(self, secret: str) -> Token | None:
         """Returns the token with this secret, if there is one.
 
-        The time that it takes reveals nothing of other secrets: it looks up a SHA-256, in a table of any size.
+        The time of a lookup reveals nothing about other secrets: the table is keyed by SHA-256.
         """
         return self._by_digest.get(digest(secret))
 
@@ -100,7 +100,7 @@ class TokenFile:
             ConfigError: the file cannot be read, other users can read it, or a line is wrong.
         """
         try:
-            seen = await self._identity()
+            seen = await self._read_identity()
         except OSError as error:
             raise ConfigError(f"server.tokens = {self._path}: {error.strerror}") from error
         return ReadTokens(await read_tokens(self._path, self._threads), seen)
@@ -122,19 +122,19 @@ class TokenFile:
     async def reload_if_changed(self, troubles: Troubles) -> None:
         """Reads the file if it has changed. If it cannot be used, reports a trouble and keeps the tokens."""
         try:
-            if await self._identity() != self._seen:
+            if await self._read_identity() != self._seen:
                 before = len(self.tokens)
                 await self.load()
                 log.info("%s has changed: %d tokens, %d before", self._path, len(self.tokens), before)
         except (ConfigError, OSError) as error:
             reason = str(error) if isinstance(error, ConfigError) else f"server.tokens = {self._path}: {error.strerror}"
-            what, _, remedy = reason.partition("; ")
+            problem, _, remedy = reason.partition("; ")
             remedy = remedy or "put the file back"
-            troubles.begin(PART, f"{what}: the tokens that were read before stay valid; {remedy}", tell=True)
+            troubles.begin(PART, f"{problem}: the tokens that were read before stay valid; {remedy}", tell=True)
         else:
             troubles.end(PART)
 
-    async def _identity(self) -> _Identity:
+    async def _read_identity(self) -> _Identity:
         """Returns numbers that differ if the file, its content, its owner or its permissions are different."""
         found = await aiofiles.os.stat(self._path, executor=self._threads)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
@@ -170,7 +170,7 @@ async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Toke
     for number, line in enumerate(lines, 1):
         words = line.split()
         if words and not words[0].startswith("#"):
-            tokens.append(_token(words, tokens, f"server.tokens = {path}, line {number}"))
+            tokens.append(_parse_token(words, tokens, f"server.tokens = {path}, line {number}"))
     if not tokens:
         raise ConfigError(f"server.tokens = {path} has no token; write lines of `name role token [tenant]`")
     return tuple(tokens)
@@ -181,7 +181,7 @@ def digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("ascii", "replace")).digest()
 
 
-def _token(words: list[str], before: list[Token], where: str) -> Token:
+def _parse_token(words: list[str], before: list[Token], where: str) -> Token:
     """Returns the token of one line, or raises ConfigError; no message repeats the line, which holds a secret."""
     if not 3 <= len(words) <= 4:
         raise ConfigError(f"{where} has {len(words)} words; write `name role token [tenant]`")

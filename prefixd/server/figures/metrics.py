@@ -46,7 +46,7 @@ def _add_message(families: dict[str, Metric], message: Message, prefix: str, lab
                 continue
             each = getattr(message, field.name)
             for one in each if len(each) > 1 or not part.several else ():
-                named = labels | {part.label: _text(one, one.DESCRIPTOR.fields_by_name[part.by])}
+                named = labels | {part.label: _label_of(one, one.DESCRIPTOR.fields_by_name[part.by])}
                 _add_message(families, one, prefix + part.prefix, named)
 
 
@@ -79,7 +79,7 @@ def _add_figure(
         family.add_metric(list(labels.values()), bool(value) if isinstance(value, str) else value)
 
 
-def _text(message: Message, field: Any) -> str:
+def _label_of(message: Message, field: Any) -> str:
     """Returns a field's value as a label: `gpu` for TIER_GPU."""
     value = getattr(message, field.name)
     if field.enum_type is None:

@@ -59,14 +59,14 @@ class Snapshot:
         namespaces, other_namespaces = await _namespaces(cache, counts.on_gpu)
         now = self.clock()
         cached = cache.mover.use.cached_by_level()
-        models = [self._model(host) for host in self.models.values()]
+        models = [self._model_stats(host) for host in self.models.values()]
         sessions = list(cache.leases.sessions.values())
         counters = cache.counters
         return pb.StatsResponse(
             version=prefixd.__version__,
             uptime_s=now - self.started_s,
             draining=self.draining.is_set(),
-            tiers=[self._tier(tier, counts, cached) for tier in cache.tiers.existing],
+            tiers=[self._tier_stats(tier, counts, cached) for tier in cache.tiers.existing],
             sessions=[
                 pb.SessionStats(
                     session_id=session.id[:8],
@@ -88,12 +88,12 @@ class Snapshot:
             asked_tokens=counters.asked_tokens,
             hit_tokens=sum(counters.hit_tokens),
             lost_blocks=dict(cache.mover.lost),
-            scrub=self._scrub(),
-            write_back=self._write_back(),
-            kv_events=self._kv_events(),
+            scrub=self._scrub_stats(),
+            write_back=self._write_back_stats(),
+            kv_events=self._kv_event_stats(),
             troubles=self.troubles(),
             models=models,
-            remote=self._remote(),
+            remote=self._remote_stats(),
             tenants=self.tenants.take_some(),
             namespace_room=pb.NamespaceRoomStats(
                 used_bytes=cache.namespaces.nbytes,
@@ -111,7 +111,7 @@ class Snapshot:
             for trouble in self.cache.tiers.troubles
         ]
 
-    def _tier(self, tier: TierObject, counts: _Counts, cached: Sequence[int]) -> pb.TierStats:
+    def _tier_stats(self, tier: TierObject, counts: _Counts, cached: Sequence[int]) -> pb.TierStats:
         tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
         unused = Unused()
@@ -144,7 +144,7 @@ class Snapshot:
             stranded_bytes=tier.stranded_bytes if isinstance(tier, GpuTier) else 0,
         )
 
-    def _scrub(self) -> pb.ScrubStats:
+    def _scrub_stats(self) -> pb.ScrubStats:
         counters = self.cache.scrubber.counters
         return pb.ScrubStats(
             checked_blocks=counters.checked_blocks,
@@ -153,7 +153,7 @@ class Snapshot:
             passes=counters.passes,
         )
 
-    def _write_back(self) -> pb.WriteBackStats:
+    def _write_back_stats(self) -> pb.WriteBackStats:
         write_back = self.cache.write_back
         placement = self.cache.placement
         return pb.WriteBackStats(
@@ -165,7 +165,7 @@ class Snapshot:
             pushed_back_calls=write_back.pushed_back,
         )
 
-    def _remote(self) -> pb.RemoteStats | None:
+    def _remote_stats(self) -> pb.RemoteStats | None:
         remote = self.cache.mover.remote
         if remote is None:
             return None
@@ -187,7 +187,7 @@ class Snapshot:
             known_blocks=remote.known.blocks,
         )
 
-    def _kv_events(self) -> pb.KvEventStats | None:
+    def _kv_event_stats(self) -> pb.KvEventStats | None:
         if self.events is None:
             return None
         counters = self.events.counters
@@ -198,18 +198,18 @@ class Snapshot:
             subscriptions=max(counters.subscriptions, 0),
         )
 
-    def _model(self, host: ModelHost) -> pb.ModelStats:
+    def _model_stats(self, host: ModelHost) -> pb.ModelStats:
         compute = self.cache.tiers.compute
         frame_bytes = compute.frame_bytes if isinstance(compute, GpuTier) else 0
         return pb.ModelStats(
             name=host.name,
             namespace=host.namespace_name,
-            worker=self._worker_of(host),
+            worker=self._worker_stats(host),
             scheduler=_scheduler_of(host.dispatcher),
             held_bytes=host.dispatcher.taken_frames * frame_bytes,
         )
 
-    def _worker_of(self, host: ModelHost) -> pb.WorkerStats:
+    def _worker_stats(self, host: ModelHost) -> pb.WorkerStats:
         worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.results.kv
         frame_bytes = self.cache.tiers.frames.frame_bytes if kv.shared_blocks else 0
         return pb.WorkerStats(
@@ -364,7 +364,7 @@ class _Counts:
 
 
 async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> tuple[list[pb.NamespaceStats], int]:
-    """Returns figures of the namespaces with most blocks, at most 1000 and 4 MiB of them; and how many others are."""
+    """Returns figures of the namespaces with most blocks, at most 1000 and 4 MiB; and the number of the others."""
     counted = Counter[int]()
     for trie in cache.tries:
         counted.update(dict(enumerate(trie.blocks_by_namespace().tolist())))

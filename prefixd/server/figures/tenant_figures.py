@@ -1,4 +1,4 @@
-"""Figures of tenants for operators: what each may use and uses; and changes of quotas while the daemon runs."""
+"""Figures of tenants for operators: quotas and use of each tenant; and changes of quotas while the daemon runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefixd.cache import Session, TieredCache
 from prefixd.v1 import admin_pb2 as pb
 
 SOME = 256
-"""Tenants in `Stats` and among the metrics, at most; `ListTenants` has all."""
+"""Most tenants in `Stats` and in the metrics; `ListTenants` has all tenants."""
 _COUNTS = ("sessions", "grants", "namespaces", "waiting_requests", "requests_per_s", "calls", "retained_bytes")
 _LARGER = {
     "gpu": "make the tier larger (`prefixd tier resize gpu`)",
@@ -66,7 +66,7 @@ class TenantFigures:
 
     def take(self) -> list[pb.TenantStats]:
         """Returns the figures of all tenants, in the order in which the daemon first saw them."""
-        return self._all(list(self._cache.tenants.all))
+        return self._collect(list(self._cache.tenants.all))
 
     def take_some(self) -> list[pb.TenantStats]:
         """Returns the figures of all tenants, in the same order; if there are more than `SOME`, only of the `SOME`
@@ -76,9 +76,9 @@ class TenantFigures:
             sessions = Counter(session.tenant for session in self._cache.leases.sessions.values())
             chosen = sorted(tenants, key=lambda tenant: sessions[tenant], reverse=True)[:SOME]
             tenants = sorted(chosen, key=lambda tenant: tenant.ordinal)
-        return self._all(tenants)
+        return self._collect(tenants)
 
-    def _all(self, tenants: Sequence[Tenant]) -> list[pb.TenantStats]:
+    def _collect(self, tenants: Sequence[Tenant]) -> list[pb.TenantStats]:
         sessions = defaultdict[Tenant, list[Session]](list)
         for session in self._cache.leases.sessions.values():
             sessions[session.tenant].append(session)
@@ -98,7 +98,7 @@ class TenantFigures:
                 f"there is no tenant {request.name[:100]!r}; add a section [tenants.NAME] to the settings and send the "
                 "daemon SIGHUP"
             )
-        quota = _changed(tenant.quota, request.quota, request.unlimited)
+        quota = _changed_quota(tenant.quota, request.quota, request.unlimited)
         quotas = {each.name: each.quota for each in tenants} | {tenant.name: quota}
         try:
             check_tiers_hold(self._cache, quotas, gpu=self._gpu)
@@ -106,7 +106,7 @@ class TenantFigures:
             raise InvalidArgumentError(str(error)) from error
         tenant.quota = quota
         self._cache.mover.changed.set()  # blocks that the former limit kept back may be written now
-        return self._all([tenant])[0]
+        return self._collect([tenant])[0]
 
     def _stats(self, tenant: Tenant, sessions: Sequence[Session]) -> pb.TenantStats:
         use, (waiting, running) = self._cache.mover.use, self._requests(tenant)
@@ -140,7 +140,7 @@ def _quota_message(quota: Quota) -> pb.TenantQuota:
     return pb.TenantQuota(tiers=tiers, **{name: getattr(quota, name) for name in _COUNTS})
 
 
-def _changed(quota: Quota, wanted: pb.TenantQuota, unlimited: Iterable[str]) -> Quota:
+def _changed_quota(quota: Quota, wanted: pb.TenantQuota, unlimited: Iterable[str]) -> Quota:
     tiers = list(quota.tiers)
     counts = {name: getattr(wanted, name) for name in _COUNTS if wanted.HasField(name)}
     for name, value in counts.items():

@@ -44,7 +44,8 @@ class AnnouncedRows:
 
 
 def tiers_with_block(trie: Trie, rows: Rows | slice) -> Bits:
-    """Returns the tiers that have of each block what every prefix through it needs; 0 for a row without a block.
+    """Returns for each block the tiers that have all parts that every prefix through it needs; 0 for a row without a
+    block.
 
     A prefix needs only the end of windows and states: these come and go while the block still serves longer prefixes,
     so they do not count. If a model has no other KV groups, a block counts as being in every tier that has any part of

@@ -1,13 +1,13 @@
 """Announces blocks: publishes the difference between what was announced of the cache and what is true now.
 
 The cache says which rows of its tries changed; a turn reads a changed row later and announces its state then. So a
-block that came and went in between costs nothing, what waits to be announced is bounded by the size of the tries, and
-no queue can overflow. All removals are published first, since a removed block may be back in another row; then stored
+block that came and went in between costs nothing, the changes that wait are bounded by the size of the tries, and no
+queue can overflow. All removals are published first, since a removed block may be back in another row; then stored
 blocks, parents before children. A turn on the event loop does a bounded part of that.
 
 Events are in the engine's blocks (`events.block_tokens`), of which a block of the cache has several; `block_hashes`
-draws them. A block that cannot be divided into blocks of that size is announced whole. `tiers_with_block` says when an
-event says that a tier has a block of a model with several KV groups.
+draws them. A block that cannot be divided into blocks of that size is announced whole. If a model has
+several KV groups, `tiers_with_block` decides whether a tier has a block.
 
 A subscriber that missed events needs everything announced from the beginning, after AllBlocksCleared (`announce_all`).
 That happens at most every `again_s` seconds, and takes at most a tenth of the time.
@@ -163,7 +163,7 @@ class Announcer(ABC):
         await asyncio.sleep(_GATHER_S)
         self._wake.clear()
 
-    def _turn(self) -> bool:
+    def _run_turn(self) -> bool:
         """Announces a bounded part of what changed; returns True if the next part can follow at once."""
         if self._again and not self._announcing_all and self._clock() >= self._earliest_s:
             self._begin_again()
@@ -306,7 +306,7 @@ class Announcer(ABC):
             self._publish(topic, batch)
 
     def _count_stored(self, trie: Trie, announced: AnnouncedRows, rows: Rows) -> StoredBlocks:
-        """Enters blocks as announced in all tiers that have them, and their engine's blocks as counted there."""
+        """Records blocks as announced in all tiers that have them, and counts their engine's blocks there."""
         tiers = tiers_with_block(trie, rows) & ~announced.tiers[rows]
         self._fill_hashes(trie, announced, rows)
         inner = announced.inner[rows].astype(np.int64)
@@ -319,7 +319,7 @@ class Announcer(ABC):
         return StoredBlocks(trie, rows, tiers, known, hashes)
 
     def _fill_hashes(self, trie: Trie, announced: AnnouncedRows, rows: Rows) -> None:
-        """Computes the hashes of those blocks of which nothing is announced now."""
+        """Computes the hashes of the blocks that are announced in no tier now."""
         rows = rows[announced.tiers[rows] == 0]
         announced.hashes[rows] = self._hashes.whole(trie, rows)
         announced.generation[rows] = trie.generation[rows]

@@ -4,7 +4,7 @@
     hash (n: the namespace's id)  |  of n, the hash of the block before, |  of n and the block's key
                                   |  and the tokens up to here           |
 
-The same tokens behind the same block have the same hashes, as in an engine, in whichever block of the cache they are.
+The same tokens behind the same block have the same hashes in every block of the cache, as in an engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def block_hash(namespace_id: bytes, key: bytes) -> int:
 
 
 def salt_keys(namespace: Namespace) -> tuple[str | bytes] | None:
-    """Returns the `extra_keys` of a prefix's first block: the salt, as text where it is UTF-8, as vLLM has it."""
+    """Returns the `extra_keys` of a prefix's first block: the salt, as text if it is UTF-8, like vLLM."""
     salt = namespace.spec.salt
     if not salt:
         return None
@@ -61,7 +61,7 @@ class BlockHashes:
         ]
 
     def inner(self, trie: Trie, rows: Rows, hashes: Hashes, pieces: int) -> Hashes:
-        """Returns [len(rows), pieces - 1] hashes of the engine's blocks in each block, but for the last of them.
+        """Returns [len(rows), pieces - 1] hashes of the engine's blocks in each block, except the last of them.
 
         Args:
             trie: the blocks' trie.

@@ -1,8 +1,8 @@
 """Announces the blocks of an engine's own namespaces to it, over its session.
 
-Each watch has an announcer of its own, which takes its turn once the engine has read the last message: so an engine
-that does not read makes no queue grow, and misses nothing. All watches together take a bounded part of the event loop's
-time (`LoopShare`): the more watches there are, and the more each has to announce, the longer are the pauses. A watch
+Each watch has an announcer of its own, which takes its turn once the engine has read the last message: so no queue
+grows if an engine does not read, and the engine misses nothing. All watches together take a bounded part of the event
+loop's time (`LoopShare`): the pauses are longer if there are more watches, or if each has more to announce. A watch
 takes 3 bytes for each block of a geometry that it watches, and 20 bytes for each block that it has announced.
 """
 
@@ -59,7 +59,7 @@ class BlockWatch(Announcer):
                     break
                 with self._share.counted():
                     opening = self._add_opened_namespaces()
-                    more = self._turn() or opening
+                    more = self._run_turn() or opening
                     changes, self._unsent = self._unsent, []
                     answer = pb.BlockChanges(changes=changes)
                 if changes:

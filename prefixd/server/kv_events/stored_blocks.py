@@ -1,4 +1,4 @@
-"""Blocks of one trie that are announced as stored, as the fewest events that can say so."""
+"""Blocks of one trie that are announced as stored, in as few events as possible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StoredBlocks:
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yields (start, end) of the blocks that one event of each tier announces: each continues the one before it in
-        the same tiers, and no tier has a part of any but the first."""
+        the same tiers, and no tier has a part of a block after the first."""
         parents = self.trie.parent[self.rows]
         ends = (parents[1:] != self.rows[:-1]) | (self.tiers[1:] != self.tiers[:-1]) | self.known[1:].any(axis=1)
         yield from pairwise([0, *(1 + np.flatnonzero(ends)).tolist(), len(self.rows)])

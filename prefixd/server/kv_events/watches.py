@@ -35,7 +35,7 @@ class Watches:
 
         Raises:
             ExhaustedError: the session has another watch.
-            SessionEndedError: the session ended; also raised inside the block, whatever it waits for.
+            SessionEndedError: the session ended; also raised inside the block, at any await.
         """
         end_s = time.monotonic() + _REPLACED_S
         while session.id in self._timeouts:

@@ -18,7 +18,7 @@ CALLS = 512
 """Calls under way; an answered call counts until its caller has read the answer."""
 CALLS_OF_HOST = 128
 _RECEIVE_S = 5.0
-"""A call fails whose message has not arrived by then."""
+"""A call fails if its message has not arrived after this time."""
 _HOSTS = 256  # lines kept before the idle ones are dropped
 
 
@@ -38,7 +38,7 @@ class AnonymousCalls:
 
     @asynccontextmanager
     async def receiving(self, host: str, call: Call) -> AsyncGenerator[Line]:
-        """Encloses the receiving of a message from a host; gives the line in which it waits once it has arrived.
+        """Encloses the receiving of a message from a host; yields the line in which it waits after its arrival.
 
         Raises:
             ExhaustedError: too many messages are in transit.

@@ -41,10 +41,10 @@ _MOST_BYTES = {
     "prefixd.v1.PrefixCache/OpenSession": 1 << 16,
     "prefixd.v1.PrefixCache/WatchBlocks": 1 << 10,
 }
-"""Most bytes of a message, by service or method: those open to every caller, and calls that last. Others: 16 MiB."""
+"""Most bytes of a message, by service or method: of services that are open to every caller, and of calls that last.
+Other messages may have 16 MiB."""
 
-
-_METHOD = 100  # characters of a method's name in the audit log
+_METHOD_CHARACTERS = 100  # of a method's name in the audit log
 _CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 
 Request = TypeVar("Request")
@@ -104,7 +104,7 @@ class Door:
                 try:
                     call = await self.admit(method, context)
                     async with call.stream() if several else nullcontext():
-                        # The message gets no name here, which would keep it while a refusal waits.
+                        # No variable holds the message here: it would keep the memory while a refusal waits.
                         responses = behaviour(
                             _all_messages(call, context, parse)
                             if several
@@ -143,10 +143,10 @@ class Door:
         return made
 
     async def admit(self, method: str, context: Context) -> Call:
-        """Lets a call in, which `CURRENT_CALL` then names, or ends it with a refusal."""
+        """Lets a call in and sets `CURRENT_CALL` to it, or ends it with a refusal."""
         open_to_all = method.startswith(OPEN_SERVICES)
         try:
-            caller = self._who_calls(context)
+            caller = self._identify_caller(context)
         except UnknownCallerError as error:
             if not open_to_all:
                 await self._refuse_unknown(method, str(error), context)
@@ -172,7 +172,7 @@ class Door:
             self._audit.log_let_in(caller)
         return call
 
-    def _who_calls(self, context: Context) -> Caller:
+    def _identify_caller(self, context: Context) -> Caller:
         """Returns the caller. Raises UnknownCallerError."""
         given = [_text(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
         if len(given) > 1:
@@ -197,14 +197,15 @@ class Door:
     async def _tell_refused(self, caller: Caller, method: str, why: str) -> None:
         """Waits until a caller may be told of a refusal, and logs it."""
         if await self._limits.refusals.turn(caller.tenant):
-            self._audit.log_refused(caller, method[:_METHOD], why)
+            self._audit.log_refused(caller, method[:_METHOD_CHARACTERS], why)
 
     async def _refuse_unknown(self, method: str, why: str, context: Context) -> NoReturn:
-        """Ends the call of an unknown caller, and logs where it came from."""
+        """Ends the call of an unknown caller, and logs its address."""
         if await self._limits.refusals.turn(None):
             peer = context.peer() if self._name == "tcp" else ""
-            self._audit.log_refused(None, method[:_METHOD], why, door=self._name, peer=peer)
-            log.info("refused %s%s: %s", method[:_METHOD], f" from {peer}" if peer else "", why)
+            name = method[:_METHOD_CHARACTERS]
+            self._audit.log_refused(None, name, why, door=self._name, peer=peer)
+            log.info("refused %s%s: %s", name, f" from {peer}" if peer else "", why)
         remedy = (
             "; send `authorization: Bearer TOKEN`, with a token from the daemon's server.tokens "
             "(the prefixd command: --token-file, PREFIXD_TOKEN)"
@@ -298,7 +299,7 @@ async def deliver(work: Coroutine[Any, Any, Response], take_back: Callable[[Resp
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        task.add_done_callback(lambda done: _undo(done, take_back))
+        task.add_done_callback(lambda done: _take_back_result(done, take_back))
         raise
     finally:
         del task  # its error refers to this frame, which would keep the request until the garbage collector runs
@@ -308,7 +309,7 @@ def outlive(work: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:
     """Starts work that goes on when its caller has hung up; `finish_work` waits for it."""
     task = asyncio.ensure_future(work)
     _working.add(task)
-    task.add_done_callback(_finished)
+    task.add_done_callback(_forget_work)
     return task
 
 
@@ -318,12 +319,12 @@ async def finish_work() -> None:
         await asyncio.gather(*_working, return_exceptions=True)
 
 
-def _undo(task: asyncio.Task[Response], take_back: Callable[[Response], None]) -> None:
+def _take_back_result(task: asyncio.Task[Response], take_back: Callable[[Response], None]) -> None:
     if not task.cancelled() and task.exception() is None:
         take_back(task.result())
 
 
-def _finished(task: asyncio.Task[Any]) -> None:
+def _forget_work(task: asyncio.Task[Any]) -> None:
     _working.discard(task)
     if not task.cancelled():
         task.exception()  # the caller has got it or has hung up
@@ -333,8 +334,8 @@ def _finished(task: asyncio.Task[Any]) -> None:
 
 
 def _parser(method: str, handler: Handler) -> Callable[[bytes | None], Any]:
-    """Returns the parser of a method's messages, which raises InvalidArgumentError for none, and for one that it cannot
-    read."""
+    """Returns the parser of a method's messages. It raises InvalidArgumentError if there is no message, or if it cannot
+    read the message."""
     parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
     descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)  # generated: `FromString` of a class
     most_bytes = _MOST_BYTES.get(method[1:], _MOST_BYTES.get(method[1:].partition("/")[0]))
@@ -366,7 +367,7 @@ async def _all_messages(call: Call, context: Context, parse: Callable[[bytes | N
 
 
 def _host(context: Context) -> str:
-    """Returns where a call comes from: `ipv4:127.0.0.1`, or `unix:` and a path."""
+    """Returns the address that a call comes from: `ipv4:127.0.0.1`, or `unix:` and a path."""
     peer: str = context.peer()
     return peer if peer.startswith("unix:") else peer.rpartition(":")[0]
 

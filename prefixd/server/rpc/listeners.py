@@ -94,7 +94,7 @@ class Listeners:
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
         """The caller must load it before `open`, and watch it from then on."""
         self.identities = Identities(server, settings.tenants, tenants, self.tokens, credentials)
-        generations = _generations(settings)
+        generations = _most_generations(settings)
         self.limits = CallLimits(tenants, generations)
         self._unix = grpc.aio.server(options=_OPTIONS)
         self._tcp: grpc.aio.Server | None = None
@@ -188,7 +188,7 @@ class Listeners:
         return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _generations(settings: Settings) -> int:
+def _most_generations(settings: Settings) -> int:
     """Returns the most calls of Generate at once: those that may wait and run, and 64 more."""
     worker = settings.worker
     models = 1 + len(worker.more_models) if worker.enabled else 0

@@ -9,8 +9,8 @@ A client connects to a unix socket, sends one line and gets one line of JSON:
 A refused client gets `{"error": "..."}`. A descriptor cannot be taken back, so it goes only to processes of operators,
 of users that `server.allow_uids` names, and of tenants with `map_memory`.
 
-Visitors that send nothing keep no other out: if there are too many, of one user or in all, the one that has waited
-longest gets an error and is disconnected. An honest client sends its line as it connects.
+Visitors that send nothing cannot keep others out: if there are too many, of one user or of all users, the one that has
+waited longest gets an error and is disconnected. An honest client sends its line as soon as it has connected.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class MemoryListener:
         self._logged = set[int]()
         """Users that the log names as refused."""
         self._closing: Counter[int] = Counter()
-        """By user, how many descriptors that visitors sent are not closed yet. At the limit no more are received."""
+        """Descriptors that visitors sent and that are not closed yet, by user. At the limit, no more are received."""
         self._unclosed: list[tuple[int, int]] = []
-        """(user, descriptor) of those that no thread closes yet."""
+        """(user, descriptor) of those that still wait for a thread to close them."""
 
     async def start(self) -> None:
         """Begins to listen, and replaces a socket file that an ended daemon has left.
@@ -176,18 +176,18 @@ class MemoryListener:
             pid, uid = _peer(visitor)
             self._close_unclosed()
             async with asyncio.timeout(_ANSWER_TIME_S), self._descriptors(uid) as sent:
-                session_id = await _read_line(visitor, sent, int(self._receives_from(uid)))
+                session_id = await _read_line(visitor, sent, int(self._may_receive_descriptor(uid)))
                 if session_id == TICKET and self._ticket is not None:
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"ticket": self._ticket(uid, pid)}))
                     return
-                refusal = self._refuse(visitor, session_id, sent[0] if sent else -1)
+                refusal = self._find_refusal(visitor, session_id, sent[0] if sent else -1)
                 if refusal is not None:
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"error": refusal}))
                 else:
                     # One short line into an empty socket buffer: it cannot block.
                     socket.send_fds(visitor, [_line({"arena_bytes": self._nbytes})], [self._fd])
 
-    def _receives_from(self, uid: int) -> bool:
+    def _may_receive_descriptor(self, uid: int) -> bool:
         return self._closing.total() < _CLOSING and self._closing[uid] < _CLOSING_OF_A_USER
 
     @asynccontextmanager
@@ -226,7 +226,7 @@ class MemoryListener:
                 return
             self._unclosed.pop()
 
-    def _refuse(self, visitor: socket.socket, session_id: str | None, sent: int) -> str | None:
+    def _find_refusal(self, visitor: socket.socket, session_id: str | None, sent: int) -> str | None:
         pid, uid = _peer(visitor)
         if self._fd < 0:
             return "this daemon has no CPU tier to share: set cpu.bytes, or use memory='streamed' in the SDK"

@@ -35,8 +35,8 @@ def check_fields(raw: bytes, kind: Descriptor) -> None:
     """Raises InvalidArgumentError if a message has too many fields or a field that is too long.
 
     Parsing 15 MiB of empty fields takes half a second on the event loop and some hundred MiB of memory; parsing 15 MiB
-    of text or bytes takes 30 milliseconds. Only bytes fields of an honest message are long, and only images are long
-    together.
+    of text or bytes takes 30 milliseconds. In an honest message only bytes fields are long, and only the
+    images are long in sum.
 
     Fields of one message type and number count together, at all depths, because the parser makes one list of them. A
     truncated or malformed message is left to the parser.

@@ -14,7 +14,7 @@ from prefixd.base.tenancy.tenants import Role
 from prefixd.cache import Process, TieredCache
 from prefixd.server.access.identities import Caller
 
-_SO_PEERPIDFD = 77  # Linux 6.5: a descriptor of the process that connected, in whatever PID namespace it is
+_SO_PEERPIDFD = 77  # Linux 6.5: a descriptor of the process that connected, in any PID namespace
 _PID = struct.Struct("i")
 _PROCESSES = 16
 """Most processes of one session that may have the arena: the daemon keeps a descriptor of each while it lives."""
@@ -29,7 +29,7 @@ class ProcessWatch:
     Args:
         cache: the processes can write into its slots.
         caller_of: returns the caller for a user's process, by uid and pid. None: every user may act for every session
-            that it knows the id of.
+            if it knows the session's id.
         peer_pidfd: returns a descriptor of the process at the other end of a connection; raises OSError if the kernel
             (before 6.5) gives none. Tests pass another function.
     """
@@ -69,7 +69,7 @@ class ProcessWatch:
                 "on Linux 6.5 or later, upgrade a client that sends no descriptor of its own, or use memory='streamed' "
                 "in the SDK"
             )
-        process = self._known(pid)
+        process = self._find_watched(pid)
         session = self._cache.leases.sessions.get(session_id)
         if session is None:
             os.close(pidfd)
@@ -99,14 +99,14 @@ class ProcessWatch:
         except OSError:  # an older kernel
             if sent >= 0 and _is_pidfd_of(sent, pid):
                 return os.dup(sent)
-            return os.pidfd_open(pid)  # fails where its number here is 0
+            return os.pidfd_open(pid)  # fails if the process has the number 0 here
 
     def close(self) -> None:
         """Stops watching."""
         for pidfd in list(self._watched):
             self._forget(pidfd)
 
-    def _known(self, pid: int) -> Process | None:
+    def _find_watched(self, pid: int) -> Process | None:
         for known, process in list(self._watched.items()):
             if _has_ended(known):  # another process may have its number by now
                 self._report_end(known)

@@ -126,7 +126,7 @@ async def first_message(call: Call, read: Read) -> bytes | None:
                 return await _InTurn(_receive(call, read), line, partial(timeout.reschedule, None))
         except TimeoutError:
             raise TooSlowError(
-                f"the call's message was not here within {call.receive_s:g} s; send it at once, or less at a time"
+                f"the call's message did not arrive within {call.receive_s:g} s; send it at once, or less at a time"
             ) from None
 
 
@@ -138,7 +138,7 @@ async def later_message(call: Call, read: Read) -> bytes | None:
 
 
 async def _receive(call: Call, read: Read) -> bytes | None:
-    """Returns the next message; None for EOF and when the call has ended. It counts as soon as it is assembled."""
+    """Returns the next message; None for EOF and when the call has ended. Counts the message once it is assembled."""
     message = await read()
     if not isinstance(message, bytes):
         return None
@@ -187,8 +187,8 @@ class Receiving:
 
     @asynccontextmanager
     async def first(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
-        """Encloses the receiving of a first message: waits until it may begin, and gives the line in which the message
-        waits once it has arrived. Raises ExhaustedError."""
+        """Encloses the receiving of a first message: waits until it may begin, and yields the line in which the
+        message waits after its arrival. Raises ExhaustedError."""
         if caller.role is Role.ADMIN:
             yield None
             return
@@ -203,7 +203,7 @@ class Receiving:
 
     @asynccontextmanager
     async def later(self, caller: Caller, call: Call) -> AsyncGenerator[Line | None]:
-        """Encloses the receiving of a later message; gives the line in which the message waits once it has arrived."""
+        """Encloses the receiving of a later message; yields the line in which the message waits after its arrival."""
         line = None if caller.role is Role.ADMIN else self._line(caller)
         try:
             yield line
@@ -240,7 +240,7 @@ class Line(PacedLine):
     """The line of one tenant's messages that have arrived and are assembled one after the other."""
 
     def received(self, nbytes: int) -> None:
-        """Has the next message wait for what this one of `nbytes` bytes costs. 0: no message was assembled."""
+        """Makes the next message wait for the time that `nbytes` bytes cost. 0: no message was assembled."""
         if nbytes > _SMALL_BYTES:
             self.pay(nbytes / BYTES_PER_S)
 
@@ -252,33 +252,33 @@ class _InTurn(Generic[T]):
     line still waits for its turn, and is cancelled afterwards.
 
     Args:
-        on_here: called when the message has arrived.
+        on_arrival: called when the message has arrived.
     """
 
     def __init__(
-        self, reading: Coroutine[Any, Any, T], line: Turns, on_here: Callable[[], None] = lambda: None
+        self, reading: Coroutine[Any, Any, T], line: Turns, on_arrival: Callable[[], None] = lambda: None
     ) -> None:
         self._reading = reading
         self._line = line
-        self._on_here = on_here
+        self._on_arrival = on_arrival
 
     def __await__(self) -> Generator[Any, Any, T]:
         reading, line = self._reading, self._line
         try:
-            here: asyncio.Future[None] = reading.send(None)
+            arrival: asyncio.Future[None] = reading.send(None)
         except StopIteration as ended:
             given: T = ended.value
             return given
         cancelled = False
         try:
-            yield here
-            self._on_here()
+            yield arrival
+            self._on_arrival()
         except asyncio.CancelledError as error:
-            if here.cancelled():
+            if arrival.cancelled():
                 return self._end(partial(reading.throw, error))
             cancelled = True
         except Exception as error:
-            del here  # which has the error, which has this frame
+            del arrival  # it refers to the error, which refers to this frame
             return self._end(partial(reading.throw, error))
         while True:
             try:
@@ -300,4 +300,4 @@ class _InTurn(Generic[T]):
         except StopIteration as ended:
             given: T = ended.value
             return given
-        raise RuntimeError("the read waits a second time for a message that is here")
+        raise RuntimeError("the read waits a second time for a message that has arrived")

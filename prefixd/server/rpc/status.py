@@ -15,7 +15,7 @@ from prefixd_swap import OutOfMemoryError, SwapError
 
 log = logging.getLogger(__name__)
 
-Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never name
+Context = Any  # grpc.aio.ServicerContext has type parameters that our handlers do not need
 
 # gRPC sends the message percent-encoded in a header, and drops a header of more than 2 KiB. 600 ASCII characters fit;
 # another character takes up to twelve bytes.
@@ -54,12 +54,12 @@ async def abort(context: Context, error: Exception) -> NoReturn:
         metadata += (_SESSION_ENDED,)
     elif isinstance(error, NamespaceClosedError):
         metadata += (_NAMESPACE_CLOSED,)
-    await context.abort(code, _short(str(error)), metadata)
+    await context.abort(code, _shorten_message(str(error)), metadata)
     raise AssertionError("abort does not return")
 
 
-def _short(message: str) -> str:
-    """Shortens a message to what gRPC sends: an error that quotes its input may be long. Keeps beginning and remedy."""
+def _shorten_message(message: str) -> str:
+    """Shortens a message to the length that gRPC sends: an error that quotes its input may be long. Keeps both ends."""
     half, short = (_MESSAGE_CHARACTERS - 5) // 2, message
     while len(short) > _MESSAGE_CHARACTERS or len(quote(short, " ")) > _MESSAGE_BYTES:
         short = f"{message[:half]} ... {message[-half:]}"

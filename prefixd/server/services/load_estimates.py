@@ -1,4 +1,4 @@
-"""What loading a prefix for an engine takes, learned from what engines have loaded: `LoadEstimate` in `cache.proto`."""
+"""Estimates the time to load a prefix for an engine, learned from earlier loads: `LoadEstimate` in `cache.proto`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class LoadEstimates:
     def estimate(
         self, trie: Trie, path: Rows, first_block: int, tokens: int, prefill: pb.Prefill | None
     ) -> pb.LoadEstimate:
-        """Of a usable prefix of a prompt of so many tokens, of which the engine has what is before `first_block`.
+        """Returns the estimate for a usable prefix of a prompt of `tokens` tokens. The engine has the blocks before
+        `first_block`.
 
         Raises:
             InvalidArgumentError: `prefill` has a negative number.
@@ -55,10 +56,10 @@ class LoadEstimates:
     def stretches(
         self, trie: Trie, path: Rows, first_block: int, counted: npt.NDArray[np.bool_] | None = None
     ) -> list[Stretch]:
-        """The prefix by where it has to be brought from; what the engine has, and what is in the CPU tier, is at hand.
+        """Returns the prefix as stretches, each farther away than the one before.
 
-        Each stretch is farther away than the one before; what is nearer amid it counts no bytes, nor does what is not
-        `counted`, [len(path) - first_block] if given.
+        The engine's own blocks and blocks in the CPU tier need no loading. Blocks inside a stretch that are nearer
+        count no bytes. If `counted`, [len(path) - first_block], is given, only its blocks count bytes.
         """
         first = min(first_block, len(path))
         rows, block_tokens = path[first:], trie.block_tokens
@@ -81,7 +82,7 @@ class LoadEstimates:
     def estimate_stretches(
         self, stretches: list[Stretch], block_tokens: int, first_block: int, tokens: int, prefill: pb.Prefill | None
     ) -> pb.LoadEstimate:
-        """As `estimate`, of a prefix by where it has to be brought from."""
+        """Returns the estimate for a prefix as `stretches` returns it."""
         loads = [
             self.cost.load_s(stretch.nbytes, stretch.distance, self.queued_bytes.get(stretch.distance, 0))
             for stretch in stretches
@@ -113,13 +114,13 @@ class LoadEstimates:
 
 
 class LoadWatch:
-    """One load, from when its blocks are known until it has ended.
+    """One load, from the moment when its blocks are known until it has ended.
 
     Attributes:
-        estimate: as of the beginning.
-        blocks: to be leased.
-        cached_blocks: of the prompt, as far as was asked for.
-        complete: everything has come, set by who watches; only then something is learned.
+        estimate: the estimate at the beginning.
+        blocks: number of blocks to lease.
+        cached_blocks: number of cached blocks among those that the call asks for.
+        complete: True if all blocks were loaded; the caller sets it. Estimates learn only from complete loads.
     """
 
     def __init__(
@@ -131,14 +132,14 @@ class LoadWatch:
         self._trie = trie
         self._first_block = first_block
         self._of = (trie.block_tokens, first_block, tokens, prefill)
-        # Before anything is loaded: a wrong `prefill` is refused.
+        # An invalid `prefill` is refused before anything is loaded.
         self.estimate = pb.LoadEstimate() if prefill is None else estimates.estimate_stretches([], *self._of)
         self._mark: float | None = None
         self._claimed: Rows = np.empty(0, np.int64)
         self._nbytes: dict[Distance, int] = {}
 
     def begin(self, reader: Reader) -> None:
-        """The prefix was matched, and nothing was brought up yet."""
+        """Begins the load of a prefix that was matched, before any block of it is brought up."""
         self.cached_blocks = len(reader.path)
         path = reader.path[: reader.end]
         stretches = self._estimates.stretches(self._trie, path, self._first_block)
@@ -153,7 +154,7 @@ class LoadWatch:
         self._nbytes = {stretch.distance: stretch.nbytes for stretch in stretches if stretch.nbytes}
         if self._nbytes:
             self._mark = self._estimates.meter.begin()
-            self._queue(1)
+            self._count_queued(1)
 
     def __enter__(self) -> Self:
         return self
@@ -166,10 +167,10 @@ class LoadWatch:
         if self._mark is None:
             return
         elapsed_s = self._estimates.meter.end(self._mark)
-        self._queue(-1)
+        self._count_queued(-1)
         if self.complete:
             self._estimates.cost.observe_load(max(self._nbytes), sum(self._nbytes.values()), elapsed_s)
 
-    def _queue(self, sign: int) -> None:
+    def _count_queued(self, sign: int) -> None:
         for distance, nbytes in self._nbytes.items():
             self._estimates.queued_bytes[distance] += sign * nbytes

@@ -35,13 +35,13 @@ def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Tra
     from prefixd_swap.stores.sealed import Seal
 
     assert settings.secret_file is not None  # the settings were checked
-    secret = _secret("remote.secret_file", settings.secret_file, LEAST_SECRET_BYTES)
+    secret = _read_secret("remote.secret_file", settings.secret_file, LEAST_SECRET_BYTES)
     key = None
     if settings.encryption_key_file is not None:
-        key = _secret("remote.encryption_key_file", settings.encryption_key_file, LEAST_SECRET_BYTES)
+        key = _read_secret("remote.encryption_key_file", settings.encryption_key_file, LEAST_SECRET_BYTES)
     _check_tls(settings)
     try:
-        store = open_store(_options(settings))
+        store = open_store(_store_options(settings))
     except (StorageError, ValueError) as error:
         raise ConfigError(f"remote.url = {settings.url}: {error}") from error
     if arena is not None:
@@ -56,7 +56,7 @@ def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Tra
     )
 
 
-def _options(settings: RemoteSettings) -> StoreOptions:
+def _store_options(settings: RemoteSettings) -> StoreOptions:
     url = urlsplit(settings.url or "")
     path = unquote(url.path)
     if url.scheme == "s3":
@@ -80,7 +80,7 @@ def _options(settings: RemoteSettings) -> StoreOptions:
         )
     password = None
     if settings.password_file is not None:
-        password = _secret("remote.password_file", settings.password_file, 1).decode()
+        password = _read_secret("remote.password_file", settings.password_file, 1).decode()
     return ValkeyOptions(
         host=url.hostname or "127.0.0.1",
         port=url.port or 6379,
@@ -134,7 +134,7 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else os.fspath(path)
 
 
-def _secret(name: str, path: Path, least_bytes: int) -> bytes:
+def _read_secret(name: str, path: Path, least_bytes: int) -> bytes:
     """Returns the content of a secret file, without white space at its ends.
 
     Raises:

@@ -64,7 +64,7 @@ def test_who_is_known_does_not_wait_behind_those_who_are_not(daemon: DaemonProce
         codes = Counter(call.code() for call in calls)
     assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED: AT_ONCE_OF_HOST, grpc.StatusCode.RESOURCE_EXHAUSTED: more}
     assert {call.details() for call in calls if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED} == {
-        "the call's message was not here within 5 s; send it at once, or less at a time"
+        "the call's message did not arrive within 5 s; send it at once, or less at a time"
     }
 
 

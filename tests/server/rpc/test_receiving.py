@@ -321,5 +321,5 @@ async def test_a_call_has_a_message_in_time(in_line: bool) -> None:
     call = _Short(Line() if in_line else None)
     assert await first_message(call, one) == b"one" and call.message_bytes == 3
     assert await later_message(call, none) is None and call.message_bytes == 0
-    with pytest.raises(TooSlowError, match=r"not here within 0\.05 s"):
+    with pytest.raises(TooSlowError, match=r"did not arrive within 0\.05 s"):
         await first_message(call, asyncio.Event().wait)

@@ -57,4 +57,4 @@ SCENARIOS: dict[str, Scenario] = {
         sharing.ForgottenComputations(),
     )
 }
-"""In the order in which they run: those that can share a daemon lie together."""
+"""In the order in which they run: scenarios that can share a daemon are next to each other."""

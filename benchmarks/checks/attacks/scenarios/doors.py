@@ -1,4 +1,4 @@
-"""Attacks at the doors: the metrics port, the sockets, their directory, and the operator's terminal."""
+"""Attacks on the daemon's ports and sockets, the sockets' directory, the audit log and the operator's terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SECRET = np.arange(1_000_000, 1_000_064, dtype=np.uint32)
 
 
 class IdleMetrics(Scenario):
-    """1,000 connections to the metrics port that say nothing, of a daemon that may open 1,024 files."""
+    """Opens 1,000 silent connections to the metrics port of a daemon that may open 1,024 files."""
 
     name = "idle metrics connections"
     closed_by = "tests/server/figures/test_metrics_server.py"
@@ -70,7 +70,7 @@ class IdleMetrics(Scenario):
                 clients.append(client)
                 client.register(_SPEC)
         except ClientError as error:
-            yield f"nobody gets a session: {refusal(error)}"
+            yield f"other tenants get no session: {refusal(error)}"
         finally:
             for client in clients:
                 client.close()
@@ -92,11 +92,11 @@ class OpenMetrics(Scenario):
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         if facts.get("names"):
-            yield f"whoever reaches the port reads {facts['names']} lines of figures"
+            yield f"a user without a credential reads {facts['names']} lines of figures"
 
 
 class Strangers(Scenario):
-    """Somebody without any credential asks for the daemon's health: with 15 MiB, with no message, and for ever."""
+    """Asks for the daemon's health without a credential: with 15 MiB, with no message, and without an end."""
 
     name = "strangers"
     closed_by = "tests/server/rpc/test_anonymous.py"
@@ -119,23 +119,24 @@ class Strangers(Scenario):
         several = [("Check", large), ("Watch", large), ("Check", None), ("Watch", b"")]
         sent = [several] * 8 + [[("Watch", b"")] * 8] * 8
         channels = await mallory.channels(len(sent))
-        await mallory.go_on(ask(channel, *what) for channel, each in zip(channels, sent, strict=True) for what in each)
+        asking = (ask(channel, *call) for channel, each in zip(channels, sent, strict=True) for call in each)
+        await mallory.run_all(asking)
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         token = [("authorization", f"Bearer {scene.token(ALICE)}")]
-        for who, address, metadata in (("the operator", scene.daemon.address, []), ("a tenant", scene.tcp, token)):
+        for caller, address, metadata in (("the operator", scene.daemon.address, []), ("a tenant", scene.tcp, token)):
             with grpc.insecure_channel(address) as channel:
                 health: Any = health_pb2_grpc.HealthStub(channel)
                 try:
                     health.Check(health_pb2.HealthCheckRequest(), timeout=5.0, metadata=metadata)
                     next(health.Watch(health_pb2.HealthCheckRequest(), timeout=5.0, metadata=metadata))
                 except grpc.RpcError as error:
-                    yield f"{who} does not learn of the daemon's health: {error.code().name}: {error.details()}"
+                    yield f"{caller} does not learn of the daemon's health: {error.code().name}: {error.details()}"
 
 
 class UnreadAnswers(Scenario):
-    """Makes calls whose answers it gives no window: of health with and without a token, and generations of a token."""
+    """Makes calls and gives their answers no window: Health with and without a token, and Generate of one token."""
 
     name = "unread answers"
 
@@ -162,8 +163,8 @@ class UnreadAnswers(Scenario):
         health, generate = "/grpc.health.v1.Health/Check", "/prefixd.v1.Inference/Generate"
         sent = [(health, b"", token)] * 30 + [(health, b"", [])] * 6 + [(generate, request, token)] * 4
         channels = await mallory.channels(len(sent), unread=True)
-        asking = [ask(channel, *what) for channel, what in zip(channels, sent, strict=True)]
-        await mallory.go_on(asking, in_place_s=20.0)
+        asking = [ask(channel, *call) for channel, call in zip(channels, sent, strict=True)]
+        await mallory.run_all(asking, in_place_s=20.0)
         return dict(counted)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
@@ -171,11 +172,11 @@ class UnreadAnswers(Scenario):
             try:
                 alice.register(_SPEC).match(_SECRET)
             except ClientError as error:
-                yield f"who comes now is refused: {refusal(error)}"
+                yield f"a new client is refused: {refusal(error)}"
 
 
 class LocalAdmin(Scenario):
-    """Calls Admin at the unix socket as a user who is let in there, but is not the operator."""
+    """Calls Admin at the unix socket as a user that may connect there but is not the operator."""
 
     name = "Admin at the unix socket"
     as_other_user = True
@@ -192,11 +193,11 @@ class LocalAdmin(Scenario):
         did: list[str] = []
         refused: list[str] = []
 
-        async def attempt(what: str, call: object) -> None:
+        async def attempt(name: str, call: object) -> None:
             try:
                 answer = await call  # type: ignore[misc]
-                did.append(what)
-                if what == "inspect":
+                did.append(name)
+                if name == "inspect":
                     ids = [token for block in answer.blocks for token in block.token_ids]
                     did.append(f"read {sum(1 for token in ids if token in _SECRET)} of a victim's token ids")
             except ClientError as error:
@@ -216,8 +217,8 @@ class LocalAdmin(Scenario):
         await mallory.hold(did=did, refused=refused[:2])
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        if done := [what for what in facts.get("did", ()) if what not in ("stats",)]:
-            yield f"a user who is not the operator could: {', '.join(done)}"
+        if done := [name for name in facts.get("did", ()) if name not in ("stats",)]:
+            yield f"a user that is not the operator could: {', '.join(done)}"
 
 
 async def _keys(client: AsyncClient) -> list[str]:
@@ -230,13 +231,13 @@ async def _keys(client: AsyncClient) -> list[str]:
 
 
 class NoTicket(Scenario):
-    """Calls at the unix socket without saying who it is: it must not become another tenant for that."""
+    """Calls at the unix socket without a ticket: it must not get the rights of another tenant."""
 
     name = "no ticket"
     as_other_user = True
 
     async def attack(self, mallory: Mallory) -> None:
-        """Opens a session by gRPC alone, as the SDK does not."""
+        """Opens a session by gRPC alone; the SDK would fetch a ticket first."""
         async with grpc.aio.insecure_channel(mallory.unix) as channel:
             stub: Any = PrefixCacheStub(channel)
             stream = stub.OpenSession(cache_pb2.OpenSessionRequest(client_name="nobody"))
@@ -254,13 +255,13 @@ class NoTicket(Scenario):
 
 
 class MemoryDoor(Scenario):
-    """Silent connections to the socket that hands over the memory: honest engines must not fall back to streaming."""
+    """Opens silent connections to the socket that hands out the memory: honest engines must still get the memory."""
 
     name = "memory door"
     as_other_user = True
 
     async def attack(self, mallory: Mallory) -> None:
-        """Keeps 300 of them open; those that are closed are replaced."""
+        """Keeps 300 connections open, and replaces those that are closed."""
         _allow_files(4096)
         path = mallory.unix.removeprefix("unix:") + "-memory"
         silent: list[socket.socket] = []
@@ -268,7 +269,7 @@ class MemoryDoor(Scenario):
 
         def fill() -> None:
             nonlocal refused
-            silent[:] = [each for each in silent if not _closed(each)]
+            silent[:] = [each for each in silent if not _is_closed(each)]
             while len(silent) < 300:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.setblocking(False)
@@ -299,13 +300,14 @@ class MemoryDoor(Scenario):
 
 
 class SocketDirectory(Scenario):
-    """Without XDG_RUNTIME_DIR the socket is in /tmp/prefixd-UID: whoever makes that first gets a victim's calls."""
+    """Without XDG_RUNTIME_DIR the socket is in /tmp/prefixd-UID: the attacker makes that directory first, to get a
+    victim's calls."""
 
     name = "socket directory"
     as_other_user = True
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Makes the directory of a user who has no daemon yet, and listens there."""
+        """Makes the directory of a user that has no daemon yet, and listens there."""
         folder = Path(f"/tmp/prefixd-{ALICE.uid}")
         calls = 0
 
@@ -336,13 +338,13 @@ class SocketDirectory(Scenario):
 
 
 class Connections(Scenario):
-    """Keeps as many connections to the TCP door as it can, all from one host, and says nothing on some."""
+    """Keeps as many connections to the TCP port as it can, all from one host, and sends nothing on some."""
 
     name = "connections of one host"
     closed_by = "tests/server/rpc/test_tcp_connections.py"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """From another address of this machine; those that are closed are made again."""
+        """Connects from another address of this machine, and replaces connections that are closed."""
         host, _, port = mallory.tcp.rpartition(":")
         open_now: set[asyncio.Task[None]] = set()
         made = 0
@@ -351,7 +353,7 @@ class Connections(Scenario):
             with suppress(OSError):
                 reader, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
                 try:
-                    # What HTTP/2 begins with, and an empty SETTINGS frame: gRPC has it for a connection from then on.
+                    # The HTTP/2 preface and an empty SETTINGS frame: from then on gRPC counts this as a connection.
                     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
                     while await reader.read(1 << 12):
                         pass
@@ -373,7 +375,7 @@ class Connections(Scenario):
         return {"made": made}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        """Whether another host comes in: most times, as connections are made faster than they are cut off."""
+        """Checks that another host can connect most times: the attacker connects faster than it is cut off."""
         refused = 0
         for _ in range(5):
             found = scene.newcomer()
@@ -384,8 +386,8 @@ class Connections(Scenario):
 
 
 class AuditLog(Scenario):
-    """The audit log is in a directory that others can write to, as /tmp is: when it is renamed away, a link to another
-    file of the daemon's user is put in its place."""
+    """The audit log is in a directory such as /tmp, where others can write. When the operator renames the log, the
+    attacker puts a link to another file of the daemon's user in its place."""
 
     name = "audit log"
     as_other_user = True
@@ -424,19 +426,19 @@ class AuditLog(Scenario):
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
         if not found.get("linked"):
-            yield "no link was put in the log's place: the attack did not take place"
+            yield "no link was put in place of the log: the attack did not take place"
         if (scene.daemon.directory.parent / "precious").read_text() != "precious":
             yield "the audit log is written into another file of the daemon's user"
 
 
 class Terminal(Scenario):
-    """Names with control characters, which reach the terminal of the operator who asks for figures."""
+    """Sends names with control characters, which could reach the terminal of an operator that asks for the figures."""
 
     name = "operator's terminal"
     escape = "\x1b]0;owned\x07\x1b[2J\nprefixd: all is well\r\x9b31m\u202e"
 
     async def attack(self, mallory: Mallory) -> None:
-        """In the names of a session, a namespace, a part and a request."""
+        """Puts them into the names of a session, a namespace and a part."""
         client = await mallory.client(name="session" + self.escape)
         refused: list[str] = []
         try:
@@ -473,7 +475,7 @@ class Terminal(Scenario):
 
 
 class HostileTraces(Scenario):
-    """Traces that `prefixd plan` must refuse in a line, or plan within its limits."""
+    """Traces that `prefixd plan` must refuse with one line, or plan within its limits."""
 
     name = "hostile plans"
     closed_by = "tests/cli/commands/test_plan.py"
@@ -491,11 +493,12 @@ class HostileTraces(Scenario):
             for number, line in enumerate(facts["lines"]):
                 trace = Path(folder) / f"trace{number}.jsonl"
                 trace.write_text(line + "\n")
-                if how := _plan(trace):
-                    yield f"`prefixd plan` of trace {number} {how}"
+                if fault := _run_plan(trace):
+                    yield f"`prefixd plan` of trace {number} {fault}"
 
 
-def _plan(trace: Path) -> str:
+def _run_plan(trace: Path) -> str:
+    """Returns what `prefixd plan` does wrong with a trace; empty if nothing."""
     plan = [sys.executable, "-m", "prefixd", "plan", "--trace", str(trace), "--model", "llama-3.1-8b"]
     plan += ["--gpu", "1GiB", "--cpu", "1GiB", "--disk", "1GiB"]
     limited = ["sh", "-c", f'ulimit -v {_PLAN_KIB}; exec nice "$@"', "sh", *plan]
@@ -515,7 +518,7 @@ def _allow_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
 
 
-def _closed(connection: socket.socket) -> bool:
+def _is_closed(connection: socket.socket) -> bool:
     try:
         if connection.recv(1) == b"":
             connection.close()

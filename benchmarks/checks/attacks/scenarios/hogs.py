@@ -1,4 +1,4 @@
-"""Attacks by taking: memory, sessions, leases, calls, and what is never given back."""
+"""Attacks that take memory, sessions, leases and calls, or do not give them back."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from prefixd.v1 import cache_pb2 as pb
 
 _BLOCK = 64 << 10
 _SPEC = NamespaceSpec("hog", 16, (PartSpec("full", 0, _BLOCK),))
-_PIECE = 128  # blocks of a prompt that it stores
-_RETAINED = 2 * _PIECE * _BLOCK  # bytes that it may keep above others' in `pins and retention`
+_PIECE = 128  # blocks of a prompt that an attack stores
+_RETAINED = 2 * _PIECE * _BLOCK  # bytes that the attacker may retain in `pins and retention`
 _HOUR_S = 3600.0
-_OF_TOKEN = 4  # messages on their way that the daemon lets a caller have
+_OF_TOKEN = 4  # messages in transit that the daemon allows to one caller
 _LAST_BYTES = 1 << 18
 
 
 class SilentPut(Scenario):
-    """The header of a `Put` as large as the CPU tier, and then silence."""
+    """Sends the header of a `Put` as large as the CPU tier, and then nothing more."""
 
     name = "silent Put"
 
@@ -67,7 +67,7 @@ class LeasesForAnHour(Scenario):
     name = "leases for an hour"
 
     async def attack(self, mallory: Mallory) -> None:
-        """In one session, by raw calls: the SDK would not lease what it cannot map."""
+        """Uses one session and raw calls: the SDK would not lease blocks that it cannot map."""
         client = await mallory.client()
         cache = await client.register(_SPEC)
         session = (await client.session()).session_id
@@ -92,12 +92,12 @@ class LeasesForAnHour(Scenario):
 
 
 class CacheFlood(Scenario):
-    """Stores new blocks as fast as it can: other tenants' blocks go for them."""
+    """Stores new blocks as fast as it can, so that other tenants' blocks are evicted."""
 
     name = "cache flood"
 
     def prepare(self, scene: Scene) -> Given:
-        """What Carol has stored and does not ask for meanwhile: 4 MiB, half of her guarantee."""
+        """Stores blocks of Carol, which she does not use during the attack: 4 MiB, half of her guarantee."""
         with scene.client(CAROL) as victim:
             cache = victim.register(NamespaceSpec("idle-model", 16, (PartSpec("full", 0, _BLOCK),)))
             stored = cache.store(_prompt(9_999, 64), fresh_bytes(9_999, 64, _BLOCK))
@@ -120,7 +120,7 @@ class CacheFlood(Scenario):
                     refused += 1
                     await asyncio.sleep(0.05)
 
-        await mallory.go_on((flood(1_000_000 * (1 + index)) for index in range(4)), in_place_s=3.0)
+        await mallory.run_all((flood(1_000_000 * (1 + index)) for index in range(4)), in_place_s=3.0)
         return {"stored_blocks": stored, "refused": refused}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
@@ -132,7 +132,8 @@ class CacheFlood(Scenario):
 
 
 class RetainedPool(Scenario):
-    """Stores blocks with the highest priority until the daemon grants it no more of what tenants share of that."""
+    """Stores blocks with the highest priority until the daemon refuses more of the bytes that tenants retain in
+    common."""
 
     name = "retained pool"
     closed_by = "tests/cache/placement/test_retention.py"
@@ -173,7 +174,7 @@ class RetainedPool(Scenario):
 
 
 class PrefetchFlood(Scenario):
-    """Has prefixes brought up in many sessions at once: each has a limit of its own."""
+    """Prefetches prefixes in many sessions at once: each session has a limit of its own."""
 
     name = "prefetch flood"
 
@@ -181,7 +182,7 @@ class PrefetchFlood(Scenario):
         return CacheFlood().prepare(scene)
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Stores what does not fit into memory, and asks for all of it in many sessions, again and again."""
+        """Stores more than memory holds, and prefetches all of it in many sessions, again and again."""
         client = await mallory.client()
         cache = await client.register(_SPEC)
         numbers = range(30_000, 30_012)
@@ -203,7 +204,7 @@ class PrefetchFlood(Scenario):
                     asked += await cache.prefetch(_prompt(numbers[(first + index) % len(numbers)], _PIECE))
                 await asyncio.sleep(0.01)
 
-        await mallory.go_on((flood(each, index) for index, each in enumerate(caches)), sessions=len(caches))
+        await mallory.run_all((flood(each, index) for index, each in enumerate(caches)), sessions=len(caches))
         return {"asked_blocks": asked}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
@@ -211,7 +212,7 @@ class PrefetchFlood(Scenario):
 
 
 class LongSessionNames(Scenario):
-    """Sessions with names of 1 MiB, which everyone who asks for the figures gets."""
+    """Opens sessions with names of 1 MiB; the figures contain the names of sessions."""
 
     name = "session names"
 
@@ -232,7 +233,7 @@ class LongSessionNames(Scenario):
 
 
 class ManySessions(Scenario):
-    """Opens sessions until nobody gets one: 100,000 are tried, or as many as there is time for."""
+    """Opens sessions until the daemon refuses them: tries 100,000, or fewer if the time is up."""
 
     name = "100,000 sessions"
 
@@ -268,13 +269,13 @@ class ManySessions(Scenario):
 
 
 class LargeCalls(Scenario):
-    """Hundreds of calls of 15 MiB at once."""
+    """Makes hundreds of calls of 15 MiB at once."""
 
     name = "16 MiB calls"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """On many connections, so that no window slows them down. The message is made once: what Mallory's cores do is
-        nothing to the daemon's, in truth."""
+        """Uses many connections, so that no window slows the calls down. Makes the message once: a real attacker
+        computes on another host, and takes no CPU time from the daemon."""
         message = pb.MatchRequest(session_id="s" * 32, token_ids=bytes(15 << 20)).SerializeToString()
         metadata = [("authorization", f"Bearer {mallory.token}")]
         counted: Counter[str] = Counter()
@@ -287,18 +288,19 @@ class LargeCalls(Scenario):
                 except grpc.aio.AioRpcError as error:
                     counted[error.code().name] += 1
 
-        await mallory.go_on(send(channel) for channel in await mallory.channels(32) for _ in range(8))
+        await mallory.run_all(send(channel) for channel in await mallory.channels(32) for _ in range(8))
         return dict(counted)
 
 
 class LargeAtOnce(Scenario):
-    """Calls of 15 MiB whose last bytes come at the same moment: they could be put together in one turn of the loop."""
+    """Makes calls of 15 MiB whose last bytes arrive together, so that one turn of the loop could assemble all of
+    them."""
 
     name = "16 MiB at one moment"
     closed_by = "tests/server/rpc/test_receiving.py"
 
     def prepare(self, scene: Scene) -> Given:
-        """Somebody with one token could have no more than a few on their way."""
+        """Gives the attacker several tokens: with one token, only a few messages can be in transit."""
         return {"tokens": [scene.token(MALLORY, number) for number in range(TOKENS_OF_EACH)]}
 
     async def attack(self, mallory: Mallory) -> Given:
@@ -320,21 +322,21 @@ class LargeAtOnce(Scenario):
                         except grpc.aio.AioRpcError as error:
                             counted[error.code().name] += 1
 
-        await mallory.go_on(map(send, relays, tokens))
+        await mallory.run_all(map(send, relays, tokens))
         if not (moments := max(relay.moments for relay in relays)):
-            raise BenchmarkError("the last bytes of all messages never came at one moment")
+            raise BenchmarkError("the last bytes of all messages never arrived together")
         return {**counted, "moments": moments}
 
 
 class LargeStreams(Scenario):
-    """Messages of 15 MiB that are not the first ones of their streams: what is large in them is a field that nobody
-    knows."""
+    """Sends messages of 15 MiB that are not the first of their streams. The large field in them is unknown to the
+    daemon."""
 
     name = "16 MiB in streams"
     closed_by = "tests/server/rpc/test_receiving.py"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """In `Put`s and in questions for the daemon's interface, many at once."""
+        """Uses many calls of `Put` and of server reflection at once."""
         client = await mallory.client()
         session = await client.session()
         cache = await client.register(_SPEC)
@@ -358,19 +360,21 @@ class LargeStreams(Scenario):
         put, asked = "/prefixd.v1.PrefixCache/Put", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
         first = pb.PutRequest(header=header).SerializeToString()
         each = ((put, first), (put, first), (asked, b""))
-        await mallory.go_on(send(channel, *what) for channel in await mallory.channels(8) for what in each)
+        await mallory.run_all(send(channel, *what) for channel in await mallory.channels(8) for what in each)
         return dict(counted)
 
 
 class LargeAnswers(Scenario):
-    """Leases whose answers are larger than a message may be: the caller never learns of them, and they stay."""
+    """Makes leases with answers larger than the largest message: the caller never learns of them, and they would
+    stay."""
 
     name = "answers too large"
     refused_with = "the namespace takes"
     blocks = 1800
 
     async def attack(self, mallory: Mallory) -> None:
-        """Of 1,024 parts all but one are needed at the prompt's end only, and the answer names all of each block."""
+        """Uses blocks of 1,024 parts. All parts but one are needed only at the prompt's end, but the answer names them
+        all."""
         client = await mallory.client()
         window = pb.Rule(sliding_window=pb.SlidingWindow(tokens=1))
         parts = [pb.Part(group="full", nbytes=64)]
@@ -399,15 +403,15 @@ class LargeAnswers(Scenario):
         await mallory.hold(session=session, statuses=dict(statuses))
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        told = sum(count for status, count in facts.get("statuses", {}).items() if status == "OK")
+        answered = sum(count for status, count in facts.get("statuses", {}).items() if status == "OK")
         for session in scene.stats().sessions:
-            if facts.get("session", "-").startswith(session.session_id) and session.leases > told:
-                yield f"{session.leases - told} leases stay though their answers could not be sent"
+            if facts.get("session", "-").startswith(session.session_id) and session.leases > answered:
+                yield f"{session.leases - answered} leases stay though their answers could not be sent"
 
 
 class LateWriter(Scenario):
-    """Maps the memory in one session and reserves in another: when that ends, its slots are given to others while the
-    attacker can still write into them."""
+    """Maps the memory in one session, reserves slots in another and closes that one: the daemon could give the slots to
+    others while the attacker can still write to them."""
 
     name = "two sessions"
     refused_with = "has not mapped the arena"
@@ -433,11 +437,11 @@ class LateWriter(Scenario):
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         kept = sum(tier.quarantined_bytes for tier in scene.stats().tiers)
         if "offsets" in facts and kept < len(facts["offsets"]) * _BLOCK:
-            yield f"slots of {len(facts['offsets']) * _BLOCK} bytes are given to others while their writer lives"
+            yield f"slots of {len(facts['offsets']) * _BLOCK} bytes are given to others while their writer is alive"
 
 
 class HoldEverything(Scenario):
-    """Pins, and wishes for the highest priority, for more than it may have."""
+    """Pins blocks, and retains more blocks with the highest priority than it may."""
 
     name = "pins and retention"
     settings: ClassVar[Mapping[str, object]] = {"tenants.mallory.retained_bytes": _RETAINED}
@@ -446,7 +450,8 @@ class HoldEverything(Scenario):
         return CacheFlood().prepare(scene)
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Stores, and wishes that all of it stays, as the client that it is and as the operator that it is not."""
+        """Stores blocks, and tries to keep all of them: as a client it retains them, and as if it were the operator it
+        pins them."""
         client = await mallory.client()
         cache = await client.register(_SPEC)
         session = (await client.session()).session_id
@@ -458,14 +463,14 @@ class HoldEverything(Scenario):
             tokens = _prompt(number, _PIECE)
             with suppress(ClientError):
                 await cache.store(tokens, content)
-            wish = pb.Retention(priority=100, ttl_s=_HOUR_S)
+            highest = pb.Retention(priority=100, ttl_s=_HOUR_S)
             try:
                 kept = await client.connection.cache.Retain(
                     pb.RetainRequest(
                         session_id=session,
                         namespace_id=cache.namespace_id,
                         token_ids=tokens.tobytes(),
-                        retention=[wish],
+                        retention=[highest],
                     ),
                     timeout=20,
                 )
@@ -480,7 +485,7 @@ class HoldEverything(Scenario):
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
         held = max(found.get("retained", 0), found.get("pinned", 0)) * _BLOCK
         if held > _RETAINED:
-            yield f"one client holds {held // MIB} MiB for as long as it likes, not {_RETAINED // MIB}"
+            yield f"one client holds {held // MIB} MiB without a time limit; {_RETAINED // MIB} MiB are allowed"
         yield from CacheFlood().judge_after(scene, found)
 
 

@@ -1,4 +1,4 @@
-"""Attacks by keys: tokens are chosen so that blocks get the keys that the attacker wants."""
+"""Attacks with block keys: the attacker chooses tokens so that its blocks get the keys that it wants."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from prefixd.cache import BlockChain
 from prefixd.client import Client, NamespaceSpec, PartSpec
 
 _ENOUGH = 5
-_SALTS = 14  # by chance of 2% none of them can have a given key
+_SALTS = 14  # with a probability of 2%, no namespace with one of these salts can have a given key
 _PART = (PartSpec("full", 0, 64),)
 _VICTIM = NamespaceSpec("victim-model", BLOCK_TOKENS, (PartSpec("full", 0, 8192),))
 
 
 class CrowdedKeys(Scenario):
-    """4,096 blocks whose keys agree in their first half: every search passes thousands of places, if they lie side by
-    side in the index."""
+    """Stores 4,096 blocks with keys that have an equal first half: a search would pass thousands of slots of the index
+    if they were next to each other."""
 
     name = "crowded keys"
     closed_by = "tests/cache/index/keys/test_crafted_keys.py"
     blocks = 4096
     slower = 4.0
-    """So many times as long as other keys take: no noise, with medians of searches in turn."""
+    """Limit of the time of a search, as a multiple of the time with other keys. Medians of searches that take turns do
+    not differ that much by chance."""
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Compares searches for them with searches for as many other keys."""
+        """Compares searches for these keys with searches for the same number of other keys."""
         cache = await (await mallory.client()).register(NamespaceSpec("crowd", BLOCK_TOKENS, _PART))
         seed = int.from_bytes(cache.namespace_id, "little")
         prompts = {
@@ -57,9 +58,9 @@ class CrowdedKeys(Scenario):
 
 
 class KeySquatting(Scenario):
-    """Blocks under the keys of a victim's first blocks, stored before the victim comes to store its own.
+    """Stores blocks under the keys of a victim's first blocks, before the victim stores its own.
 
-    Block keys follow from the namespace's id, which is no secret, and the tokens. In four namespaces of the attacker's
+    A block key follows from the tokens and the namespace's id, which is no secret. Of four namespaces of the attacker,
     one can have any given key.
     """
 
@@ -67,7 +68,8 @@ class KeySquatting(Scenario):
     prompts = 4
 
     def prepare(self, scene: Scene) -> Given:
-        """Keys of a victim's system prompts, and of its prompts to the daemon's model; the geometry of both."""
+        """Returns keys of a victim's system prompts and of its prompts to the daemon's model, and the geometry of
+        both."""
         numbers = [scene.next() for _ in range(2 * self.prompts)]
         served = scene.served()
         with scene.client() as victim:
@@ -81,7 +83,7 @@ class KeySquatting(Scenario):
         return {"keys": keys, "numbers": numbers, "parts": parts}
 
     async def attack(self, mallory: Mallory) -> None:
-        """Stores a block under each of the keys: of the victim's geometry, since keys meet among those."""
+        """Stores a block of the victim's geometry under each key: only blocks of one geometry share an index."""
         client = await mallory.client()
         keys = [bytes.fromhex(key) for key in mallory.given["keys"]]
         stored = 0

@@ -1,4 +1,4 @@
-"""Attacks by namespaces: other people's, too many, too large, and what is put into the served model's own."""
+"""Attacks with namespaces: other tenants', too many, too large, and the served model's own."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SALT = b"alice's salt"
 
 
 class Poisoning(Scenario):
-    """Fills the served model's own namespace, under prompts that others send, with noise and with NaN."""
+    """Stores noise and NaN in the served model's own namespace, under prompts that other tenants send."""
 
     name = "poisoning"
     prompts = 6
 
     def prepare(self, scene: Scene) -> Given:
-        """The right answers to some prompts, which are then forgotten; the model's namespace, as `stats` shows it."""
+        """Returns the right answers to some prompts, and the model's namespace as `stats` shows it."""
         numbers = [scene.next() for _ in range(self.prompts)]
-        with scene.client() as client:  # under a salt nobody can know; the model takes no notice of it
+        with scene.client() as client:  # with secret salts, which change the cache key but not the answer
             right = [ask(client, fresh_prompt(number) % 256, salt=b"%d" % number)[0] for number in numbers]
         return {"numbers": numbers, "right": right, "namespace": scene.served().namespace.SerializeToString().hex()}
 
@@ -58,21 +58,21 @@ class Poisoning(Scenario):
                         wrong["wrong"] += ask(client, fresh_prompt(number) % 256)[0] != right
                     except ClientError as error:
                         wrong[refusal(error)] += 1
-        if found := {what: count for what, count in wrong.items() if count}:
+        if found := {outcome: count for outcome, count in wrong.items() if count}:
             yield f"of {2 * len(facts['numbers'])} answers to others: {found}"
 
 
 class LockOut(Scenario):
-    """Registers other people's names with another geometry; a restart must not keep that for ever."""
+    """Registers other tenants' names with another geometry; a restart must not make that permanent."""
 
     name = "geometry lock-out"
 
     def prepare(self, scene: Scene) -> Given:
-        """The served model's name, and a model that a victim is about to use."""
+        """Returns the served model's name, and the name of a model that a victim is about to use."""
         return {"served": scene.served().namespace.name, "other": f"model-to-come-{scene.next()}"}
 
     async def attack(self, mallory: Mallory) -> None:
-        """Both, and the served one with a salt that a victim has told somebody."""
+        """Registers both names; the served model's with a salt that a victim has revealed."""
         client = await mallory.client()
         geometry = (PartSpec("full", 0, 64),)
         taken: list[str] = []
@@ -84,17 +84,17 @@ class LockOut(Scenario):
         await mallory.hold(taken=taken, **mallory.given)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        yield from self._locked_out(scene, facts["other"])
+        yield from self._find_lock_out(scene, facts["other"])
         self._name = facts["other"]
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
         scene.pause()
         scene.restart()
-        for what in self._locked_out(scene, self._name):
-            yield f"after a restart, {what}"
-        scene.go_on()
+        for breach in self._find_lock_out(scene, self._name):
+            yield f"after a restart, {breach}"
+        scene.resume()
 
-    def _locked_out(self, scene: Scene, name: str) -> Iterable[str]:
+    def _find_lock_out(self, scene: Scene, name: str) -> Iterable[str]:
         number = scene.next()
         with scene.client() as client:
             try:
@@ -107,13 +107,13 @@ class LockOut(Scenario):
                 ask(client, prompt, salt=_SALT)
                 _, finished = ask(client, prompt, salt=_SALT)
                 if not sum(finished.hit_tokens.values()):
-                    yield "prompts with a salt that somebody else has taken are never cached"
+                    yield "prompts with a salt that another tenant has used are never cached"
             except ClientError as error:
-                yield f"prompts with a salt that somebody else has taken fail: {refusal(error)}"
+                yield f"prompts with a salt that another tenant has used fail: {refusal(error)}"
 
 
 class ManySalts(Scenario):
-    """More namespaces than the daemon knows at a time, one salt each."""
+    """Registers more namespaces than the daemon keeps at a time, each with its own salt."""
 
     name = "1,024 salts"
     salts = 1100
@@ -132,7 +132,7 @@ class ManySalts(Scenario):
 
 
 class LongParts(Scenario):
-    """64 namespaces of 1,024 parts with long names each: more than the figures can tell in a message."""
+    """Registers 64 namespaces of 1,024 parts with long names: more than one message with figures can hold."""
 
     name = "long parts"
 
@@ -150,17 +150,17 @@ class LongParts(Scenario):
                 operator.stats()
                 operator.prefixes(limit=1000)
         except ClientError as error:
-            yield f"the operator gets no figures: {refusal(error)}"
+            yield f"the operator does not get the figures: {refusal(error)}"
 
 
 class OddGeometry(Scenario):
-    """Rules, parts, sizes and estimates at the ends of their ranges."""
+    """Sends rules, parts, sizes and estimates at the ends of their ranges."""
 
     name = "odd rules and parts"
     closed_by = "tests/cache/test_rules.py"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Registers what fits into the messages, uses what is taken, and counts the statuses."""
+        """Registers namespaces of all odd geometries, uses those that are accepted, and counts the statuses."""
         client = await mallory.client()
         session = await client.session()
         statuses: Counter[str] = Counter()
@@ -169,13 +169,13 @@ class OddGeometry(Scenario):
             if not mallory.going:
                 break
             namespace.name = f"odd-{number}"
-            await _use(client, session.session_id, namespace, statuses)
+            await _use_namespace(client, session.session_id, namespace, statuses)
         return {"statuses": dict(statuses)}
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        unforeseen = {"INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"} & set(found.get("statuses", ()))
-        if unforeseen:
-            yield f"the daemon answers {', '.join(sorted(unforeseen))}"
+        unexpected = {"INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"} & set(found.get("statuses", ()))
+        if unexpected:
+            yield f"the daemon answers {', '.join(sorted(unexpected))}"
 
 
 def _odd_namespaces() -> Iterable[pb.Namespace]:
@@ -201,7 +201,7 @@ def _odd_namespaces() -> Iterable[pb.Namespace]:
 _FLOATS = (1e308, -1.0, float("nan"), float("inf"), 5e-324)
 
 
-async def _use(client: AsyncClient, session: str, namespace: pb.Namespace, statuses: Counter[str]) -> None:
+async def _use_namespace(client: AsyncClient, session: str, namespace: pb.Namespace, statuses: Counter[str]) -> None:
     """Registers, reserves, commits and matches, with estimates of impossible speeds."""
     cache = client.connection.cache
 

@@ -1,4 +1,4 @@
-"""Attacks by requests to the daemon's model: prompts, sampling, searches, the queue, other people's requests."""
+"""Attacks with requests to the daemon's model: prompts, sampling, searches, the queue, other tenants' requests."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from prefixd.client import AsyncClient, BeamSearch, ClientError, FinishReason, S
 from prefixd.serving.models.embedded_model import VOCAB_SIZE
 from prefixd.v1 import inference_pb2 as pb
 
-_FORESEEN = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "PERMISSION_DENIED"}
+_EXPECTED = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "PERMISSION_DENIED"}
 _BY_GRPC = {"CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
-"""Where the caller gave up, or so much waits that gRPC refuses more."""
+"""The caller gave up, or gRPC refuses more calls because too many wait."""
 
 
 class _Flood(Scenario):
-    """As many hostile requests at a time as go, for as long as the attack lasts."""
+    """Sends `at_once` hostile requests at a time, as long as the attack lasts."""
 
     at_once: ClassVar[int]
 
@@ -42,7 +42,7 @@ class _Flood(Scenario):
         async def repeat(number: int) -> None:
             rng = random.Random(number)
             while mallory.going:
-                status = await _status(self.one(client, rng))
+                status = await _status_of(self.send_one(client, rng))
                 ended[status] += 1
                 if status != "OK":
                     await asyncio.sleep(0.02)
@@ -55,33 +55,33 @@ class _Flood(Scenario):
         await asyncio.gather(*tasks, return_exceptions=True)
         return {"statuses": dict(ended)}
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         raise NotImplementedError
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
-        if unforeseen := set(found.get("statuses", ())) - _FORESEEN - _BY_GRPC:
-            yield f"the daemon answers {', '.join(sorted(unforeseen))}"
+        if unexpected := set(found.get("statuses", ())) - _EXPECTED - _BY_GRPC:
+            yield f"the daemon answers {', '.join(sorted(unexpected))}"
 
 
 class HugeText(_Flood):
-    """15 MiB of text, which must be refused before it is tokenized."""
+    """Sends 15 MiB of text, which the daemon must refuse before it tokenizes the text."""
 
     name = "huge text"
     closed_by = "tests/serving/text/test_tokenization.py"
     at_once = 4
     text = "ab" * (15 << 19)
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         await _drain(client, self.text)
 
 
 class Beams(_Flood):
-    """The widest searches, and the most sequences."""
+    """Asks for the widest beam searches, and for the most sequences."""
 
     name = "beams"
     at_once = 3
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         prompt = [rng.randrange(256) for _ in range(64)]
         if rng.random() < 0.5:
             search = Sampling(beam_search=BeamSearch(width=16), max_tokens=64, ignore_eos=True)
@@ -92,13 +92,13 @@ class Beams(_Flood):
 
 
 class StopStrings(_Flood):
-    """16 stop strings of 256 characters that nearly match all the time."""
+    """Sends 16 stop strings of 256 characters that nearly match at every position."""
 
     name = "stop strings"
     closed_by = "tests/server/test_stop_strings.py"
     at_once = 3
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         letter = chr(rng.randrange(0x20, 0x7F))
         stop = [letter * (255 - index) + chr(0x21 + index) for index in range(16)]
         prompt = (letter * 64).encode()
@@ -106,13 +106,13 @@ class StopStrings(_Flood):
 
 
 class StopTokens(_Flood):
-    """Four million stop tokens in a request."""
+    """Sends four million stop tokens in a request."""
 
     name = "stop tokens"
     closed_by = "tests/server/test_bad_input.py"
     at_once = 4
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         connection = client.connection
         async with aclosing(connection.stream(connection.inference.Generate, _many_stops(), 30.0)) as answers:
             async for _ in answers:
@@ -126,35 +126,35 @@ def _many_stops() -> pb.GenerateRequest:
 
 
 class QueueFlood(_Flood):
-    """More requests than the queue takes."""
+    """Sends more requests than the queue takes."""
 
     name = "queue flood"
     at_once = 512
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         prompt = [rng.randrange(256) for _ in range(20)]
         await _drain(client, prompt, Sampling(max_tokens=256, ignore_eos=True))
 
 
 class PriorityFlood(_Flood):
-    """Requests that go before everybody else's."""
+    """Sends requests with the highest priority, to run before those of all other tenants."""
 
     name = "priority flood"
     at_once = 64
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         prompt = [rng.randrange(256) for _ in range(200)]
         await _drain(client, prompt, Sampling(max_tokens=128, ignore_eos=True), priority=-(1 << 31))
 
 
 class SamplingExtremes(Scenario):
-    """Temperatures at the ends of what a float holds: one token must not come out whatever the model says."""
+    """Sends the smallest and largest temperatures: the model's output must still decide the token."""
 
     name = "sampling extremes"
     closed_by = "tests/worker/decoding/test_token_choice.py"
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Compares tiny temperatures with a greedy answer, and looks what comes out at huge ones."""
+        """Compares answers at tiny temperatures with a greedy answer, and records answers at huge ones."""
         client = await mallory.client()
         prompt = list(b"the quick brown fox")
         greedy = await generated_tokens(client, prompt, Sampling(max_tokens=8, ignore_eos=True))
@@ -177,13 +177,14 @@ class SamplingExtremes(Scenario):
 
 
 class HeldBackText(Scenario):
-    """Output that ends in half a character, or in the beginning of a stop string: its text comes at the end."""
+    """Makes output that ends in half a character or in the beginning of a stop string: its text must come at the
+    end."""
 
     name = "text held back"
     closed_by = "tests/server/test_stop_strings.py"
 
     async def attack(self, mallory: Mallory) -> None:
-        """Half a character, forced; and an answer with a stop string that its last character begins."""
+        """Forces half a character, and asks with a stop string that begins with the answer's last character."""
         client = await mallory.client()
         half = await _text(client, list(b"prompt"), Sampling(forced_tokens=list(b"abc\xe2\x82"), ignore_eos=True))
         whole = await _text(client, list(b"prompt"), Sampling(max_tokens=8, ignore_eos=True))
@@ -199,18 +200,18 @@ class HeldBackText(Scenario):
 
 
 class OthersRequests(Scenario):
-    """Ends another tenant's requests by their ids, and takes ids that another tenant is about to use."""
+    """Cancels another tenant's requests by their ids, and uses ids that the other tenant is about to use."""
 
     name = "others' requests"
     ids = tuple(f"alice-{number}" for number in range(8))
 
     async def attack(self, mallory: Mallory) -> Given:
-        """Cancels all the time, and has requests of its own with the next ids."""
+        """Cancels without a pause, and runs requests of its own with the next ids."""
         client = await mallory.client()
         cancelled = 0
         owned = [
             asyncio.create_task(
-                _status(_drain(client, [1], Sampling(max_tokens=4000, ignore_eos=True), request_id=name))
+                _status_of(_drain(client, [1], Sampling(max_tokens=4000, ignore_eos=True), request_id=name))
             )
             for name in self.ids[4:]
         ]
@@ -237,11 +238,11 @@ class OthersRequests(Scenario):
                     ended[type(error).__name__] += 1
             del ended[FinishReason.LENGTH.value]
             if ended:
-                yield f"requests of another tenant ended otherwise than they should: {dict(ended)}"
+                yield f"requests of another tenant ended in another way than they should: {dict(ended)}"
 
 
 class Images(_Flood):
-    """Images that are bombs, claim huge sizes, are many, or are none."""
+    """Sends images that unpack to huge data, claim huge sizes, are many, or are not images."""
 
     name = "images"
     closed_by = "tests/serving/images/test_image_reader.py"
@@ -254,12 +255,12 @@ class Images(_Flood):
         model = hybrid_models.save("vision", folder / "vision")
         return {"worker.embedded": False, "worker.model": model, "worker.block_tokens": 16}
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         kind = rng.randrange(6)
         match kind:
-            case 0:  # 4 thousand million pixels
+            case 0:  # 4.2 billion pixels
                 images = [_png(65_000, 65_000, 1)]
-            case 1:  # data that unpacks to 512 times as much, in an image of one pixel
+            case 1:  # data that unpacks to much more than the one pixel of the image
                 images = [_png(1, 1, 8 << 20)]
             case 2:
                 images = [rng.randbytes(7 << 20)]
@@ -267,20 +268,20 @@ class Images(_Flood):
                 images = [_png(16, 16, 16)] * 500
             case 4:
                 images = [_png(64, 64, 64)[:-20]]
-            case _:  # as many of the largest as may be
+            case _:  # the most images of the largest size
                 images = [_png(4096, 4096, 4096)] * 16
         prompt = [*range(1, 20), *[hybrid_models.IMAGE_TOKEN] * min(len(images), 16)]
         await _drain(client, prompt, Sampling(max_tokens=2), images=images)
 
 
 class Scans(Images):
-    """JPEGs of 16 million pixels in scans that change nothing, each of which costs a pass over all pixels: thousands of
-    them, as many as a daemon takes, and callers who go away meanwhile."""
+    """Sends JPEGs of 16 million pixels with up to thousands of scans that change nothing. Each scan costs a pass over
+    all pixels. Some callers leave before the answer."""
 
     name = "JPEG scans"
     closed_by = "tests/images/test_image_files.py"
 
-    async def one(self, client: AsyncClient, rng: random.Random) -> None:
+    async def send_one(self, client: AsyncClient, rng: random.Random) -> None:
         images = [_scanned(rng.choice((50, 50, 3000)))]
         prompt = [*range(1, 20), hybrid_models.IMAGE_TOKEN]
         async with asyncio.timeout(rng.choice((0.5, 30.0))):
@@ -289,7 +290,7 @@ class Scans(Images):
 
 @cache
 def _scanned(scans: int) -> bytes:
-    """A grey progressive JPEG of 4096 x 4096 with so many more scans."""
+    """Returns a grey progressive JPEG of 4096 x 4096 with `scans` additional scans."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -302,7 +303,7 @@ def _scanned(scans: int) -> bytes:
 
 @cache
 def _png(width: int, height: int, rows: int) -> bytes:
-    """A grey image whose header says `width` and `height` and whose data has `rows` lines."""
+    """Returns a grey image with `width` and `height` in its header and `rows` lines of data."""
     line = bytes(1 + width)
     packer = zlib.compressobj(9)
     data = b"".join(packer.compress(line) for _ in range(rows)) + packer.flush()
@@ -326,7 +327,7 @@ async def _text(client: AsyncClient, prompt: list[int], sampling: Sampling) -> s
     return text
 
 
-async def _status(call: Awaitable[None]) -> str:
+async def _status_of(call: Awaitable[None]) -> str:
     try:
         await call
     except ClientError as error:

@@ -1,4 +1,4 @@
-"""Attacks on cache-aware routers, which hear from the daemon what it holds."""
+"""Attacks on cache-aware routers, to which the daemon announces its blocks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _PROMPT = 4040  # the number of the prompt that Mallory claims
 
 
 class _WithRouters(Scenario):
-    """The daemon tells routers at a TCP port of loopback what it holds."""
+    """The daemon announces its blocks to routers at a TCP port of loopback."""
 
     closed_by = "tests/server/test_kv_announcer.py"
     endpoint: ClassVar[str] = ""
-    """Of the daemon that runs: these scenarios share it."""
+    """The endpoint of the daemon that runs; these scenarios share the daemon."""
 
     def daemon_settings(self, folder: Path) -> Mapping[str, object]:
-        """An endpoint; a new subscriber makes everything be told anew every two seconds at most."""
+        """Opens an endpoint. A new subscriber makes the daemon announce everything again, at most every two seconds."""
         _WithRouters.endpoint = f"tcp://127.0.0.1:{free_port()}"
         return {"events.endpoint": self.endpoint, "events.again_s": _AGAIN_S}
 
-    def heard(self) -> list[dict[str, Any]]:
-        """What an honest router is told in the next seconds."""
+    def receive_events(self) -> list[dict[str, Any]]:
+        """Returns the events that an honest router receives in the next 8 s."""
         events: list[dict[str, Any]] = []
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -56,7 +56,7 @@ class _WithRouters(Scenario):
 
 
 class ClaimedModel(_WithRouters):
-    """Stores two bytes in a namespace named as the served model's, to be sent the requests for it."""
+    """Stores two bytes in a namespace with the name of the served model's, to attract the requests for that model."""
 
     name = "claimed model"
 
@@ -64,7 +64,7 @@ class ClaimedModel(_WithRouters):
         return {"served": scene.served().namespace.name}
 
     async def attack(self, mallory: Mallory) -> None:
-        """The blocks of a prompt that others are about to send."""
+        """Stores the blocks of a prompt that other tenants are about to send."""
         client = await mallory.client()
         cache = await client.register(NamespaceSpec(mallory.given["served"], 16, (PartSpec("full", 0, 2),)))
         stored = (await cache.store(fresh_prompt(_PROMPT), np.zeros(2 * 4, np.uint8))).committed
@@ -72,17 +72,17 @@ class ClaimedModel(_WithRouters):
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
         if not facts.get("stored"):
-            yield "the attacker stored nothing, so the attack was not made"
+            yield "the attacker stored nothing, so the attack did not take place"
         claimed = {tuple(block.tolist()) for block in fresh_prompt(_PROMPT).reshape(-1, 16)}
-        for event in self.heard():
+        for event in self.receive_events():
             tokens = np.array(event.get("token_ids", []), np.uint32)
             if event["type"] == "BlockStored" and claimed & {tuple(each.tolist()) for each in tokens.reshape(-1, 16)}:
-                yield "a router is told that the served model's KV is where another tenant says"
+                yield "a router gets the blocks of another tenant as KV of the served model"
                 return
 
 
 class ManySubscriptions(_WithRouters):
-    """Subscribes again and again: each time everything is told anew, to all routers."""
+    """Subscribes again and again: each time the daemon announces everything again, to all routers."""
 
     name = "137 subscriptions"
 
@@ -102,6 +102,6 @@ class ManySubscriptions(_WithRouters):
         return {"endpoint": self.endpoint}
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        begun = Counter(event["type"] for event in self.heard())["AllBlocksCleared"]
+        begun = Counter(event["type"] for event in self.receive_events())["AllBlocksCleared"]
         if begun > (most := 2 + int(_LISTEN_S / _AGAIN_S)):
-            yield f"a router was told everything {begun} times in {_LISTEN_S:g} s; at most {most} times was promised"
+            yield f"the daemon announced everything {begun} times in {_LISTEN_S:g} s; at most {most} times is promised"

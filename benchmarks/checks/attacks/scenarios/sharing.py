@@ -17,19 +17,19 @@ from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
 _SHARED = NamespaceSpec("shared", 16, (PartSpec("full", 0, 8192),))
 _COMMON = "(common)"
 _MOST_BYTES = 8 * MIB
-_COMMON_S = 20.0  # for the daemon to count, in the background
+_COMMON_S = 20.0  # most time that the daemon's background task has to make blocks common
 _POLL_S = 0.1
 
 
 class _WithCommonBlocks(Scenario):
-    """What two tenants have computed is common."""
+    """Blocks that two tenants have computed become common."""
 
     settings: ClassVar[Mapping[str, object]] = {"cache.share_after": 2, "cache.common_bytes": _MOST_BYTES}
     closed_by = "tests/cache/background/test_common_blocks.py"
 
 
 class Colluders(_WithCommonBlocks):
-    """Mallory and Carol store the same blocks, again and again others, to have more in the cache than they may."""
+    """Mallory and Carol store the same blocks, new ones each time, to have more bytes in the cache than they may."""
 
     name = "colluders"
     blocks = 64
@@ -48,15 +48,15 @@ class Colluders(_WithCommonBlocks):
             await mallory.hold(stored_mib=80 * self.blocks * 8192 // MIB)
 
     def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
-        yield from self._too_much(scene)
+        yield from self._find_excess(scene)
 
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
         scene.pause()
         scene.restart()
-        yield from (f"after a restart, {what}" for what in self._too_much(scene))
-        scene.go_on()
+        yield from (f"after a restart, {breach}" for breach in self._find_excess(scene))
+        scene.resume()
 
-    def _too_much(self, scene: Scene) -> Iterable[str]:
+    def _find_excess(self, scene: Scene) -> Iterable[str]:
         with scene.operator() as operator:
             for tenant in operator.tenants():
                 for tier in tenant.tiers if tenant.name == _COMMON else ():
@@ -65,7 +65,7 @@ class Colluders(_WithCommonBlocks):
 
 
 class ForgottenComputations(_WithCommonBlocks):
-    """Stores 147,456 blocks of a byte, so that the daemon forgets who has computed what."""
+    """Stores 147,456 blocks of one byte, so that the daemon forgets which tenant has computed which block."""
 
     name = "forgotten computations"
 
@@ -93,4 +93,4 @@ class ForgottenComputations(_WithCommonBlocks):
             while not (found := cache.match(tokens).blocks) and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
         if not found:
-            yield "what two tenants have computed does not become common, since a third one stored a lot"
+            yield "blocks that two tenants have computed do not become common after a third tenant stored many blocks"

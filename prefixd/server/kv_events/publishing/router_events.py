@@ -68,7 +68,7 @@ class KVEvents(Announcer):
     async def _run(self) -> None:
         while True:
             await self._wait_for_changes()
-            if self._turn():
+            if self._run_turn():
                 self._wake.set()
 
     def _publish(self, topic: bytes, events: Sequence[Event]) -> None:

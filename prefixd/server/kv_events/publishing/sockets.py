@@ -24,9 +24,10 @@ def open_socket(socket: Socket, name: str, endpoint: str, *, connect: bool = Fal
         else:
             socket.bind(endpoint)
     except zmq.ZMQError as error:
-        what = "connected to" if connect else "listened at"
+        action = "connected to" if connect else "listened at"
         raise ConfigError(
-            f"{name} = {endpoint} cannot be {what} ({error.strerror}); choose another, or end what uses it"
+            f"{name} = {endpoint} cannot be {action} ({error.strerror}); choose another, or end the process that "
+            "uses it"
         ) from error
 
 

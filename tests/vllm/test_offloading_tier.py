@@ -21,7 +21,7 @@ from prefixd.base.errors import ConfigError
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.integrations.vllm import offloading
-from prefixd.integrations.vllm.offloading import releases, secondary_tier
+from prefixd.integrations.vllm.offloading import secondary_tier, tier_releases
 from tests.waiting import wait_until
 
 CHUNKS, CHUNK_BYTES = 64, 4096
@@ -215,7 +215,7 @@ def test_a_release_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_release_with_a_new_method(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(releases.log, "propagate", True)
+    monkeypatch.setattr(tier_releases.log, "propagate", True)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(SecondaryTierManager, "price", lambda self: 0, raising=False)
     _ = offloading.PrefixdTier
@@ -230,10 +230,10 @@ def test_this_release_is_known_whole(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_jobs_of_older_releases() -> None:
-    assert releases.chunk_ids(SimpleNamespace(block_ids=np.array([3, 1]))) == [3, 1]
-    assert releases.job_result(job_id=1, success=True, of_a_later_release=7).job_id == 1
+    assert tier_releases.chunk_ids(SimpleNamespace(block_ids=np.array([3, 1]))) == [3, 1]
+    assert tier_releases.job_result(job_id=1, success=True, of_a_later_release=7).job_id == 1
 
 
 def test_outside_of_an_offloading_connector() -> None:
     with pytest.raises(ConfigError, match="does not make PrefixdTier from its OffloadingConnector"):
-        releases.callers_configuration()
+        tier_releases.callers_configuration()

@@ -167,8 +167,8 @@ def test_a_restart_keeps_what_has_blocks_and_nothing_else(launch: Callable[..., 
 
 @pytest.mark.slow
 def test_1300_salts_through_one_client_and_a_restart(launch: Callable[..., Remote], tmp_path: Any) -> None:
-    """From the 1,025th on all were refused, for ever and after a restart too. There is room for some two hundred."""
-    room, blob = {**SIDECAR, "server.namespace_bytes": "512KiB", "data_dir": str(tmp_path)}, np.zeros(SIZE, np.uint8)
+    """From the 1,025th on all were refused, for ever and after a restart too. There is room for some hundred."""
+    room, blob = {**SIDECAR, "server.namespace_bytes": "256KiB", "data_dir": str(tmp_path)}, np.zeros(SIZE, np.uint8)
 
     def spec(number: int) -> NamespaceSpec:
         return NamespaceSpec("m", 4, (PartSpec("kv", 0, SIZE),), salt=b"%d" % number)
@@ -184,17 +184,17 @@ def test_1300_salts_through_one_client_and_a_restart(launch: Callable[..., Remot
                 assert [cache.match([1, 2, 3, 4]).blocks for cache in kept] == [1] * 4
         stats = client.stats()
         assert stats.namespace_room.refused_namespaces == 0 and not stats.troubles
-        assert stats.namespace_room.used_bytes <= stats.namespace_room.limit_bytes == 512 << 10
+        assert stats.namespace_room.used_bytes <= stats.namespace_room.limit_bytes == 256 << 10
         assert stats.namespace_room.forgotten_namespaces > 1000
         old = client.register(spec(4))
         client.register(spec(5)).store([1, 2, 3, 4], blob)
-        for number in range(4000, 4400):
+        for number in range(4000, 4200):
             client.register(spec(number))
         assert old.match([1, 2, 3, 4]).blocks == 0, "its registration was given back, and it is made anew"
     remote.daemon.stop()
     again = launch(room)
     with Client(again.daemon.address) as client:
-        assert client.stats().namespace_room.used_bytes <= 512 << 10
-        for number in range(5000, 5400):
+        assert client.stats().namespace_room.used_bytes <= 256 << 10
+        for number in range(5000, 5200):
             client.register(spec(number)).store([1, 2, 3, 4], blob)
         assert client.stats().namespace_room.refused_namespaces == 0

@@ -178,4 +178,4 @@ class RestartMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_everything_survives_restarts() -> None:
-    run_state_machine_as_test(RestartMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(RestartMachine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))

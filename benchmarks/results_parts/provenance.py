@@ -10,7 +10,6 @@ from benchmarks import checks
 from benchmarks.results_parts.results import Result
 
 BEFORE_THE_RULE: Mapping[str, tuple[str, str]] = {
-    "groups.json": ("2026-11-22", "not measured again yet"),
     "hostile_before.json": ("2026-11-25", "of a tree without the defences, which is gone"),
     "hostile_unread_before.json": ("2026-11-26", "of a tree without the defences, which is gone"),
     "mixed_sizes.json": ("2026-11-22", "not measured again yet"),

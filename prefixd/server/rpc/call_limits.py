@@ -8,6 +8,7 @@ one tenant's.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -160,7 +161,9 @@ class CallersCall(Call):
         super().__init__(caller)
         self._limits = limits
         self._known = caller
-        self._task = task
+        # The task's context holds this call. A strong reference back would leave every call, with all that it refers
+        # to, to the garbage collector, which then holds the event loop for milliseconds.
+        self._task = weakref.ref(task)
 
     def first(self) -> AbstractAsyncContextManager[Turns | None]:
         """Waits until the message may be received and the call may begin. Raises ExhaustedError."""
@@ -171,16 +174,21 @@ class CallersCall(Call):
     @asynccontextmanager
     async def _first(self) -> AsyncGenerator[Turns | None]:
         async with self._limits.receiving.first(self._known, self) as line:
-            await self._limits.turn(self._known.tenant, self._task)
+            await self._turn()
             yield line
 
     @asynccontextmanager
     async def later(self) -> AsyncGenerator[Turns | None]:
         """Waits for a turn for each message, as for a call: a long stream would otherwise keep the event loop."""
-        self._limits.pause(self._task)
+        if (task := self._task()) is not None:
+            self._limits.pause(task)
         async with self._limits.receiving.later(self._known, self) as line:
             yield line
-        await self._limits.turn(self._known.tenant, self._task)
+        await self._turn()
+
+    async def _turn(self) -> None:
+        if (task := self._task()) is not None:
+            await self._limits.turn(self._known.tenant, task)
 
     def stream(self) -> AbstractAsyncContextManager[None]:
         """Waits for a slot among the calls that send many messages."""

@@ -1,14 +1,18 @@
-"""Refusals of one tenant wait when there are many."""
+"""Refusals of one tenant wait when there are many, and a call leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
-from prefixd.base.tenancy.tenants import Quota, Tenants
+from prefixd.base.tenancy.tenants import Quota, Role, Tenants
+from prefixd.server.access.identities import Caller
 from prefixd.server.rpc import call_limits
-from prefixd.server.rpc.call_limits import Refusals
+from prefixd.server.rpc.call_limits import CallersCall, CallLimits, Refusals
+from prefixd.server.rpc.receiving import CURRENT_CALL
 
 
 @pytest.fixture
@@ -63,3 +67,24 @@ async def test_who_goes_away_takes_nobodys_turn(tenants: Tenants) -> None:
     await told_at_once(refusing, a, call_limits._AT_ONCE + 300)
     async with asyncio.timeout(3 / call_limits.PER_S + 10):
         await refusing.turn(a)
+
+
+async def test_a_call_needs_no_garbage_collector(tenants: Tenants) -> None:
+    limits, caller = CallLimits(tenants, 1), Caller(tenants.known("a"), Role.CLIENT, "a", "tcp")
+
+    async def serve() -> weakref.ref[CallersCall]:
+        task = asyncio.current_task()
+        assert task is not None
+        call = limits.begin("/prefixd.v1.PrefixCache/Put", caller, task)
+        CURRENT_CALL.set(call)  # in the task's context
+        async with call.first(), call.later():
+            return weakref.ref(call)
+
+    gc.collect()
+    gc.disable()
+    try:
+        call = await asyncio.create_task(serve())
+        await asyncio.create_task(serve())  # the turns still know the call that began last
+        assert call() is None
+    finally:
+        gc.enable()

@@ -82,7 +82,7 @@ _HYBRID = {
     "held": 1,
     "user_tokens": 1024,
     "output_tokens": 80,
-    "system_tokens": 32,
+    "system_tokens": 16,  # less than a block: the chats share nothing
 }
 _HYBRID_SHORT = {**_HYBRID, "conversations": 3, "turns": 2}
 _HELP = {

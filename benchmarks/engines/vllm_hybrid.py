@@ -12,6 +12,7 @@ from benchmarks.engines.vllm_chat import BLOCK, chat_plan
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.workloads.growing_chats import ChatPlan, Chats
 from prefixd.cli.demo.daemon_process import DaemonProcess
+from prefixd.client import Client
 
 MOST_BYTES = 0.6
 """Of the bytes a token that the opaque way saves."""
@@ -73,13 +74,15 @@ def _replay(model: Path, plan: ChatPlan, options: Namespace, extra: dict[str, An
             chats.answered(answers)
             tokens += answers
         metrics = engine.metrics()
+        with Client(daemon.address, name="benchmark") as client:
+            (kept,) = client.stats().namespaces
     counts = {
         name: int(sum(value for key, value in metrics.samples.items() if key.startswith(f"vllm:prefixd_{name}{{")))
         for name in ("saved_bytes", "saved_blocks", "dropped_blocks")
     }
     return {
         **counts,
-        "bytes_per_token": counts["saved_bytes"] / max(1, counts["saved_blocks"] * 2 * BLOCK),
+        "bytes_per_token": counts["saved_bytes"] / max(1, counts["saved_blocks"] * kept.namespace.block_tokens),
         "hit_tokens": metrics.external_hits,
         "local_hit_tokens": metrics.prompt_tokens_by_source.get("local_cache_hit", 0),
         "prompt_tokens": metrics.prompt_tokens,

@@ -16,7 +16,6 @@ BEFORE_THE_RULE: Mapping[str, tuple[str, str]] = {
     "nvidia_h100_80gb_hbm3.json": ("2026-11-26", "needs an H100"),
     "plan_check.json": ("2026-11-25", "not measured again yet"),
     "tree_search.json": ("2026-11-25", "not measured again yet"),
-    "vllm_hybrid.json": ("2026-11-22", "not measured again yet"),
 }
 """Results with "+changes" from before these were refused: the day of each, and why it is still there. A file that is
 measured again has another day, so that it is refused if it has changes again, and leaves this list if it has none."""

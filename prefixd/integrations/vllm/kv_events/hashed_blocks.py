@@ -3,8 +3,8 @@
 Routers know a block by vLLM's hash, so the hashes of a prefix are computed here from its tokens, as vLLM would. Blocks
 of the daemon that begin alike share vLLM's blocks: a shared one is stored with the first and removed with the last.
 
-    the daemon's blocks, 64 tokens     |        A        |        B        |
-    vLLM's blocks, 16 tokens           | a1 | a2 | a3 | a4 | b1 | b2 | b3 | b4 |   hashes: vLLM's chain
+    the daemon's blocks, 32 tokens     |    A    |    B    |
+    vLLM's blocks, 16 tokens           | a1 | a2 | b1 | b2 |   hashes: vLLM's chain
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def measure_vllm(seed: int, step: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="prefixd-long-") as folder:
         settings = {"cpu.bytes": VLLM_TIER * block_bytes, "disk.bytes": "512MiB"}
         with DaemonProcess(settings) as daemon:
-            options = {"recompute_if_slower": False, "timeout_s": 60.0}
+            options = {"block_tokens": block_tokens, "recompute_if_slower": False, "timeout_s": 60.0}
             model = save_llama(Path(folder))
             with EngineProcess(model, kv_transfer=connector(daemon.address, **options)) as engine:
                 requests = [

@@ -14,7 +14,6 @@ BEFORE_THE_RULE: Mapping[str, tuple[str, str]] = {
     "hostile_unread_before.json": ("2026-11-26", "of a tree without the defences, which is gone"),
     "mixed_sizes.json": ("2026-11-22", "takes over half an hour, not measured again yet"),
     "nvidia_h100_80gb_hbm3.json": ("2026-11-26", "needs an H100"),
-    "tree_search.json": ("2026-11-25", "not measured again yet"),
 }
 """Results with "+changes" from before these were refused: the day of each, and why it is still there. A file that is
 measured again has another day, so that it is refused if it has changes again, and leaves this list if it has none."""

@@ -1,8 +1,7 @@
-"""The progress bar of a run on a terminal, and the daemon of a way of serving."""
+"""The progress of a run, and the daemon of a way of serving."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,10 +26,7 @@ class Silence:
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """A bar on a terminal, silence in pipes and logs."""
-    if not sys.stderr.isatty():
-        yield Silence()
-        return
+    """A bar on a terminal, a line for each part of the run in pipes and logs."""
     with RichProgress(Console(stderr=True)) as progress:
         yield progress
 

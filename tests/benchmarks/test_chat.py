@@ -176,7 +176,9 @@ def test_hits_answers_and_figures_from_end_to_end(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    parts = [line.partition(": ")[0] for line in done.stderr.splitlines()]
+    assert set(parts) == {"no-cache", "fpf gpu+cpu+disk"}, done.stderr  # a line for each part of a way's run
     told = json.loads(result.read_text())
     plain, cached = told["ways"]
     assert (plain["name"], cached["name"]) == ("no-cache", "fpf gpu+cpu+disk") and told["same_answers"]

@@ -12,7 +12,6 @@ from benchmarks.results_parts.results import Result
 BEFORE_THE_RULE: Mapping[str, tuple[str, str]] = {
     "hostile_before.json": ("2026-11-25", "of a tree without the defences, which is gone"),
     "hostile_unread_before.json": ("2026-11-26", "of a tree without the defences, which is gone"),
-    "mixed_sizes.json": ("2026-11-22", "takes over half an hour, not measured again yet"),
     "nvidia_h100_80gb_hbm3.json": ("2026-11-26", "needs an H100"),
 }
 """Results with "+changes" from before these were refused: the day of each, and why it is still there. A file that is

@@ -20,6 +20,9 @@ together about five minutes, and lists under "skipped" the points for which it h
 fails is recorded with its error and the others run on; the exit status is then 1. The result is written after each
 part.
 
+Parts have predictions, written down before: each is CONFIRMED or REFUTED when the part ends, and stands in the result.
+A tree with uncommitted changes is refused (but for --with-changes), since nobody could repeat its figures.
+
 --device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
 says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0.
 """
@@ -52,6 +55,7 @@ from benchmarks.gpu_parts import (
     swap,
     virtual_memory,
 )
+from benchmarks.gpu_parts.rig import prediction
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.model import random_model
 from benchmarks.gpu_parts.rig.part import Budget, Draw, Part, Unavailable, one_line
@@ -87,6 +91,8 @@ def measure(device: Device, part: Part) -> dict[str, Any]:
     except Exception as error:  # whatever breaks in one part, the others are worth having
         traceback.print_exc()
         result = {"status": "failed", "skipped": budget.skipped, "errors": {**budget.errors, "all": one_line(error)}}
+    if device.measures:  # elsewhere times mean nothing
+        result["predictions"] = [prediction.judge(result) for prediction in part.predictions]
     gc.collect()
     return {**result, "seconds": round(time.monotonic() - begin, 1)}
 
@@ -117,6 +123,8 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
         result = results[part.name] = measure(device, part)
         said = result.get("reason") or f"{len(result['skipped'])} points skipped, {len(result['errors'])} errors"
         print(f"{part.name:>16}  {result['status']} in {result['seconds']} s, {said}", flush=True)
+        for judged in result.get("predictions", ()):
+            print(f"{'':>16}  {prediction.line(judged)}", flush=True)
         file.write_text(json.dumps(content, indent=1) + "\n")
         if plot_dir is not None and part.draw is not None and "all" not in result.get("errors", {"all"}):
             title = f"{part.name} on {device.name} ({figures})"
@@ -134,6 +142,11 @@ def make_parser() -> argparse.ArgumentParser:
     only(names).add_to(parser)
     parser.add_argument("--device", choices=("cuda", "stand-in", "cpu"), default="cuda", help="see above (cuda)")
     parser.add_argument("--ordinal", type=int, default=0, help="which GPU (0)")
+    parser.add_argument(
+        "--with-changes",
+        action="store_true",
+        help="measure a tree with uncommitted changes, too: the result says so, and is not published",
+    )
     return parser
 
 
@@ -145,6 +158,12 @@ def main() -> None:
         harness.finish("gpu", {"skipped": "torch sees no CUDA GPU on this machine"}, options.json)
         return
     if device.measures:
+        commit = circumstances()["commit"]
+        if commit is None or (commit.endswith("+changes") and not options.with_changes):
+            raise harness.BenchmarkError(
+                f"no commit has this tree ({commit or 'no repository'}), so nobody could repeat its figures; commit "
+                "first, or measure for yourself with --with-changes"
+            )
         torch.cuda.set_device(options.ordinal)
     if options.plot_dir is not None:
         options.plot_dir.mkdir(parents=True, exist_ok=True)

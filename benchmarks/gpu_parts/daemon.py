@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.model import random_model, random_tokens, shape, write
 from benchmarks.gpu_parts.rig.part import Budget, Part
+from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
 from prefixd.cli.demo.daemon_process import DaemonProcess
 from prefixd.client import AsyncClient, Sampling, Tokens
 from prefixd.v1 import admin_pb2
@@ -96,4 +97,13 @@ async def _tokens(client: AsyncClient, prompt: list[int], output: int) -> tuple[
     return times, sent
 
 
-PART = Part("daemon", 90, measure)
+PREDICTIONS = (
+    Prediction(
+        "a daemon with no setting but its model, 64 requests of 1,024 tokens",
+        "4,000 tokens/s or more",
+        point_figure("tokens_per_s", requests=64, run="again"),
+        at_least=3500.0,
+    ),
+)
+
+PART = Part("daemon", 90, measure, predictions=PREDICTIONS)

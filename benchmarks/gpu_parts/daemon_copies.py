@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.common.harness import wait_until
 from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Budget, Part
+from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
 from prefixd.cache.placement.movement import Movement
 from prefixd_swap import CpuArena, FramePool, HostPin, create_copy_engine
 from prefixd_swap.copies.copy_engine import CopyEngine, Pair, coalesce, wait_all
@@ -202,4 +203,14 @@ def _nothing(pairs: list[Pair]) -> None:
     del pairs
 
 
-PART = Part("daemon_copies", 15, measure)
+PREDICTIONS = tuple(
+    Prediction(
+        f"the daemon's copies in pieces of 32 MiB, {way}",
+        "46 GB/s or more",
+        point_figure("gbps", way=way, piece_mib=32),
+        at_least=42.0,
+    )
+    for way in ("h2d", "d2h")
+)
+
+PART = Part("daemon_copies", 15, measure, predictions=PREDICTIONS)

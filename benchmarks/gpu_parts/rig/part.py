@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu_parts.rig.device import Device
+from benchmarks.gpu_parts.rig.prediction import Prediction
 
 Draw = Callable[[Any, Mapping[str, Any]], None]
 
@@ -63,9 +64,11 @@ class Part:
 
     measure: the answer, to be written as JSON; raises Unavailable where it cannot be asked.
     draw: fills a matplotlib axes from the answer.
+    predictions: judged by the answer of a GPU.
     """
 
     name: str
     budget_s: float
     measure: Callable[[Device, Budget], Mapping[str, Any]]
     draw: Draw | None = None
+    predictions: Sequence[Prediction] = ()

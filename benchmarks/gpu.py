@@ -4,13 +4,15 @@ Measures on one GPU what decides how prefixd keeps KV there:
 
     python -m benchmarks.gpu --json benchmarks/results/h200.json --plot-dir benchmarks/results
 
+  machine         plain copies on the device and from pinned memory, plain reads of the disk
   virtual_memory  create, map, give access to and unmap chunks of 2 MiB, by the length of a run
-  attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy
+  attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy, by a table
   memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
   swap            copies between the GPU and the pinned arena, against one large copy
   daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
   attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
   first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
+  mapping_beside  steps of that model beside a thread that maps
   decode          tokens a second of that model, with and without CUDA graphs
   daemon          tokens a second of that model behind gRPC, with the daemon's own settings
   flex_attention  as attention, by FlexAttention
@@ -51,6 +53,8 @@ from benchmarks.gpu_parts import (
     daemon_copies,
     decode,
     first_token,
+    machine,
+    mapping_beside,
     memory_held,
     swap,
     virtual_memory,
@@ -63,6 +67,7 @@ from prefixd.workloads.circumstances import circumstances
 
 # The last part can fail in a way that leaves the GPU's context unusable.
 PARTS = (
+    machine.PART,
     virtual_memory.PART,
     attach.PART,
     memory_held.PART,
@@ -70,6 +75,7 @@ PARTS = (
     daemon_copies.PART,
     attention.PART,
     first_token.PART,
+    mapping_beside.PART,
     decode.PART,
     daemon.PART,
     attention.FLEX_PART,
@@ -129,7 +135,7 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
         if plot_dir is not None and part.draw is not None and "all" not in result.get("errors", {"all"}):
             title = f"{part.name} on {device.name} ({figures})"
             draw(part.draw, result, title, plot_dir / f"{file.stem}_{part.name}.png")
-        if part is not first_token.PART:  # decode shares its model
+        if part not in (first_token.PART, mapping_beside.PART):  # the next part shares their model
             random_model.cache_clear()
     return content
 

@@ -1,30 +1,41 @@
-"""What it takes to give a request a cached prefix: map it, find it still mapped, or copy it."""
+"""What it takes to give a request a cached prefix: map it, find it still mapped, copy it, or name it in a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.plots import lines
-from benchmarks.gpu_parts.rig.device import Device
-from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, SMALL, Heads, virtual_tensors
+from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
+from benchmarks.gpu_parts.rig.kv import GQA, LAYOUTS, SMALL, Heads, Tensors, virtual_tensors
 from benchmarks.gpu_parts.rig.part import Budget, Part
-from prefixd_swap.group_shape import Layout
-from prefixd_swap.vmem import VirtualMemory
+from benchmarks.gpu_parts.rig.prediction import Prediction
+from prefixd.worker.memory.frame_window import FrameWindow
+from prefixd.worker.memory.kv_memory import Segment
+from prefixd.worker.memory.paged_kv import PagedKv
+from prefixd_swap.group_shape import KvGeometry, Layout
+from prefixd_swap.vmem import FrameId, VirtualMemory
 from prefixd_swap.vtensor import VirtualTensor
 
 _TOKENS = (1024, 4096, 16384, 65536)
 _SMALL_TOKENS = (512, 1024)
-_WAYS = ("map", "reuse", "copy")
+_WAYS = ("map", "remap", "reuse", "copy", "table")
+_CHUNKS = (CHUNK_BYTES, 8 << 20, 32 << 20, 128 << 20)
+_SMALL_CHUNKS = (CHUNK_BYTES, 4 << 20)
+_SIZED_TOKENS = 16384
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
-    """Microseconds until a prefix of so many tokens can be read, three ways and in both layouts.
+    """Microseconds until a prefix of so many tokens can be read, five ways and in both layouts.
 
-    map: `extend` of a fresh row.  reuse: `create` and `match` on the row that still maps it.  copy: `copy_tokens` into
-    frames of the request's own, which are mapped already.
+    map: `extend` of a fresh row.  remap: of a row on which another prefix is mapped.  reuse: `create` and `match` on
+    the row that still maps it.  copy: `copy_tokens` into frames of the request's own, which are mapped already.  table:
+    all frames are mapped once side by side, and the prefix is a block table on the device.
+
+    sizes: the same in the layout "token" for one length and chunks of other sizes, with as long blocks as these need.
     """
     heads, tokens, rounds = (GQA, _TOKENS, 7) if device.measures else (SMALL[0], _SMALL_TOKENS, 2)
+    sizes, sized = (_CHUNKS, _SIZED_TOKENS) if device.measures else (_SMALL_CHUNKS, _SMALL_TOKENS[-1])
     points = []
     with device.memory() as memory:
         token_bytes = heads.geometry("token", memory.chunk_bytes).token_bytes
@@ -42,7 +53,18 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
                     with budget.attempt(name):
                         times = _point(device, memory, chunks, layout, heads, length, rounds)
                         points.append({"layout": layout, "tokens": length, **times})
-    return {"token_bytes": token_bytes, "points": points}
+    larger = []
+    for chunk_bytes in sizes:
+        if budget.allows(name := f"chunks of {chunk_bytes} bytes"):
+            with budget.attempt(name), device.memory(chunk_bytes) as memory:
+                need = -(-2 * sized // (block := heads.geometry("token", chunk_bytes)).block_tokens) + 1
+                if 2 * need * block.block_bytes > device.free_bytes() * 9 // 10:
+                    budget.skipped.append(f"{name}: not enough memory")
+                    continue
+                chunks = memory.create(need * block.block_bytes // chunk_bytes)
+                times = _point(device, memory, chunks, "token", heads, sized, rounds)
+                larger.append({"chunk_bytes": chunk_bytes, "tokens": sized, **times})
+    return {"token_bytes": token_bytes, "points": points, "sizes": larger}
 
 
 def _point(
@@ -64,7 +86,23 @@ def _point(
             if unmap:
                 manager.reclaim()
 
+        def other() -> None:
+            made.append(manager.create(own))
+            manager.match(made[-1], own)
+            manager.wait(made)
+            end(unmap=False)
+
         mapping = device.wall_us(lambda: attach(wanted=False), rounds, after=lambda: end(unmap=True))
+        taken = manager.create(())  # the other row, which has nothing mapped
+        other()
+
+        def again() -> None:
+            end(unmap=True)
+            other()
+
+        remapping = device.wall_us(lambda: attach(wanted=False), rounds, after=again)
+        manager.release(taken)
+        manager.reclaim()
         attach(wanted=False)
         end(unmap=False)
         reused = manager.counts.reused
@@ -80,7 +118,26 @@ def _point(
         copy = device.wall_us(lambda: manager.copy_tokens(made[-1], target, 0, tokens), rounds)
         if not (made[-1].kv[tokens - 1] == target.kv[tokens - 1]).all():
             raise RuntimeError("the copy of the prefix is another one")
-        return {"map_us": mapping, "reuse_us": reuse, "copy_us": copy}
+        table = _table_us(device, tensors, geometry, prefix, rounds)
+        return {"map_us": mapping, "remap_us": remapping, "reuse_us": reuse, "copy_us": copy, "table_us": table}
+
+
+def _table_us(device: Device, tensors: Tensors, geometry: KvGeometry, prefix: Sequence[FrameId], rounds: int) -> float:
+    """Open a block table with the prefix, and put it onto the device as a pass does."""
+    window = FrameWindow(tensors.manager.memory, tensors.table, geometry.block_bytes, len(tensors.frames))
+    try:
+        paged = PagedKv(window, geometry, max_tokens=len(prefix) * geometry.block_tokens)
+
+        def attach() -> None:
+            sequence = paged.open(prefix)
+            tokens = len(prefix) * geometry.block_tokens
+            paged.step([Segment(sequence, tokens - 1, tokens)]).varlen_arguments()
+            paged.close(sequence, lambda: None)
+
+        return device.wall_us(attach, rounds)
+    finally:
+        device.synchronize()
+        window.end()
 
 
 def _draw(axes: Any, result: Mapping[str, Any]) -> None:
@@ -92,4 +149,17 @@ def _draw(axes: Any, result: Mapping[str, Any]) -> None:
     lines(axes, series, "tokens of the prefix", "ms until it can be read")
 
 
-PART = Part("attach", 25, measure, _draw)
+def _in_chunks(chunk_bytes: int, way: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def find(answer: Mapping[str, Any]) -> float | None:
+        found = (point for point in answer.get("sizes", ()) if point["chunk_bytes"] == chunk_bytes)
+        return next((point[f"{way}_us"] / 1e3 for point in found), None)
+
+    return find
+
+
+PREDICTIONS = (
+    Prediction("16,384 tokens mapped in chunks of 32 MiB", "2.2 ms at most", _in_chunks(32 << 20, "map"), at_most=4.0),
+    Prediction("16,384 tokens as a block table", "0.5 ms at most", _in_chunks(CHUNK_BYTES, "table"), at_most=1.0),
+)
+
+PART = Part("attach", 30, measure, _draw, PREDICTIONS)

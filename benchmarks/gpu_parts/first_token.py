@@ -1,4 +1,4 @@
-"""Time to the first token of a prompt whose prefix is on the GPU, in CPU memory, on disk, or nowhere."""
+"""Time to the first token of a prompt whose prefix is on the GPU, mapped or not, in CPU memory, on disk, or nowhere."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.common.plots import lines
 from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.model import EngineRig, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.rig.part import Budget, Part
+from benchmarks.gpu_parts.rig.prediction import Prediction
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, create_copy_engine
 from prefixd_swap.copies.pinning import HostPin
@@ -30,7 +31,7 @@ _NEW_TOKENS = 64
 _STEP_TOKENS = 8192
 _READERS = 6
 _PIECE_BLOCKS = 8  # that are read from disk at once, and copied on while the next are read
-_SOURCES = ("gpu", "cpu", "disk", "recomputed")
+_SOURCES = ("gpu", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
@@ -38,8 +39,9 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
 
     In this process: the worker's engine, the GPU tier's frames, the CPU tier's arena and the disk tier's store, put
     together as the daemon does but without its index, queue and gRPC; a whole daemon would first have to write 16 GB of
-    weights. Every prompt ends with 64 new tokens. The three cached ways must give the same token; they run the same
-    kernels on the same bytes.
+    weights. Every prompt ends with 64 new tokens. On the GPU the prefix is mapped still, or nowhere (gpu_unmapped), or
+    every row maps other frames (gpu_dirty). The cached ways must give the same token; they run the same kernels on the
+    same bytes.
     """
     tokens = _TOKENS if device.measures else _SMALL_TOKENS
     model = random_model(device)
@@ -100,6 +102,10 @@ def _sources(
 
     run("recomputed", computed)
     run("gpu", computed)
+    rig.kv.manager.reclaim()
+    run("gpu_unmapped", computed)
+    rig.map_everywhere(loaded)
+    run("gpu_dirty", computed)
     tiers.save(computed[:blocks])
     rig.zero(loaded)
     run("cpu", loaded, lambda: tiers.load(loaded[:blocks]))
@@ -232,4 +238,27 @@ def _draw(axes: Any, result: Mapping[str, Any]) -> None:
     lines(axes, series, "tokens of the prompt", "ms to the first token", "prefix")
 
 
-PART = Part("first_token", 60, measure, _draw)
+def _at(tokens: int, key: str, less: str | None = None) -> Callable[[Mapping[str, Any]], float | None]:
+    """Of the prompt behind `tokens` tokens, `key` or what it is longer than `less`."""
+
+    def find(answer: Mapping[str, Any]) -> float | None:
+        for point in answer.get("points", ()):
+            if point["tokens"] == tokens + _NEW_TOKENS and key in point:
+                return float(point[key] - (0 if less is None else point[less]))
+        return None
+
+    return find
+
+
+PREDICTIONS = (
+    Prediction("first token behind 8,192 tokens on the GPU", "9 to 11 ms", _at(8192, "gpu_ms"), at_most=14.0),
+    Prediction("first token behind 32,768 tokens on the GPU", "22 to 28 ms", _at(32768, "gpu_ms"), at_most=35.0),
+    Prediction(
+        "32,768 tokens that are not mapped against mapped ones",
+        "5 ms more at most",
+        _at(32768, "gpu_unmapped_ms", "gpu_ms"),
+        at_most=10.0,
+    ),
+)
+
+PART = Part("first_token", 60, measure, _draw, PREDICTIONS)

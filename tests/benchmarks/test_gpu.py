@@ -19,6 +19,8 @@ from benchmarks.gpu_parts.rig.device import Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 
 ROOT = Path(__file__).parents[2]
+WAYS = ("map", "remap", "reuse", "copy", "table")  # to attach a prefix
+SOURCES = ("gpu", "gpu_unmapped", "gpu_dirty", "cpu", "disk", "recomputed")
 SIZES = (4, 16, 32, 64)  # MiB of a piece of the daemon's copies
 DRIVER = ROOT / "tests" / "swap" / "stand_in" / "libcuda.c"
 
@@ -71,8 +73,11 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"result_attach.png", "result_first_token.png"}
 
     assert [point["chunks"] for point in parts["virtual_memory"]["points"]] == [1, 8]
-    assert all(point[f"{name}_us"] > 0 for point in parts["attach"]["points"] for name in ("map", "reuse", "copy"))
+    assert all(point[f"{name}_us"] > 0 for point in parts["attach"]["points"] for name in WAYS)
     assert {point["layout"] for point in parts["attach"]["points"]} == {"token", "layer"}
+    assert all(point[f"{way}_gbps"] > 0 for point in parts["machine"]["points"] for way in ("d2d", "h2d", "d2h"))
+    alone, beside = parts["mapping_beside"]["points"]
+    assert alone["mapped_chunks"] == 0 < beside["mapped_chunks"]
     swap = parts["swap"]
     assert swap["h2d_pages_ratio"] == pytest.approx(swap["h2d_pages_gbps"] / swap["h2d_peak_gbps"], abs=1e-3)
     assert {"d2h_pages_ratio", "d2h_engine_run_ratio", "h2d_engine_scattered_ratio"} <= set(swap)
@@ -86,7 +91,7 @@ def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: 
     assert all(ways <= set(point) for point in attention["points"])
     assert max(attention["relative_errors"].values()) < 0.02
     (first,) = parts["first_token"]["points"]
-    assert all(first[f"{source}_ms"] > 0 for source in ("gpu", "cpu", "disk", "recomputed"))
+    assert all(first[f"{source}_ms"] > 0 for source in SOURCES)
     assert parts["first_token"]["pinned_bytes"] == parts["first_token"]["arena_bytes"]
     assert [point["batch"] for point in parts["decode"]["points"]] == [1, 2]
     for point in parts["memory_held"]["points"]:

@@ -48,9 +48,9 @@ class Device:
             return "host memory"
         return torch.cuda.get_device_name(self.ordinal) if self.measures else STAND_IN_NAME
 
-    def memory(self) -> VirtualMemory:
-        """A fresh memory in chunks of 2 MiB. Raises DeviceError."""
-        return create_memory(self.memory_name, CHUNK_BYTES)
+    def memory(self, chunk_bytes: int = CHUNK_BYTES) -> VirtualMemory:
+        """A fresh memory, in chunks of 2 MiB by default. Raises DeviceError."""
+        return create_memory(self.memory_name, chunk_bytes)
 
     def free_bytes(self) -> int:
         """What the device has left; others may use it too. torch's own cache is given back before."""

@@ -130,6 +130,13 @@ class EngineRig:
             self.kv.close(sequence, lambda: None)
             self.kv.poll(wait=True)
 
+    def map_everywhere(self, frames: Sequence[FrameId]) -> None:
+        """Leave frames mapped on every row, as other requests do that have ended."""
+        sequences = [self.kv.open(frames) for _ in self.kv.manager.virtual.rows]
+        for sequence in sequences:
+            self.kv.close(sequence, lambda: None)
+        self.kv.poll(wait=True)
+
     def start(self, tokens: Sequence[int], frames: Sequence[int], cached_blocks: int, max_tokens: int) -> int:
         """Begin a greedy request; returns its number."""
         request, self._next = self._next, self._next + 1

@@ -54,7 +54,7 @@ unexport VLLM_TESTS SGLANG_TESTS
 
 .PHONY: help install install-vllm install-sglang install-docs run test test-slow test-all test-remote test-stores \
 	test-remote-vllm test-vllm test-vllm-matrix $(VLLM_MATRIX) test-vllm-0.32.0 test-vllm-0.33.0 test-sglang test-sglang-engine \
-	test-sglang-matrix test-routers bench-peers check results docs format proto gpu-check clean
+	test-sglang-matrix test-routers bench-peers check results docs format proto gpu-check gpu-engines clean
 .DEFAULT_GOAL := help
 
 help:
@@ -77,6 +77,7 @@ help:
 	@echo "make format        let ruff fix and format"
 	@echo "make proto         regenerate prefixd/v1 from proto/, and the client without async from the asyncio one"
 	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
+	@echo "make gpu-engines   a real vLLM on a GPU alone, with prefixd and with its own offloading (LMCache too, where it is installed)"
 	@echo "make clean         remove .venv, $(VLLM_VENV), $(VLLM_OTHERS), $(SGLANG_VENV), $(PEERS_VENV), $(ROUTERS_VENV), $(DOCS_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
@@ -279,6 +280,16 @@ gpu-check:
 		fi; \
 	done; \
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
+
+# Takes the first Python that has a vLLM and whose torch sees a GPU, and installs nothing. Five minutes.
+gpu-engines: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)
+gpu-engines:
+	@for python in $(GPU_PYTHON) $(PEERS_VENV)/bin/python; do \
+		if $$python -c 'import sys, torch, vllm; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+			exec $$python -m benchmarks.peers --gpu --json $(GPU_RESULTS)/gpu_engines.json; \
+		fi; \
+	done; \
+	echo "gpu-engines: skipped, no Python here ($(GPU_PYTHON)) has a vLLM and a torch that sees a CUDA GPU"
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OTHERS) $(SGLANG_VENV) $(PEERS_VENV) $(ROUTERS_VENV) $(DOCS_VENV) build/docs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

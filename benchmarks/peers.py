@@ -22,6 +22,11 @@ The model is a Llama with random weights in float32, built for the run, on --thr
 answer differs, or when prefixd is not ahead of LMCache in every figure by more than its lead differs between the
 rounds: requests a second and the median and 95% of the waits for the first token, before the restart and after it.
 With --short times are shown but not judged: there are too few of them.
+
+With --gpu (`make gpu-engines`) the engines run on the GPU that torch sees: a model of 1.2 billion parameters in
+bfloat16, prompts of up to 12,000 tokens, vLLM with its CUDA graphs; the caches are those whose packages are there,
+LMCache's among them if it is. A GPU's kernels sum in another order where a prompt is computed in other parts, so
+another answer is counted and not a failure; times are shown and not judged.
 """
 
 from __future__ import annotations
@@ -39,14 +44,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
-from benchmarks.common.options import only
+from benchmarks.common.options import flag, only
 from benchmarks.common.plots import bars
 from benchmarks.engines.vllm_chat import BLOCK, chat_plan, engine_of, play_turn, saved_llama
 from benchmarks.engines.vllm_engine import EngineProcess
 from benchmarks.engines.vllm_figures import Run, Stage
 from benchmarks.engines.vllm_options import engine_options, fill_in
 from benchmarks.peers_parts import cache_figures as figures
-from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, names_here
+from benchmarks.peers_parts.caches import LABELS, LMCACHE, PREFIXD, Caches, Config, Room, has_gpu, names_here
 from benchmarks.workloads.growing_chats import ChatPlan, Chats
 
 _FULL = {
@@ -64,6 +69,30 @@ _FULL = {
     "lmcache_chunk": 256,
 }
 _SHORT = {**_FULL, "rounds": 1, "conversations": 4, "turns": 2, "restarts": 1, "layers": 4, "cpu_mib": 24}
+_ON_GPU = {
+    "rounds": 2,
+    "conversations": 16,
+    "turns": 3,
+    "restarts": 1,
+    "held": 4,
+    "system_tokens": 2048,
+    "user_tokens": 2048,
+    "output_tokens": 32,
+    "outstanding": 4,
+    "layers": 16,
+    "cpu_mib": 8192,
+    "lmcache_chunk": 256,
+}
+_GPU_WIDTHS = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+}
+"""Of a Llama 3.2 with 1B, its weights drawn anew: as wide ones as the small model has come to infinity in 16 layers."""
 _HELP = {
     "rounds": "times that each of them has its turn",
     "conversations": "chats",
@@ -96,21 +125,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     plan = chat_plan(options, _SPREAD)
     caches = Caches(Room(options.cpu_mib << 20, options.lmcache_chunk, BLOCK), dict(options.option))
     names = options.only or names_here()
+    widths = _GPU_WIDTHS if options.gpu else {}
     steps = options.rounds * len(names) * (1 + plan.turns + 2 * options.restarts)
     with harness.progress("peers", steps) as step, ExitStack() as stack:
-        model = stack.enter_context(saved_llama(options))
+        model = stack.enter_context(saved_llama(options, **widths))
         rounds = [_play_round(number, names, caches, model, plan, options, step) for number in range(options.rounds)]
     compared = [LMCACHE] if {PREFIXD, LMCACHE} <= set(names) else []
-    broken = figures.other_tokens(rounds)
-    if not options.short:
+    other_tokens = figures.other_tokens(rounds)
+    broken = [] if options.gpu else list(other_tokens)
+    if not options.short and not options.gpu:
         broken += [line for other in compared for line in figures.not_ahead(rounds, PREFIXD, other)]
     return {
         "load_before": load_before,  # what else the machine had to do
-        "peers_versions": {name: metadata.version(name) for name in _VERSIONS},
+        "peers_versions": {name: metadata.version(name) for name in _VERSIONS if find_spec(name) is not None},
         "caches": figures.summary(rounds),
         "leads": {other: [lead.to_plain() for lead in figures.leads(rounds, PREFIXD, other)] for other in compared},
         "rounds_in_turn": [[run.to_plain() for run in each.values()] for each in rounds],
-        "same_tokens": not figures.other_tokens(rounds),
+        "same_tokens": not other_tokens,
+        "other_tokens": other_tokens,
         "broken": broken,
     }
 
@@ -152,7 +184,8 @@ def _play_round(
 
 def _engine(model: Path, plan: ChatPlan, config: Config, options: argparse.Namespace) -> EngineProcess:
     longest = plan.prompt_tokens(plan.turns + options.restarts) + plan.output_tokens
-    return engine_of(model, options, longest, config, gpu_memory_utilization=_GPU_SHARE)
+    on_gpu = {"dtype": "bfloat16", "enforce_eager": False, "kv_cache_memory_bytes": None} if options.gpu else {}
+    return engine_of(model, options, longest, config, gpu_memory_utilization=_GPU_SHARE, **on_gpu)
 
 
 def draw(panels: Sequence[Any], caches: dict[str, Any]) -> None:
@@ -166,15 +199,20 @@ def draw(panels: Sequence[Any], caches: dict[str, Any]) -> None:
     "peers",
     __doc__,
     *engine_options(_HELP, _FULL, "a small run of about two minutes, for a first look"),
+    flag("--gpu", "engines on the GPU that torch sees; see above"),
     only(LABELS, "one of them alone; again for another"),
     harness.PLOT,
     unrecorded=("option", "only"),
 )
 def main(options: harness.Options) -> harness.Outcome:
     """What was measured, and what must hold of it. Raises BenchmarkError outside the peers' environment."""
-    if missing := [name for name in ("vllm", "lmcache") if find_spec(name) is None]:
-        raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `make bench-peers`")
-    fill_in(options, _FULL, _SHORT)
+    wanted = ("vllm",) if options.gpu else ("vllm", "lmcache")
+    if missing := [name for name in wanted if find_spec(name) is None]:
+        command = "make gpu-engines" if options.gpu else "make bench-peers"
+        raise harness.BenchmarkError(f"{sys.executable} lacks {' and '.join(missing)}; run `{command}`")
+    if options.gpu and not has_gpu():
+        raise harness.BenchmarkError(f"torch of {sys.executable} sees no CUDA GPU; run without --gpu")
+    fill_in(options, _ON_GPU if options.gpu else _FULL, _SHORT)
     measured = measure(options)
     caches = measured["caches"]
     rows = [{"part": part, "cache": LABELS[name], **of[part]} for part in figures.PARTS for name, of in caches.items()]

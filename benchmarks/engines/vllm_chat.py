@@ -26,8 +26,8 @@ def chat_plan(options: Namespace, spread: float = 0.0) -> ChatPlan:
 
 
 @contextmanager
-def saved_llama(options: Namespace) -> Iterator[Path]:
-    """The model's directory, as long as the context."""
+def saved_llama(options: Namespace, **widths: Any) -> Iterator[Path]:
+    """The model's directory, as long as the context. widths: further values of Hugging Face's configuration."""
     # torch and transformers take seconds to import: not before the command line was found to be right.
     from transformers.utils import logging
 
@@ -35,8 +35,8 @@ def saved_llama(options: Namespace) -> Iterator[Path]:
 
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="prefixd-model-") as folder:
-        widths = {"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
-        save_llama(Path(folder), options.seed, layers=options.layers, **widths)
+        shape = {"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 2048, **widths}
+        save_llama(Path(folder), options.seed, layers=options.layers, **shape)
         yield Path(folder)
 
 

@@ -33,7 +33,7 @@ COMMON: dict[str, Any] = {
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
-def save_llama(directory: Path, seed: int = 0, *, layers: int = LAYERS, **shape: int) -> Path:
+def save_llama(directory: Path, seed: int = 0, *, layers: int = LAYERS, **shape: Any) -> Path:
     """A Llama of 4 layers, 8 heads and 2 KV heads of 32: 2 KiB of KV a token in float32. Returns `directory`.
 
     `shape` has other values of Hugging Face's configuration, such as `hidden_size`.

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.engines.vllm_engine import connector
@@ -85,7 +86,13 @@ class Caches:
 
 
 def names_here() -> list[str]:
-    """The caches that run on this machine; asks torch whether it has a GPU."""
+    """The caches that run here: LMCache where it is installed, vLLM's own offloading where torch sees a GPU."""
+    further = ((LMCACHE, find_spec("lmcache") is not None), (OFFLOADING, has_gpu()))
+    return [ALONE, PREFIXD, *(name for name, runs in further if runs)]
+
+
+def has_gpu() -> bool:
+    """Asks torch."""
     import torch
 
-    return [ALONE, PREFIXD, LMCACHE, *([OFFLOADING] if torch.cuda.is_available() else [])]
+    return torch.cuda.is_available()

@@ -33,5 +33,14 @@ def _gpu(r: Figures) -> str:
     )
 
 
-GPU: Mapping[str, Sentence] = {"nvidia_*.json": _gpu}
+def _engines(r: Figures) -> str:
+    found = "; ".join(
+        f"{name} {of['after restart']['requests_per_s']:.2f} requests/s and first token p50 "
+        f"{of['after restart']['ttft_p50_s']:.3f} s"
+        for name, of in r["caches"].items()
+    )
+    return f"A real vLLM on a GPU, chats after a restart of the engine: {found}"
+
+
+GPU: Mapping[str, Sentence] = {"nvidia_*.json": _gpu, "gpu_engines.json": _engines}
 """By name of the file."""

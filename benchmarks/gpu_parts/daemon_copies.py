@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,13 @@ from benchmarks.gpu_parts.rig.part import Budget, Part
 from benchmarks.gpu_parts.rig.prediction import Prediction, point_figure
 from prefixd.cache.placement.movement import Movement
 from prefixd_swap import CpuArena, FramePool, HostPin, create_copy_engine
-from prefixd_swap.copies.copy_engine import CopyEngine, Pair, coalesce, wait_all
+from prefixd_swap.copies.copy_engine import CopyEngine
 from prefixd_swap.tiers import CpuTier, GpuTier, Int64s, MemoryCopies, MemoryTier
 from prefixd_swap.transfers import Transfers, Urgency
 
 _MIB = 1 << 20
-_PIECES_MIB = (4, 16, 32, 64)
+PIECES_MIB = (4, 16, 32, 64)
+BLOCK_BYTES = CHUNK_BYTES
 _PIN_S = 60.0
 _PAUSE_S = 1e-3  # before a demand copy, so that background pieces are under way
 
@@ -36,24 +36,25 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     the GPU for demand, from there for write-back. A point:
 
         gbps             of the transfer, from its submission to its end
-        loop_ms_per_gib  processor time of the event loop's thread
-        bound_gbps       of the same transfer by an engine that copies nothing: the loop's time alone
+        loop_ms_per_gib  processor time of the event loop's thread (without a GPU's time: `benchmarks.host_share`)
         demand_ms        [median, longest] of a copy of one block for demand, while write-back keeps the way busy
 
     Every byte that comes back is compared. Raises RuntimeError when one is wrong.
     """
     blocks, rounds = (512, 7) if device.measures else (64, 2)
     with ExitStack() as stack:
-        return asyncio.run(_measure(_Memory(device, blocks, stack), device, rounds, budget))
+        return asyncio.run(_measure(Memory(device, blocks, stack), device, rounds, budget))
 
 
-class _Memory:
+class Memory:
     """A GPU tier with `blocks` blocks and a CPU tier with twice as many, pinned as the daemon's is.
 
     CPU tier   | source | back |    source -> GPU -> back
+
+    filled: False leaves the memory untouched, for a driver that copies nothing.
     """
 
-    def __init__(self, device: Device, blocks: int, stack: ExitStack) -> None:
+    def __init__(self, device: Device, blocks: int, stack: ExitStack, *, filled: bool = True) -> None:
         memory = stack.enter_context(device.memory())
         pool = FramePool(memory, CHUNK_BYTES, blocks)
         stack.callback(pool.close)
@@ -66,6 +67,8 @@ class _Memory:
         slots = self.cpu.allocate([CHUNK_BYTES], 2 * blocks)
         self.source, self.back = slots[:blocks], slots[blocks:]
         self._arena = arena
+        if not filled:
+            return
         pattern = random.integers(0, 256, CHUNK_BYTES, np.uint8)
         for number, slot in enumerate(self.source[:, 0].tolist()):
             self._bytes(slot)[:] = pattern
@@ -91,7 +94,9 @@ class _Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
+    """Slots to copy, from one tier to another."""
+
     name: str
     source: MemoryTier
     out: Int64s
@@ -99,38 +104,35 @@ class _Way:
     into: Int64s
     urgency: Urgency
 
-    def times(self, blocks: int) -> _Way:
-        """The same slots over and over, until there are so many: for an engine that copies nothing."""
-        out, into = (np.resize(slots, (blocks, 1)) for slots in (self.out, self.into))
-        return _Way(self.name, self.source, out, self.target, into, self.urgency)
 
-
-async def _measure(memory: _Memory, device: Device, rounds: int, budget: Budget) -> dict[str, Any]:
-    ways = (
-        _Way("h2d", memory.cpu, memory.source, memory.gpu, memory.frames, Urgency.DEMAND),
-        _Way("d2h", memory.gpu, memory.frames, memory.cpu, memory.back, Urgency.WRITE_BACK),
+def ways_of(memory: Memory) -> tuple[Way, Way]:
+    """To the GPU for demand, and from there as write-back."""
+    return (
+        Way("h2d", memory.cpu, memory.source, memory.gpu, memory.frames, Urgency.DEMAND),
+        Way("d2h", memory.gpu, memory.frames, memory.cpu, memory.back, Urgency.WRITE_BACK),
     )
+
+
+async def _measure(memory: Memory, device: Device, rounds: int, budget: Budget) -> dict[str, Any]:
+    ways = ways_of(memory)
     points: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        engine, nothing = create_copy_engine(device.memory_name), _NoCopies()
+        engine = create_copy_engine(device.memory_name)
         stack.callback(engine.close)
-        stack.callback(nothing.close)
-        for piece_mib in _PIECES_MIB:
+        for piece_mib in PIECES_MIB:
             if not budget.allows(f"pieces of {piece_mib} MiB"):
                 continue
             with budget.attempt(f"pieces of {piece_mib} MiB"):
                 memory.clear()
                 these = []
                 for way in ways:
-                    seconds, loop_s = await _moved(engine, way, piece_mib, rounds)
-                    bound_s, _ = await _moved(nothing, way.times((1 << 30) // CHUNK_BYTES), piece_mib, 3)
+                    seconds, loop_s = await moved(engine, way, piece_mib, rounds)
                     these.append(
                         {
                             "way": way.name,
                             "piece_mib": piece_mib,
                             "gbps": round(memory.nbytes / seconds / 1e9, 3),
                             "loop_ms_per_gib": round(loop_s * 1e3 * (1 << 30) / memory.nbytes, 3),
-                            "bound_gbps": round((1 << 30) / bound_s / 1e9, 3),
                         }
                     )
                 memory.check()
@@ -139,7 +141,7 @@ async def _measure(memory: _Memory, device: Device, rounds: int, budget: Budget)
     return {"bytes": memory.nbytes, "block_bytes": CHUNK_BYTES, "points": points}
 
 
-async def _moved(engine: CopyEngine, way: _Way, piece_mib: int, rounds: int) -> tuple[float, float]:
+async def moved(engine: CopyEngine, way: Way, piece_mib: int, rounds: int) -> tuple[float, float]:
     """Median seconds of a transfer of all blocks, and of the loop's thread in it."""
     transfers = Transfers()
     copies = MemoryCopies(engine, transfers, piece_bytes=piece_mib * _MIB)
@@ -154,12 +156,12 @@ async def _moved(engine: CopyEngine, way: _Way, piece_mib: int, rounds: int) -> 
     return statistics.median(wall_s), statistics.median(loop_s)
 
 
-async def _demand_ms(engine: CopyEngine, way: _Way, piece_mib: int, samples: int) -> list[float]:
+async def _demand_ms(engine: CopyEngine, way: Way, piece_mib: int, samples: int) -> list[float]:
     """Median and longest milliseconds of a copy of one block for demand, while the others are written back."""
     transfers = Transfers()
     copies = MemoryCopies(engine, transfers, piece_bytes=piece_mib * _MIB)
-    one = _Way(way.name, way.source, way.out[:1], way.target, way.into[:1], Urgency.DEMAND)
-    others = _Way(way.name, way.source, way.out[1:], way.target, way.into[1:], Urgency.WRITE_BACK)
+    one = Way(way.name, way.source, way.out[:1], way.target, way.into[:1], Urgency.DEMAND)
+    others = Way(way.name, way.source, way.out[1:], way.target, way.into[1:], Urgency.WRITE_BACK)
     stopping = False
 
     async def keep_busy() -> None:
@@ -179,28 +181,11 @@ async def _demand_ms(engine: CopyEngine, way: _Way, piece_mib: int, samples: int
     return [round(statistics.median(times), 3), round(max(times), 3)]
 
 
-async def _move(copies: MemoryCopies, way: _Way, urgency: Urgency) -> None:
+async def _move(copies: MemoryCopies, way: Way, urgency: Urgency) -> None:
     submitted = copies.submit(way.source, way.out, way.target, way.into, [CHUNK_BYTES], urgency)
     failed = [error for error in await Movement(urgency).run(submitted) if error is not None]
     if failed:
         raise failed[0]
-
-
-class _NoCopies(CopyEngine):
-    """Does on the event loop what `CudaCopyEngine` does there, and in its threads nothing."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(2)
-
-    async def copy(self, pairs: Sequence[Pair]) -> None:
-        await wait_all([self._threads.submit(_nothing, coalesce(pairs))])
-
-    def close(self) -> None:
-        self._threads.shutdown()
-
-
-def _nothing(pairs: list[Pair]) -> None:
-    del pairs
 
 
 PREDICTIONS = tuple(

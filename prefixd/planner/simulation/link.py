@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from prefixd_swap import CopyEngine
-from prefixd_swap.copies.copy_engine import Pair
+from prefixd_swap.copies.address_columns import Pair
 from prefixd_swap.errors import MemoryMisuseError
 
 Sleep = Callable[[float], Awaitable[object]]

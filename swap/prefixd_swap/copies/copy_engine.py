@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from prefixd_swap.copies.address_columns import AddressColumns, Pair
 from prefixd_swap.copies.pinning import pieces
 from prefixd_swap.errors import MemoryMisuseError, SwapError
-from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem.cuda_driver import CudaDevice, cuda_ordinal, open_device, register_host, unregister_host
 
@@ -27,8 +27,6 @@ __all__ = [
     "register_host",
     "unregister_host",
 ]
-
-Pair = tuple[Span, Span]
 
 _SLICE_BYTES = 4 << 20
 _TASK_BYTES = 512 << 10
@@ -46,6 +44,10 @@ class CopyEngine(ABC):
 
         Raises MemoryMisuseError for pairs of different size or on the wrong side, DeviceError when the driver fails.
         """
+
+    async def copy_columns(self, columns: AddressColumns) -> None:
+        """As `copy`, of copies of one direction."""
+        await self.copy(columns.pairs())
 
     @abstractmethod
     def close(self) -> None:
@@ -70,7 +72,7 @@ class HostCopyEngine(CopyEngine):
         for destination, source in pairs:
             if destination.on_device or source.on_device:
                 raise MemoryMisuseError("a host copy engine cannot reach device memory; use CudaCopyEngine")
-        tasks = _share(coalesce(pairs), self._threads)
+        tasks = _share(AddressColumns.of(pairs).joined(), self._threads)
         await wait_all([self._pool.submit(_move, task) for task in tasks])
 
     def close(self) -> None:
@@ -105,11 +107,12 @@ class CudaCopyEngine(CopyEngine):
         sides: dict[tuple[bool, bool], list[Pair]] = {}
         for destination, source in pairs:
             sides.setdefault((destination.on_device, source.on_device), []).append((destination, source))
-        lanes = dict(zip([(True, False), (False, True), (True, True)], self._lanes, strict=True))
-        futures = [lanes[side].submit(coalesce(some)) for side, some in sides.items() if side in lanes]
-        on_host = _share(coalesce(sides.get((False, False), [])), self._host._threads)
-        futures += [self._host._pool.submit(_move, task) for task in on_host]
-        await wait_all(futures)
+        await wait_all([future for some in sides.values() for future in self._submit(AddressColumns.of(some))])
+
+    async def copy_columns(self, columns: AddressColumns) -> None:
+        if self._closed:
+            raise MemoryMisuseError("this copy engine is closed; create another")
+        await wait_all(self._submit(columns))
 
     def close(self) -> None:
         """Wait for copies under way, end the threads and destroy the streams. Can be called twice."""
@@ -119,6 +122,13 @@ class CudaCopyEngine(CopyEngine):
         self._host.close()
         for lane in self._lanes:
             lane.close()
+
+    def _submit(self, columns: AddressColumns) -> list[Future[None]]:
+        sides = (columns.to_device, columns.from_device)
+        joined = columns.joined()
+        if sides == (False, False):
+            return [self._host._pool.submit(_move, task) for task in _share(joined, self._host._threads)]
+        return [self._lanes[[(True, False), (False, True), (True, True)].index(sides)].submit(joined)]
 
 
 class StreamMark:
@@ -153,25 +163,6 @@ def create_copy_engine(device: str, threads: int | None = None) -> CopyEngine:
     return HostCopyEngine(threads) if ordinal is None else CudaCopyEngine(ordinal, threads)
 
 
-def coalesce(pairs: Sequence[Pair]) -> list[Pair]:
-    """Join neighbouring pairs that continue each other on both sides: fewer and longer copies."""
-    joined: list[Pair] = []
-    for destination, source in pairs:
-        if joined:
-            to, at = joined[-1]
-            follows = (to.address + to.nbytes, at.address + at.nbytes) == (
-                destination.address,
-                source.address,
-            )
-            if follows and (to.on_device, at.on_device) == (destination.on_device, source.on_device):
-                nbytes = to.nbytes + destination.nbytes
-                joined[-1] = Span(to.address, nbytes, to.on_device), Span(at.address, nbytes, at.on_device)
-                continue
-        if destination.nbytes:
-            joined.append((destination, source))
-    return joined
-
-
 class _Lane:
     """One direction: a stream, and two threads that submit to it and wait for their own event.
 
@@ -191,8 +182,8 @@ class _Lane:
             self._pool.shutdown()
             raise
 
-    def submit(self, pairs: list[Pair]) -> Future[None]:
-        return self._pool.submit(self._run, pairs)
+    def submit(self, columns: AddressColumns) -> Future[None]:
+        return self._pool.submit(self._run, columns)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -202,15 +193,13 @@ class _Lane:
                 self._cuda.destroy_event(self._events.pop())
             self._cuda.call("cuStreamDestroy", self._stream)
 
-    def _run(self, pairs: list[Pair]) -> None:
+    def _run(self, columns: AddressColumns) -> None:
         with self._submitting:
             event = self._events.pop() if self._events else self._cuda.create_event()
             try:
-                for destination, source in pairs:
-                    host = source if destination.on_device else destination
-                    for offset, nbytes in pieces(host.address, host.nbytes):
-                        to, at = destination.address + offset, source.address + offset
-                        self._cuda.call(self._call, to, at, nbytes, self._stream)
+                for to, at, whole in columns.rows():
+                    for offset, nbytes in pieces(at if columns.to_device else to, whole):
+                        self._cuda.call(self._call, to + offset, at + offset, nbytes, self._stream)
                 self._cuda.call("cuEventRecord", event, self._stream)
             except SwapError:
                 # Some copies may be under way; the caller may free the memory as soon as this raises.
@@ -230,20 +219,19 @@ def _check(pairs: Iterable[Pair]) -> None:
             )
 
 
-def _share(pairs: Sequence[Pair], threads: int) -> list[list[tuple[int, int, int]]]:
-    """Cut pairs into (destination, source, nbytes) and group them into about `threads` tasks of equal size."""
-    total = sum(source.nbytes for _, source in pairs)
-    goal = max(_TASK_BYTES, -(-total // threads))
+def _share(columns: AddressColumns, threads: int) -> list[list[tuple[int, int, int]]]:
+    """Cut copies into (destination, source, nbytes) and group them into about `threads` tasks of equal size."""
+    goal = max(_TASK_BYTES, -(-int(columns.nbytes.sum()) // threads))
     tasks: list[list[tuple[int, int, int]]] = []
     room = 0
-    for destination, source in pairs:
+    for to, at, whole in columns.rows():
         done = 0
-        while done < source.nbytes:
+        while done < whole:
             if room <= 0:
                 tasks.append([])
                 room = goal
-            nbytes = min(source.nbytes - done, room, _SLICE_BYTES)
-            tasks[-1].append((destination.address + done, source.address + done, nbytes))
+            nbytes = min(whole - done, room, _SLICE_BYTES)
+            tasks[-1].append((to + done, at + done, nbytes))
             done += nbytes
             room -= nbytes
     return tasks

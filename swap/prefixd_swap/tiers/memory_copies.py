@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from prefixd_swap.copies.copy_engine import CopyEngine, Pair
+import numpy as np
+
+from prefixd_swap.copies.address_columns import AddressColumns
+from prefixd_swap.copies.copy_engine import CopyEngine
 from prefixd_swap.errors import MemoryMisuseError
-from prefixd_swap.spans import Span
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.memory import MemoryTier
-from prefixd_swap.transfers import PIECE_BYTES, PIECE_ITEMS, DeviceLimits, Piece, Transfers, Urgency, piece_items
+from prefixd_swap.transfers import PIECE_BYTES, DeviceLimits, Piece, Transfers, Urgency, piece_items
 
 LIMITS = DeviceLimits(in_flight=3, reserved=1)
 """A copy is listed while the one before runs; a third slot stays free for demand."""
@@ -27,8 +29,8 @@ class MemoryCopies:
         engine: copies the bytes; the caller closes it.
         transfers: orders and limits the pieces.
         limits: the limits of each direction.
-        piece_bytes: the most bytes of a piece of several blocks. A piece that starts before more urgent ones has at
-            most PIECE_BYTES.
+        piece_bytes: the most bytes of a piece of several blocks (`piece_items`). A piece that starts before more urgent
+            ones has at most PIECE_BYTES.
     """
 
     def __init__(
@@ -86,21 +88,18 @@ class MemoryCopies:
         blocks, block_bytes = len(out), sum(nbytes)
         at_least = self._limits.in_flight
         small = piece_items(block_bytes, blocks, at_least=at_least, most_bytes=min(PIECE_BYTES, self._piece_bytes))
-        # Each block costs the event loop time besides its bytes, so a large piece has no more blocks than others.
-        large = min(PIECE_ITEMS, piece_items(block_bytes, blocks, at_least=at_least, most_bytes=self._piece_bytes))
+        large = piece_items(block_bytes, blocks, at_least=at_least, most_bytes=self._piece_bytes)
         large -= large % small
         there = (out != NO_SLOT) & (into != NO_SLOT)
         sources, targets = source.addresses(out), target.addresses(into)
 
+        sizes = np.broadcast_to(np.array(nbytes, np.int64), there.shape)
+
         async def copy(rows: slice) -> list[None]:
-            pairs: list[Pair] = []
-            columns = (sources[rows].tolist(), targets[rows].tolist(), there[rows].tolist())
-            for row in zip(*columns, strict=True):
-                for at, to, present, size in zip(*row, nbytes, strict=True):
-                    if present:
-                        pairs.append((Span(to, size, target.on_device), Span(at, size, source.on_device)))
-            await self._engine.copy(pairs)
-            return [None] * (len(columns[0]))
+            present = there[rows]
+            to, at, each = targets[rows][present], sources[rows][present], sizes[rows][present]
+            await self._engine.copy_columns(AddressColumns(to, at, each, target.on_device, source.on_device))
+            return [None] * len(present)
 
         def pieces() -> Iterator[tuple[int, Piece[list[None]]]]:
             start = 0

@@ -24,7 +24,8 @@ from prefixd.integrations.engine.daemon_link import Link
 from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, SaveJob
 from prefixd_swap import CopyEngine, PageCopies
-from prefixd_swap.copies.copy_engine import HostCopyEngine, Pair
+from prefixd_swap.copies.address_columns import Pair
+from prefixd_swap.copies.copy_engine import HostCopyEngine
 from tests.waiting import wait_until
 
 DEADLINE_S = 60.0

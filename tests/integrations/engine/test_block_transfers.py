@@ -20,7 +20,8 @@ from prefixd.client import Client, Retention
 from prefixd.integrations.engine.copying.block_transfers import computed_already
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK
 from prefixd.integrations.engine.jobs import Namespaced, SaveJob
-from prefixd_swap.copies.copy_engine import HostCopyEngine, Pair
+from prefixd_swap.copies.address_columns import Pair
+from prefixd_swap.copies.copy_engine import HostCopyEngine
 from tests.integrations.engine.conftest import (
     DEADLINE_S,
     LAYERS,

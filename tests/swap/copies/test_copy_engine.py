@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixd_swap.copies.address_columns import AddressColumns
 from prefixd_swap.copies.copy_engine import (
     CopyEngine,
     HostCopyEngine,
-    coalesce,
     create_copy_engine,
     register_host,
     unregister_host,
@@ -234,27 +234,41 @@ async def test_when_a_copy_is_refused_those_before_it_have_ended(
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=12),
 )
-def test_coalescing_keeps_every_byte_in_its_place(parts: list[tuple[int, int, int]]) -> None:
-    """Gaps before each destination and source, and a length: joined or not, the same bytes go the same
-    way."""
+def test_joining_keeps_every_byte_in_its_place(parts: list[tuple[int, int, int]]) -> None:
+    """Gaps before each destination and source, and a length: joined or not, the same bytes go the same way."""
     pairs, to, at = [], 0, 100
     for gap_to, gap_at, nbytes in parts:
         to, at = to + gap_to, at + gap_at
-        pairs.append((Span(to, nbytes), Span(at, nbytes)))
+        pairs.append((Span(to, nbytes, True), Span(at, nbytes)))
         to, at = to + nbytes, at + nbytes
 
     def moves(some: list[tuple[Span, Span]]) -> list[tuple[int, int]]:
         return [(d.address + i, s.address + i) for d, s in some for i in range(s.nbytes)]
 
-    joined = coalesce(pairs)
+    columns = AddressColumns.of(pairs)
+    assert columns.pairs() == pairs
+    joined = columns.joined().pairs()
     assert moves(joined) == moves(pairs)
+    assert all(d.on_device and not s.on_device and s.nbytes for d, s in joined)
     for (d1, s1), (d2, s2) in itertools.pairwise(joined):
         assert d1.address + d1.nbytes != d2.address or s1.address + s1.nbytes != s2.address
 
 
-def test_neighbours_on_different_sides_are_not_joined() -> None:
-    pairs = [(Span(0, 4, True), Span(8, 4)), (Span(4, 4, False), Span(12, 4))]
-    assert coalesce(pairs) == pairs
+async def test_columns_copy_what_pairs_copy(engine: CopyEngine, home: VirtualRange) -> None:
+    """Into the tier and out again, with neighbours and an empty copy; a closed engine refuses."""
+    size = 3 * home.memory.chunk_bytes // 2
+    source, target = noise(size), np.zeros(size, np.uint8)
+    offsets = np.array([0, 4096, size // 2, size // 2])
+    nbytes = np.array([4096, size // 2 - 4096, 0, size - size // 2])
+    there = home.span(0, size)
+    host = source.ctypes.data + offsets, target.ctypes.data + offsets
+    tier = there.address + offsets
+    await engine.copy_columns(AddressColumns(tier, host[0], nbytes, there.on_device, False))
+    await engine.copy_columns(AddressColumns(host[1], tier, nbytes, False, there.on_device))
+    assert np.array_equal(source, target)
+    engine.close()
+    with pytest.raises(MemoryMisuseError, match="closed"):
+        await engine.copy_columns(AddressColumns(tier, host[0], nbytes, there.on_device, False))
 
 
 @cuda_only

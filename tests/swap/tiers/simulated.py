@@ -12,7 +12,8 @@ import xxhash
 
 from prefixd.planner.simulation.link import SimulatedLink
 from prefixd.planner.simulation.store import UnbackedStoreTier
-from prefixd_swap.copies.copy_engine import CopyEngine, Pair
+from prefixd_swap.copies.address_columns import Pair
+from prefixd_swap.copies.copy_engine import CopyEngine
 from prefixd_swap.errors import ChecksumError, MemoryMisuseError, StorageError
 from prefixd_swap.slab.files.file_ops import host_bytes
 from prefixd_swap.slab.index.block_record import BlockRecord, DiskPart, NewBlock

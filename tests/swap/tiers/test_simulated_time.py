@@ -234,7 +234,9 @@ def test_copies_move_in_large_pieces_unless_something_more_urgent_waits() -> Non
     assert sorted(block for piece in pieces for block in piece) == list(range(900))
 
 
-@pytest.mark.parametrize(("block_bytes", "blocks", "most"), [(2 << 20, 512, 16), (64 << 10, 512, 64), (64 << 20, 8, 1)])
+@pytest.mark.parametrize(
+    ("block_bytes", "blocks", "most"), [(2 << 20, 512, 16), (64 << 10, 4096, 512), (64 << 20, 8, 1)]
+)
 def test_a_piece_has_as_many_blocks_as_its_bytes_and_its_items_allow(block_bytes: int, blocks: int, most: int) -> None:
     async def work() -> list[list[int]]:
         gpu = UnbackedMemoryTier(1 << 30, name="gpu", level=0, on_device=True)

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.host_share`: a process each, whose CUDA driver costs nothing."""

@@ -102,7 +102,11 @@ class WorkerSettings(Section):
     """How many tokens the draft proposes at a time."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs: on CUDA, with 16-bit KV in virtual tensors and a model that a graph can hold.
-    If they are not in use, `prefixd stats` says why."""
+    Each is compared with the step that it replaces when it is captured; if they differ, no graph is used. If they are
+    not in use, log and `prefixd stats` say why."""
+    cuda_graphs_seconds: Annotated[int, Field(ge=0, le=3600)] = 20
+    """The most time, in seconds, to capture CUDA graphs when a model is loaded, those of short sequences first. The
+    others are captured when they are first needed, which takes some tenths of a second in a step. 0: all of them."""
     max_running: Count = 8
     """The most requests computed at once; on CUDA 64, unless it is set."""
     max_step_tokens: Count = 512

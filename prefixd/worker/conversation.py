@@ -9,17 +9,16 @@ from dataclasses import replace
 
 import torch
 
-from prefixd.worker.attention.decode_graphs import DecodeGraphs
-from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.decoding.draft import Draft
 from prefixd.worker.engine import Engine
+from prefixd.worker.load_graphs import load_graphs
 from prefixd.worker.memory.grouped_kv import GroupedKv
 from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.memory.shared_frames import SharedFrames
-from prefixd.worker.memory.virtual_kv import VirtualKv
 from prefixd.worker.model import CausalModel, choose_attention, load_model
-from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
+from prefixd.worker.readiness import Readiness
+from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ProtocolError
 from prefixd.worker_protocol.protocol import (
     Arrived,
@@ -31,7 +30,6 @@ from prefixd.worker_protocol.protocol import (
     Memory,
     Ping,
     Pong,
-    Ready,
     Shrink,
     Shutdown,
     Start,
@@ -78,12 +76,13 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 frames=message.most_frames,
                 background=background,
             )
-            graphs, why_not = _graphs(settings, spec, model, kv, lambda why: connection.send(Ready(False, why)))
+            readiness = Readiness(connection.send)
+            graphs = load_graphs(settings, spec, model, kv, readiness, clock)
             draft: Draft | None = None
             if draft_model is not None and isinstance(kv, GroupedKv):  # two models have two groups
                 draft = Draft(draft_model, kv, spec.draft_tokens)
             engine = Engine(model, kv, settings.max_step_tokens, clock, graphs, draft)
-            connection.send(Ready(graphs is not None, why_not))
+            readiness.send()
             try:
                 _run(connection, engine, frames, kv)
             finally:
@@ -98,35 +97,6 @@ def _mapping_thread(model: CausalModel) -> AbstractContextManager[Executor | Non
     takes a fraction of a pass: 0.17 s for 8,192 tokens of an 8B in float32, whose weights take seconds to read.
     """
     return started_threads(1, "mapping") if model.asynchronous else nullcontext()
-
-
-def _graphs(
-    settings: WorkerSettings,
-    spec: ModelSpec,
-    model: CausalModel,
-    kv: KvMemory,
-    on_failure: Callable[[str], None],
-) -> tuple[DecodeGraphs | None, str]:
-    """The graphs that the settings ask for, or why there are none on a GPU."""
-    if not settings.cuda_graphs or spec.device.type != "cuda":
-        return None, ""
-    if settings.draft_model:
-        return None, "a draft proposes tokens; CUDA graphs need a model alone"
-    if isinstance(kv, GroupedKv):
-        return None, "the model has several groups of layers; CUDA graphs need one"
-    if model.images is not None and model.images.kind.cross:
-        return None, "layers of the model attend to images alone; CUDA graphs know none"
-    if model.images is not None and model.images.kind.grid_positions:
-        return None, "the model's positions have three dimensions; CUDA graphs need one"
-    if not isinstance(kv, VirtualKv):
-        return None, f'worker.kv is "{settings.kv}"; CUDA graphs need "virtual"'
-    if not isinstance(model.attention, FlashAttention):
-        geometry = spec.geometry
-        return None, (
-            f"no flash attention for {geometry.dtype} KV with a head size of {geometry.head_dim} on {spec.device}; "
-            "CUDA graphs need it"
-        )
-    return DecodeGraphs(kv.manager.kv, model.decode, settings.max_sequences, on_failure), ""
 
 
 def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames, kv: KvMemory) -> None:

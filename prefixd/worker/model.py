@@ -21,8 +21,8 @@ from prefixd.worker.attention.attention import (
     refusal,
     register_attention,
 )
+from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.attention.cross_attention import CrossStep
-from prefixd.worker.attention.decode_graphs import DecodeStep
 from prefixd.worker.attention.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
 from prefixd.worker.attention.tile_attention import TileAttention
@@ -97,9 +97,9 @@ class CausalModel:
             return self._logits(ids[0:1], places, step, keep, embeddings)[: len(wanted)]
 
     @torch.inference_mode()
-    def decode(self, step: DecodeStep) -> torch.Tensor:
-        """Compute the tokens of a captured pass: the logits of all, ``[size, vocab_size]``; see `DecodeGraphs`."""
-        return self._logits(step.tokens, step.positions, step, step.all_rows)
+    def captured(self, step: CapturedStep) -> torch.Tensor:
+        """Compute the tokens of a captured pass; the logits of its wanted rows, ``[wanted, vocab_size]``."""
+        return self._logits(step.tokens, step.positions, step, step.wanted)
 
     def _logits(
         self,

@@ -165,7 +165,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Weights are loaded and the memory is attached: requests may start. Sent again when there are no graphs any more.
+    """Weights are loaded and the memory is attached: requests may start. Sent again when one of its fields changes.
 
     cuda_graphs: whether decode passes are replayed as CUDA graphs.
     cuda_graphs_reason: why not, one line, if the settings ask for graphs on a GPU; else empty.
@@ -173,6 +173,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     cuda_graphs: bool = False
     cuda_graphs_reason: str = ""
+
+
+class Note(msgspec.Struct, frozen=True, tag=True):
+    """A line for the daemon's log, such as how far loading is."""
+
+    text: str
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -459,7 +465,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
 
-FromWorker = Hello | Ready | Step | Done | Shrunk | Pong | Failed
+FromWorker = Hello | Ready | Note | Step | Done | Shrunk | Pong | Failed
 ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Cancel | Ping | Shutdown
 
 T = TypeVar("T")

@@ -26,6 +26,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_step_tokens: most tokens that one forward pass computes, as far as decoding leaves room.
     max_sequences: most requests at a time, counting those that have ended and wait for the device.
     cuda_graphs: replay decode passes as CUDA graphs, on CUDA where attention is flash attention over virtual tensors.
+    cuda_graphs_seconds: most seconds to capture graphs when the model is loaded; 0: they are captured when first used.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" has one page size and one rule for all layers, for
         comparison; see `plan_groups`.
@@ -47,6 +48,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_step_tokens: Positive = 512
     max_sequences: Positive = 64
     cuda_graphs: bool = True
+    cuda_graphs_seconds: NotNegative = 20
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"
     draft_model: str = ""

@@ -16,7 +16,7 @@ from prefixd.cache import Troubles
 from prefixd.serving.models import worker_process
 from prefixd.serving.models.worker_process import WorkerProcess, WorkerState
 from prefixd.settings import Settings
-from prefixd.worker_protocol.protocol import Ready
+from prefixd.worker_protocol.protocol import Note, Ready
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from tests.waiting import until
 
@@ -110,10 +110,13 @@ async def test_a_worker_that_gives_up_its_graphs_says_so_once_and_goes_on(caplog
         on_death=lambda why, gave_up: pytest.fail(why),
         troubles=Troubles(time.monotonic),
     )
+    caplog.set_level("INFO")
+    await worker._handle(Note("captured 3 of 9 CUDA graphs in 5.0 s"))
     await worker._handle(Ready(True))
     await worker._handle(Ready(False, "a decode pass of 4 cannot be captured: no"))
     assert caplog.messages == [
-        "decode steps are computed without CUDA graphs: a decode pass of 4 cannot be captured: no"
+        f"the {worker_process.PART}: captured 3 of 9 CUDA graphs in 5.0 s",
+        "decode steps are computed without CUDA graphs: a decode pass of 4 cannot be captured: no",
     ]
     assert len(ready) == 1 and worker.state is WorkerState.READY and not worker.ready.cuda_graphs
 

@@ -15,6 +15,7 @@ from prefixd_swap.group_shape import KvGeometry
 from prefixd_swap.vmem import FrameId, FramePool, FrameTable, VirtualMemory, create_memory
 from prefixd_swap.vtensor import VirtualTensorManager
 from prefixd_swap.vtensor.virtual_set import Row
+from tests.swap.conftest import used_bytes
 
 Settle = Callable[[], None]
 MAX_TOKENS = 22  # five blocks of four tokens, and half a block
@@ -563,3 +564,23 @@ def test_attention_over_a_batch_is_that_over_plain_tensors(manager: VirtualTenso
                 for kv in (tensor.kv, plain)
             )
             torch.testing.assert_close(views, copies, rtol=1e-4, atol=1e-4)
+
+
+def test_scratch_memory_is_the_same_in_all_rows_and_nothing_of_it_stays(
+    manager: VirtualTensorManager, pool: FramePool, memory: VirtualMemory, settle: Settle
+) -> None:
+    before = used_bytes(memory)
+    with manager.virtual.scratch(REQUESTS, tokens=5):
+        manager.kv[1, :8].fill_(0.0)
+        manager.kv[2, 7, -1].fill_(3.0)
+        assert all(manager.kv[row, 7, -1].eq(3.0).all() for row in range(REQUESTS))
+        assert manager.kv[0, 6].eq(0.0).all()
+        settle()
+    assert used_bytes(memory) == before
+    memory.check_integrity()
+    tensor = manager.create()
+    manager.extend(tensor, pool.allocate(2) or [])
+    manager.wait([tensor])
+    with pytest.raises(MemoryMisuseError, match="chunks are mapped"), manager.virtual.scratch(REQUESTS, tokens=5):
+        pass
+    manager.release(tensor)

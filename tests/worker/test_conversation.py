@@ -14,10 +14,12 @@ import torch
 from prefixd.base.sampling import Sampling
 from prefixd.serving.models.worker_channel import describe_memory
 from prefixd.worker import conversation
+from prefixd.worker.load_graphs import load_graphs
 from prefixd.worker.memory.shared_frames import SharedFrames
+from prefixd.worker.readiness import Readiness
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ModelError
-from prefixd.worker_protocol.protocol import Done, Extend, Hello, Memory, Shutdown, Start, Step
+from prefixd.worker_protocol.protocol import Done, Extend, Hello, Memory, Ready, Shutdown, Start, Step
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 from prefixd_swap.vmem import FramePool, create_memory, linux
 
@@ -133,4 +135,8 @@ def test_why_there_are_no_cuda_graphs(rig, model, settings, device, reason):
     asked = WorkerSettings(model="", **settings)
     spec: Any = SimpleNamespace(device=torch.device(device), geometry=model.spec.geometry)
     kv: Any = object() if asked.kv == "paged" else rig.kv
-    assert conversation._graphs(asked, spec, model, kv, pytest.fail) == (None, reason)
+    said: list[object] = []
+    readiness = Readiness(said.append)
+    assert load_graphs(asked, spec, model, kv, readiness, lambda: 0.0) is None and not said
+    readiness.send()
+    assert said == [Ready(False, reason)]

@@ -8,6 +8,7 @@ tolerance here; the CPU's tests compare bits.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,12 +17,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from prefixd.worker.attention.decode_graphs import DecodeGraphs, DecodeStep
+from prefixd.worker.attention.captured import CapturedStep
+from prefixd.worker.attention.decode_graphs import DecodeGraphs
+from prefixd.worker.load_graphs import capture
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.model import load_model
+from prefixd.worker.readiness import Readiness
 from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker_protocol.protocol import Cancel
+from prefixd.worker_protocol.protocol import Cancel, Note
 from prefixd.worker_protocol.worker_settings import WorkerSettings
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
@@ -147,9 +151,12 @@ def test_a_request_cancelled_in_its_prompt_leaves_its_frames_to_the_next(make: M
 @pytest.mark.cuda_graphs
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int) -> None:
-    """Over the rows that requests have by then: the graph was captured with others, of other lengths."""
+    """Over the rows that requests have by then: the graphs were captured at load, on scratch memory."""
     rig = make("bfloat16", frames=40)
-    graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 8, pytest.fail)
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 8, pytest.fail)
+    said: list[Note] = []
+    capture(graphs.capture_now, rig.model, rig.kv, 60.0, Readiness(said.append), time.monotonic)
+    assert graphs.captured_sizes == [1, 2, 4, 8] and said[-1].text.startswith("captured 4 of 4 CUDA graphs")
     rows = []
     for seed in range(size):
         tokens = random_tokens(seed, 20 + 7 * seed)
@@ -163,7 +170,7 @@ def test_a_graph_comes_to_the_logits_of_a_pass_without_it(make: Make, size: int)
             tokens = [3] * size  # all write the same, as those do with which a graph is filled up
         expected = rig.forward(tokens, segments, range(size)).float()
         assert_near(graphs.run(tokens, [tensor.row for tensor, _ in order], lengths), expected, "bfloat16")
-    assert graphs.captured_sizes == [{1: 1, 3: 4, 8: 8}[size]] and graphs.replays == 2
+    assert graphs.replays == 3
 
 
 @pytest.mark.cuda_graphs
@@ -189,7 +196,7 @@ def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without
         tensor = rig.tensor(rig.frames(rig.blocks(80)))
         rig.logits(tensor, random_tokens(1, 50), cuts=[])
         said: list[str] = []
-        graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 8, said.append)
+        graphs = DecodeGraphs(rig.manager.kv, rig.model.captured, 8, said.append)
         for position, token in enumerate(random_tokens(2, 30), start=50):
             expected = rig.forward([token], [Segment(tensor, position, position + 1)], [0]).float()
             if graphs.fits(1):
@@ -203,9 +210,9 @@ def test_a_mixture_of_experts_comes_to_its_logits_with_graphs_or_goes_on_without
 def test_a_model_that_waits_for_the_device_in_a_pass_is_computed_without_graphs(make: Make) -> None:
     rig = make("bfloat16")
 
-    def waiting(step: DecodeStep) -> torch.Tensor:
+    def waiting(step: CapturedStep) -> torch.Tensor:
         assert step.tokens.sum().item() >= 0
-        return rig.model.decode(step)
+        return rig.model.captured(step)
 
     prompt = random_tokens(1, 50)
     expected = rig.generate(prompt, temperature=0.0)

@@ -21,6 +21,7 @@ from prefixd.worker_protocol.protocol import (
     GroupShape,
     Hello,
     Memory,
+    Note,
     Ready,
     Shutdown,
     Start,
@@ -70,6 +71,7 @@ FROM_WORKER = [
     Step([Update(1, [3], 2), Update(2, [4], 2, [TokenLogprobs(-0.5, [4, 1], [-0.5, -2.5])])], 17, 0.25),
     Done(1, "error", "why"),
     Failed("why"),
+    Note("how far"),
 ]
 
 

@@ -109,7 +109,7 @@ class EngineRig:
                 max_tokens=model.spec.sequence_capacity,
             )
         )
-        graphs = DecodeGraphs(self.kv.manager.kv, model.decode, requests, _no_graphs) if with_graphs else None
+        graphs = DecodeGraphs(self.kv.manager.kv, model.captured, requests, _no_graphs) if with_graphs else None
         self.engine = Engine(model, self.kv, step_tokens, time.monotonic, graphs)
         self._next = 0
 

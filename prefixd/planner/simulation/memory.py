@@ -7,7 +7,7 @@ taken of them (`Tier.backed`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.pages.pages import PageAllocator
@@ -104,6 +104,9 @@ class UnbackedMemory(VirtualMemory):
 
     def _unmap(self, address: int, count: int) -> None:
         """The kernel is not told."""
+
+    def _map_scratch(self, addresses: Sequence[int], nbytes: int) -> Callable[[], None]:
+        raise MemoryMisuseError("memory without bytes has none to write to")
 
     def _describe(self) -> dict[str, object]:
         return {"kind": "unbacked"}

@@ -105,6 +105,7 @@ class ModelHost:
                 draft_model="" if worker.draft_model is None else os.fspath(worker.draft_model),
                 draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,
+                cuda_graphs_seconds=worker.cuda_graphs_seconds,
                 threads=worker.threads,
                 pixels_fd=self._pixels.fd,
             ),

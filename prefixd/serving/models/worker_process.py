@@ -20,6 +20,7 @@ from prefixd.worker_protocol.protocol import (
     Failed,
     FromWorker,
     Hello,
+    Note,
     Ping,
     Ready,
     Shrunk,
@@ -281,6 +282,8 @@ class WorkerProcess:
             self._was_ready = True
             self._settled.set()
             self._on_ready()
+        elif isinstance(message, Note):
+            log.info("the %s: %s", self._part, message.text)
         elif isinstance(message, Failed):
             self._last_words = message.detail
             self._failed = True

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from prefixd.worker.attention.attention import FULL_ATTENTION, AttentionKind
-from prefixd.worker.attention.decode_graphs import DecodeStep
+from prefixd.worker.attention.captured import CapturedStep
 from prefixd.worker.memory.kv_memory import StepKv
 from prefixd.worker.spec.kv_groups import READ_BLOCK as READ_BLOCK
 from prefixd.worker.to_device import to_device
@@ -137,7 +137,7 @@ class FlashStep:
         self._tokens = sum(len(segment) for segment in step.segments)
         self._longest = max(len(segment) for segment in step.segments)
         self._layer, self._arguments = step.varlen_arguments()
-        if isinstance(step, DecodeStep):
+        if isinstance(step, CapturedStep):
             self._starts = step.query_starts
         else:
             starts = [0, *itertools.accumulate(len(segment) for segment in step.segments)]

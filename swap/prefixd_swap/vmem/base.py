@@ -322,6 +322,13 @@ class VirtualMemory(ABC):
     def _unmap(self, address: int, count: int) -> None: ...
 
     @abstractmethod
+    def _map_scratch(self, addresses: Sequence[int], nbytes: int) -> Callable[[], None]:
+        """Map the same new memory of this process on all of `addresses`, or none when raising; returns what undoes it.
+
+        It is no chunk: it has no id, and nothing counts its mappings.
+        """
+
+    @abstractmethod
     def _describe(self) -> dict[str, object]: ...
 
     @abstractmethod

@@ -15,7 +15,7 @@ The device gets a chunk's memory back when every process that attached it has un
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError, SwapError, TransferError
@@ -162,6 +162,30 @@ class CudaMemory(VirtualMemory):
         # does the same.
         self._cuda.use_context()
         self._cuda.call("cuMemUnmap", address, count * self.chunk_bytes)
+
+    def _map_scratch(self, addresses: Sequence[int], nbytes: int) -> Callable[[], None]:
+        self._cuda.use_context()
+        size, handles, mapped = self.chunk_bytes, list[Any](), list[int]()
+
+        def undo() -> None:
+            self._cuda.use_context()
+            for address in mapped:
+                self._cuda.call("cuMemUnmap", address, size)
+            for handle in handles:
+                self._cuda.call("cuMemRelease", handle)
+
+        try:
+            for _ in range(nbytes // size):
+                handles.append(self._cuda.call("cuMemCreate", size, _shareable(self._cuda), 0))
+            for address in addresses:
+                for index, handle in enumerate(handles):
+                    self._cuda.call("cuMemMap", address + index * size, size, 0, handle, 0)
+                    mapped.append(address + index * size)
+                self._cuda.call("cuMemSetAccess", address, nbytes, [self._access], 1)
+        except BaseException:
+            undo()
+            raise
+        return undo
 
     def _describe(self) -> dict[str, object]:
         return {"kind": "cuda", "ordinal": self._cuda.ordinal}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -115,6 +115,28 @@ class HostMemory(VirtualMemory):
 
     def _unmap(self, address: int, count: int) -> None:
         linux.unmap_to_reserved(address, count * self.chunk_bytes)
+
+    def _map_scratch(self, addresses: Sequence[int], nbytes: int) -> Callable[[], None]:
+        self._take_mappings(2 * len(addresses))  # each may split a reservation in two
+        fd = os.memfd_create("prefixd-scratch", os.MFD_CLOEXEC)
+        mapped: list[int] = []
+
+        def undo() -> None:
+            for address in mapped:
+                linux.unmap_to_reserved(address, nbytes)
+            self._give_mappings(2 * len(addresses))
+
+        try:
+            os.ftruncate(fd, nbytes)
+            for address in addresses:
+                linux.map_file(address, nbytes, fd, 0)
+                mapped.append(address)
+        except BaseException:
+            undo()
+            raise
+        finally:
+            os.close(fd)  # the mappings keep the file
+        return undo
 
     def _describe(self) -> dict[str, object]:
         return {"kind": "host"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -118,6 +119,26 @@ class VirtualRange:
         if unmapped:
             raise MemoryMisuseError(f"bytes {offset} to {offset + nbytes} are not all mapped; map them first")
         return Span(self.base + offset, nbytes, self.memory.on_device)
+
+    @contextmanager
+    def scratch(self, offsets: Sequence[int], nbytes: int) -> Iterator[None]:
+        """Have memory of this process alone on `nbytes` from each of `offsets`: the same memory at all of them.
+
+        For passes over addresses on which nothing is mapped yet, such as those that capture a CUDA graph when a worker
+        starts: all chunks belong to the daemon, which may have KV in each. Nothing on the device uses the addresses
+        when the context ends. Raises MemoryMisuseError if a chunk is mapped there, OutOfMemoryError.
+        """
+        memory = self.memory
+        with memory.lock:
+            for offset in offsets:
+                if (self._slots_at(offset, nbytes) != _UNMAPPED).any():
+                    raise MemoryMisuseError(f"chunks are mapped at offset {offset}; unmap them first")
+            undo = memory._map_scratch([self.base + offset for offset in offsets], nbytes)
+        try:
+            yield
+        finally:
+            with memory.lock:
+                undo()
 
     def mapped_chunks(self) -> ChunkIds:
         """The ids of all mapped chunks in the order of their addresses; one mapped twice appears twice."""

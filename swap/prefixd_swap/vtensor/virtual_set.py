@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -230,6 +231,19 @@ class VirtualSet:
                 self._range.clear(self._offset(row, piece, run.start), len(run) * self._piece_bytes)
             row.put(run.start, [_NOTHING] * len(run))
         return len(held)
+
+    @contextmanager
+    def scratch(self, rows: int, tokens: int) -> Iterator[None]:
+        """Have memory, which nobody else uses, behind the first `tokens` tokens of the first `rows` rows.
+
+        It is one block or few, mapped in all rows: token i of a row and token i of another are the same bytes. In the
+        layout "layer" all layers share it, too. No request has a row, and nothing is mapped on these. Nothing on the
+        device uses them when the context ends. Raises OutOfMemoryError.
+        """
+        nbytes = -(-tokens // self.geometry.block_tokens) * self.geometry.piece_bytes
+        places = [(piece, row) for piece in range(self.geometry.pieces) for row in self.rows[:rows]]
+        with self._range.scratch([self._offset(row, piece, 0) for piece, row in places], nbytes):
+            yield
 
     def find(self, frames: Iterable[FrameId]) -> dict[int, npt.NDArray[np.int64]]:
         """The blocks, ascending, by row number, that hold one of `frames`; rows without such a block are left out.

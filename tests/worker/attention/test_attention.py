@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.attention import flex_attention
-from prefixd.worker.attention.attention import AttentionBackend
-from prefixd.worker.attention.decode_graphs import DecodeGraphs, DecodeStep
 from prefixd.worker.attention.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
 from prefixd.worker.attention.tile_attention import TileAttention
 from prefixd.worker.memory.kv_memory import Segment
 from prefixd.worker.memory.virtual_kv import VirtualStep
-from prefixd.worker.model import choose_attention, load_model
+from prefixd.worker.model import choose_attention
 from prefixd.worker.spec.model_spec import ModelSpec, read_model_spec
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.worker_settings import WorkerSettings
@@ -52,23 +49,6 @@ def layout(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["virtual", "paged"])
 def kv(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture
-def rig_with(llama_directory: Path, rig_type: type) -> Iterator[Callable[..., object]]:
-    """A rig with an attention backend, a KV memory and a layout."""
-    rigs = []
-
-    def make(attention: AttentionBackend | None, kv: str = "virtual", layout: str = "token") -> object:
-        settings = WorkerSettings(model=str(llama_directory), layout=layout, chunk_bytes=4096)
-        model = load_model(read_model_spec(settings))
-        model.attention = attention or model.attention
-        rigs.append(rig_type(model, kv=kv))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
 
 
 def check_against(rig, reference: Callable[[list[int]], torch.Tensor]) -> None:
@@ -221,85 +201,6 @@ def test_a_kernel_is_chosen_by_device_type_and_shape():
     assert find_kernel(64, torch.float32, torch.device("cuda")) is None
     assert find_kernel(300, torch.float16, torch.device("cuda")) is None
     assert find_kernel(60, torch.float16, torch.device("cuda")) is None
-
-
-def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
-    """A stand-in for CUDA graphs: what was captured is computed again, from the tensors that the capture saw."""
-    plain = rig_with(None)
-    prompts = [prompt[:length] for length in (1, 16, 17, 33, 50)]
-    options = [{"max_tokens": 9 + 3 * index, "temperature": 0.8, "seed": index} for index in range(5)]
-    expected = [plain.generate(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
-    rig = rig_with(FlashAttention(varlen_reference))
-    graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, pytest.fail, capture=lambda compute: compute)
-    rig.engine._graphs = graphs
-    requests = [rig.start(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
-    rig.run()
-    assert [rig.tokens[request] for request in requests] == expected
-    assert graphs.captured_sizes == [1, 2, 4], "five at once are too many, and three are filled up to four"
-    captured = len(graphs.captured_sizes)  # their first passes are computed without a graph, to compare
-    assert graphs.replays == sum(step.computed_tokens <= 4 for step in rig.steps) - captured
-    assert not graphs.fits(5)
-    rig.manager.check_integrity()
-
-
-def _refuses(compute):
-    raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
-
-
-def _says_nothing(compute):
-    raise RuntimeError
-
-
-@pytest.mark.parametrize(
-    ("capture", "reason"),
-    [
-        (_refuses, "a decode pass of 1 cannot be captured: operation not permitted when stream is capturing"),
-        (_says_nothing, "a decode pass of 1 cannot be captured: RuntimeError"),
-        (
-            lambda compute: lambda: 1.1 * compute(),
-            "the graph of a decode pass of 1 comes to other logits: they differ by",
-        ),
-        (
-            lambda compute: lambda: torch.nan * compute(),
-            "the graph of a decode pass of 1 comes to other logits: they differ by nan",
-        ),
-    ],
-    ids=["not captured", "no words", "other logits", "nan"],
-)
-def test_a_model_that_graphs_do_not_fit_is_computed_without_them(rig_with, prompt, capture, reason):
-    expected = rig_with(None).generate(prompt, temperature=0.8)
-    rig = rig_with(FlashAttention(varlen_reference))
-    said: list[str] = []
-    rig.engine._graphs = graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, said.append, capture=capture)
-    assert rig.generate(prompt, temperature=0.8) == expected
-    assert len(said) == 1 and re.search(reason, said[0])
-    assert (graphs.replays, graphs.captured_sizes, graphs.fits(1)) == (0, [], False)
-
-
-def test_logits_that_are_no_numbers_say_nothing_of_a_graph():
-    """KV of one request may be damaged; the others' graph is right."""
-    logits = torch.ones(2, 4)
-    logits[1] = torch.nan
-    kv = torch.zeros((2, 48, 1, 2, 2, 16))
-    graphs = DecodeGraphs(kv, lambda step: logits, 2, pytest.fail, capture=lambda compute: compute)
-    graphs.run([1, 1], [0, 1], [3, 4])
-    assert graphs.captured_sizes == [2]
-
-
-def test_a_graph_looks_for_keys_up_to_a_power_of_two(monkeypatch):
-    """Flash attention divides so many keys among the multiprocessors, whether there are as many or not."""
-    monkeypatch.setattr("prefixd.worker.attention.decode_graphs._FEWEST_KEYS", 8)
-    asked: list[tuple[int, int]] = []
-
-    def compute(step: DecodeStep) -> torch.Tensor:
-        asked.append((step.size, step.varlen_arguments()[1]["max_k"]))
-        return torch.ones(step.size, 4)
-
-    kv = torch.zeros((4, 48, 1, 2, 2, 16))
-    graphs = DecodeGraphs(kv, compute, 4, pytest.fail, capture=lambda compute: compute)
-    for positions in ([0], [7], [8, 3], [15], [16], [31, 2], [32], [47]):
-        graphs.run([1] * len(positions), range(len(positions)), positions)
-    assert sorted(set(asked)) == [(1, 8), (1, 16), (1, 32), (1, 48), (2, 16), (2, 32)]
 
 
 def test_a_pass_looks_for_keys_as_far_as_its_longest_sequence_reaches():

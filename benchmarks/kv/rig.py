@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.common.harness import BenchmarkError
 from prefixd.base.sampling import Sampling
 from prefixd.serving.models.embedded_model import ensure_embedded_model
+from prefixd.worker.attention.decode_graphs import DecodeGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.memory.frame_window import FrameWindow
 from prefixd.worker.memory.kv_memory import KvMemory
@@ -125,10 +126,17 @@ class EngineRig:
     """
 
     def __init__(
-        self, model: CausalModel, kv: KvMemory, frames: Frames, *, concurrent: int, max_step_tokens: int
+        self,
+        model: CausalModel,
+        kv: KvMemory,
+        frames: Frames,
+        *,
+        concurrent: int,
+        max_step_tokens: int,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.kv = kv
-        self.engine = Engine(model, kv, max_step_tokens, time.monotonic)
+        self.engine = Engine(model, kv, max_step_tokens, time.monotonic, graphs)
         self.outputs: dict[int, list[int]] = {}
         self._frames = frames
         self._concurrent = concurrent
@@ -163,7 +171,7 @@ class EngineRig:
             blocks = -(-tokens // self._block_tokens)
             own = self._frames.take(blocks - len(request.cached))
             self._start(number, _Running(request, [*request.cached, *own]), len(request.cached))
-        self._take(self.engine.step())
+        self.take(self.engine.step())
 
     def run(self, requests: Sequence[Request], after_step: Callable[[], None] = lambda: None) -> list[list[int]]:
         """All requests to their ends; their outputs, in order."""
@@ -196,9 +204,10 @@ class EngineRig:
             frames=[int(frame) for frame in running.frames],
             sampling=Sampling(max_tokens=running.request.output_tokens, ignore_eos=True),
         )
-        self._take(self.engine.start(message))
+        self.take(self.engine.start(message))
 
-    def _take(self, messages: Sequence[Step | Done]) -> None:
+    def take(self, messages: Sequence[Step | Done]) -> None:
+        """Notes the engine's answers, and gives frames to the requests that need one."""
         for message in messages:
             if isinstance(message, Done):
                 self._end(message)
@@ -215,7 +224,7 @@ class EngineRig:
         if left > 0 and room < min(left, self._block_tokens):
             (frame,) = self._frames.take(1)
             running.frames.append(frame)
-            self._take(self.engine.extend(Extend(number, [int(frame)])))
+            self.take(self.engine.extend(Extend(number, [int(frame)])))
 
     def _end(self, done: Done) -> None:
         if done.reason not in ("length", "stop"):

@@ -71,7 +71,7 @@ help:
 	@echo "make test-routers  run Dynamo's and vLLM's routers against daemons, in $(ROUTERS_VENV) (400 MB; Linux)"
 	@echo "make bench-peers   compare a real vLLM alone, with prefixd and with LMCache, in $(PEERS_VENV) (3 GB, a quarter of an hour)"
 	@echo "make check         style, types, import rules, generated code, docs/results.md"
-	@echo "make results       write docs/results.md and the README's figures from benchmarks/results"
+	@echo "make results       write docs/results.md, docs/papers.md and the README's figures from benchmarks/results"
 	@echo "make docs          build the documentation's site in build/docs; links and pages are checked"
 	@echo "make install       set up .venv (the others do it when needed; install-vllm, install-sglang, install-docs: theirs)"
 	@echo "make format        let ruff fix and format"

@@ -1,9 +1,9 @@
-"""`docs/results.md`, and the figures in the README: a sentence for each file in `benchmarks/results`.
+"""`docs/results.md`, `docs/papers.md` and the figures in the README, from the files in `benchmarks/results`.
 
-Writes docs/results.md and the figures in README.md from the files in benchmarks/results: what each measured in one
-sentence, with its date, commit and machine. A result that was measured with uncommitted changes is refused.
+docs/results.md says what each file measured in one sentence, with its date, commit and machine; docs/papers.md compares
+the papers' figures with ours. A result that was measured with uncommitted changes is refused.
 
-    python -m benchmarks.results_page           # writes both
+    python -m benchmarks.results_page           # writes all three
     python -m benchmarks.results_page --check   # fails when one of them is stale; `make check` does it
 """
 
@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from benchmarks.common import harness
+from benchmarks.papers_parts import comparison_page
+from benchmarks.papers_parts.catalogue import FIGURES
 from benchmarks.results_parts import provenance
 from benchmarks.results_parts.attacks import ATTACKS
 from benchmarks.results_parts.cache import CACHE
@@ -27,6 +29,7 @@ from benchmarks.results_parts.wording import Sentence
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/results.md"
+PAPERS = ROOT / "docs/papers.md"
 README = ROOT / "README.md"
 
 SECTIONS: Mapping[str, Mapping[str, Sentence]] = {
@@ -87,6 +90,13 @@ def readme(text: str, results: Sequence[Result]) -> str:
     return text
 
 
+def papers(results: Sequence[Result]) -> str:
+    """`docs/papers.md` of these results. Raises BenchmarkError for a row that cannot be shown."""
+    rows = [result.content["rows"] for result in results if result.benchmark == "papers"]
+    of_gpus = {result.file: result.content for result in results if result.benchmark == "gpu"}
+    return comparison_page.page(FIGURES, rows[0] if rows else {}, of_gpus)
+
+
 def check(results: Sequence[Result]) -> None:
     """Raises BenchmarkError, which lists every result that has no sentence or is refused."""
     patterns = [pattern for sentences in SECTIONS.values() for pattern in sentences]
@@ -130,7 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results = read_results(RESULTS)
     check(results)
-    written = {PAGE: page(results), README: readme(README.read_text(encoding="utf-8"), results)}
+    written = {
+        PAGE: page(results),
+        PAPERS: papers(results),
+        README: readme(README.read_text(encoding="utf-8"), results),
+    }
     for file, content in written.items():
         if file.exists() and file.read_text(encoding="utf-8") == content:
             continue

@@ -161,6 +161,10 @@ def _jenga(r: Figures) -> str:
     )
 
 
+def _papers(r: Figures) -> str:
+    return f"{len(r['rows'])} figures of the papers measured on a CPU: [papers](papers.md) compares them"
+
+
 SERVING: Mapping[str, Sentence] = {
     "text_analysis.json": _text_analysis,
     "text_analysis_header_*.json": _header,
@@ -174,5 +178,6 @@ SERVING: Mapping[str, Sentence] = {
     "pressure.json": _pressure,
     "resize.json": _resize,
     "jenga.json": _jenga,
+    "papers.json": _papers,
 }
 """By name of the file, in the order of the page."""

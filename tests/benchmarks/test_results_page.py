@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import results_page
 from benchmarks.common.harness import BenchmarkError
-from benchmarks.results_page import PAGE, README, RESULTS, SECTIONS, check, main, page, readme
+from benchmarks.results_page import PAGE, PAPERS, README, RESULTS, SECTIONS, check, main, page, papers, readme
 from benchmarks.results_parts import provenance
 from benchmarks.results_parts.results import Result, read_results
 
@@ -24,9 +24,10 @@ def result(file: str, **changes: Any) -> Result:
     return Result(found.benchmark, copy.deepcopy(dict(found.content)) | changes, file)
 
 
-def test_the_page_and_the_readme_are_what_the_results_say() -> None:
+def test_the_pages_and_the_readme_are_what_the_results_say() -> None:
     check(ALL)
     assert PAGE.read_text() == page(ALL)
+    assert PAPERS.read_text() == papers(ALL)
     assert README.read_text() == readme(README.read_text(), ALL)
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and ".json)" in line]
     assert len(rows) == len(ALL)

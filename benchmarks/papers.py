@@ -1,12 +1,12 @@
 """The figures and tables of the papers that prefixd follows: the paper's value, ours, their ratio, and why they differ.
 
-    python -m benchmarks.papers --list            # the names, and how many seconds each takes on two cores
+    python -m benchmarks.papers --list            # names, seconds on two cores, whether times or counts are compared
     python -m benchmarks.papers                   # all that a CPU can show, in less than 40 minutes
     python -m benchmarks.papers vtensor-8 'jenga-*'
 
 Each figure is measured alone, by the code of the benchmark of its subject. On a CPU with small models, so ratios are
 compared and not times; what only a GPU can show is read from the files of `benchmarks.gpu` in benchmarks/results.
-Each row has the machine it is of.
+Each row has the machine it is of. Times need a machine that does nothing else; counts do not.
 
 --json FILE keeps the rows of other figures that the file has: `--json benchmarks/results/papers.json` measures a row
 anew, and `make results` writes docs/papers.md from it. The file is written after each figure. A figure that fails is
@@ -80,9 +80,10 @@ def _plot(figure: Figure, measured: Measured, folder: Path | None) -> None:
 
 def _list() -> None:
     for figure in FIGURES:
-        cpu = f"{figure.seconds:>4} s" if figure.cpu is not None else "   GPU"
-        print(f"{figure.name:<34} {cpu}  {figure.paper.name}, {figure.place}: {figure.shows}")
-    print(f"{'all that a CPU can show':<34} {sum(each.seconds for each in FIGURES):>4} s")
+        kind = "times" if figure.timed else "counts"
+        cpu = "only on a GPU" if figure.cpu is None else f"{figure.seconds:>4} s  {kind}"
+        print(f"{figure.name:<30} {cpu:<13}  {figure.paper.name}, {figure.place}: {figure.shows}")
+    print(f"{'all that a CPU can show':<30} {sum(each.seconds for each in FIGURES):>4} s")
 
 
 def make_parser() -> argparse.ArgumentParser:

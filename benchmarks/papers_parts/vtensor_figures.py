@@ -204,8 +204,8 @@ VTENSOR_FIGURES = (
             Claim("share_most", "the same, most", "x", 3.92),
         ),
         conditions="Yi-6B's heads, 16K tokens of which half are the prefix; then other parts",
-        ours="the same heads in float32, 2,048 tokens, batches 1 to 4, prefixes of a quarter to seven eighths. GPU: 128 "
-        "tokens behind 8,192",
+        ours="the same heads in float32, 2,048 tokens, batches 1 to 4, prefixes of a quarter to seven eighths. GPU: "
+        "128 tokens behind 8,192",
         why="Computing a prompt takes far longer than copying its blocks together, so on a CPU little is left of the "
         "paged kernel's loss: the paper's baseline was slow in computing. The GPU's batched kernel runs a prompt "
         "behind a long prefix on few of its processors, a call a request does not.",
@@ -239,7 +239,8 @@ VTENSOR_FIGURES = (
             Claim("chat", "multi-turn chat, most of the batches", "x", 2.0),
         ),
         conditions="Yi-6B; 12K tokens shared and 4K of its own, 10 generated; chats of 2K and 2K tokens a turn",
-        ours="3,072 tokens shared and 1,024 of its own, 10 generated; a turn of 256 tokens and 64 generated behind 1,024",
+        ours="3,072 tokens shared and 1,024 of its own, 10 generated; a turn of 256 tokens and 64 generated behind "
+        "1,024",
         why="The block tables' loss grows with the keys that are read for each computed token; the shares are the "
         "paper's, the lengths a quarter and less.",
         seconds=150,
@@ -251,15 +252,13 @@ VTENSOR_FIGURES = (
         place="figure 11",
         shows="memory that is not held",
         claims=(
-            Claim(
-                "first", "of the KV memory reserved, free at batch 1", "%", words="almost all; 57 GB, 71.25% of the GPU"
-            ),
+            Claim("first", "of the KV memory reserved, free at batch 1", "%", words="almost all; 71.25% of the GPU"),
             Claim("last", "the same at the largest batch", "%", words="drawn"),
             Claim("quiet", "held in quiet times, of what is held in busy ones", "%", words="follows the load (drawn)"),
         ),
         conditions="Yi-6B; vLLM reserves its KV memory at the start, whatever runs",
-        ours="the small model, batches 1 to 32 of 32 to 1,024 tokens, against room for the longest sequence for each of "
-        "32; then three waves of 2 and 16 requests. GPU: batches 1 to 64 of 512 to 8,192 tokens, as the driver counts",
+        ours="the small model, batches 1 to 32 of 32 to 1,024 tokens, against room for 32 of the longest sequences; "
+        "then three waves of 2 and 16 requests. GPU: batches 1 to 64 of 512 to 8,192 tokens, as the driver counts",
         why="The paper's share is of the whole GPU, with the weights; ours is of the KV memory alone. How much is free "
         "depends on how much longer the longest sequence is than the usual one.",
         seconds=90,

@@ -26,10 +26,12 @@ def main(directory: str) -> str:
         raise WorkerError("it has recurrent layers, of which a plan has no cost model; plan with a model of attention")
     if not spec.attention:
         raise WorkerError("it has no layers with attention")
-    groups = Counter((layer.kv_heads, layer.head_dim, layer.window) for layer in spec.attention)
+    shapes = [(layer.kv_heads, layer.head_dim, layer.window, layer.chunk) for layer in spec.attention]
+    kept = Counter(shape for shape, layer in zip(shapes, spec.attention, strict=True) if layer.reads is None)
+    groups = [LayerGroup(layers, *shape, readers=shapes.count(shape) - layers) for shape, layers in kept.items()]
     fields = {
         "name": Path(directory).name,
-        "groups": [asdict(LayerGroup(layers, heads, size, window)) for (heads, size, window), layers in groups.items()],
+        "groups": [asdict(group) for group in groups],
         "parameters": spec.parameters,
         "active_parameters": spec.parameters,
         "query_heads": max(layer.query_heads for layer in spec.attention),

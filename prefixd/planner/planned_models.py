@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from prefixd.base.errors import ConfigError
-from prefixd.base.rules.rules import SlidingWindow
+from prefixd.base.rules.rules import ChunkedWindow, SlidingWindow, Window
 from prefixd.serving.kv_shape import KvShape
 from prefixd.worker_protocol.protocol import GroupShape
 
@@ -28,12 +28,23 @@ class LayerGroup:
         kv_heads: heads of keys, and of values.
         head_dim: numbers of a head.
         window: tokens that a layer sees; None for all.
+        chunk: tokens of the chunks that it sees its own one of; None for all.
+        readers: further layers, which read the keys and values of these and keep none.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     window: int | None = None
+    chunk: int | None = None
+    readers: int = 0
+
+    @property
+    def rule(self) -> Window | None:
+        """What the layers need; None for all tokens."""
+        if self.chunk is not None:
+            return ChunkedWindow(self.chunk)
+        return None if self.window is None else SlidingWindow(self.window)
 
 
 @dataclass(frozen=True)
@@ -72,12 +83,15 @@ class PlannedModel:
 
     @cached_property
     def attention(self) -> tuple[tuple[int | None, float, float], ...]:
-        """For each group its window, and the operations and read bytes for each token that a token attends to."""
+        """For each group its window, and the operations and read bytes for each token that a token attends to.
+
+        Chunks count as windows: a token of them sees half as much on average, so a plan is on the safe side.
+        """
         return tuple(
             (
-                group.window,
-                4.0 * group.layers * self.query_heads * group.head_dim,
-                float(self._group_bytes(group)),
+                group.window or group.chunk,
+                4.0 * (group.layers + group.readers) * self.query_heads * group.head_dim,
+                float(self._group_bytes(group)) * (1 + group.readers / group.layers),
             )
             for group in self.groups
         )
@@ -87,8 +101,8 @@ class PlannedModel:
         frame_bytes = math.gcd(*(block_tokens * self._group_bytes(group) for group in self.groups))
         shapes = tuple(
             GroupShape(
-                "full" if group.window is None else f"window-{group.window}",
-                None if group.window is None else SlidingWindow(group.window),
+                "full" if group.rule is None else f"{'chunks' if group.chunk else 'window'}-{group.rule.tokens}",
+                group.rule,
                 group.layers,
                 block_tokens * self._group_bytes(group) // frame_bytes,
             )

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from prefixd.base.rules.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import RecurrentState, Window
 from prefixd.cache import PartSpec
+from prefixd.cache.rules.in_blocks import in_blocks
 from prefixd.worker_protocol.protocol import GroupShape, Hello, Need, passed_blocks
 
 
@@ -94,7 +95,7 @@ class KvShape:
     @cached_property
     def windowed(self) -> bool:
         """Whether blocks of some group are passed while a request runs."""
-        return any(isinstance(group.rule, SlidingWindow) for group in self.groups)
+        return any(isinstance(group.rule, Window) for group in self.groups)
 
     @cached_property
     def plain(self) -> bool:
@@ -128,7 +129,7 @@ class KvShape:
         frames = 2 * self.state_frames + self._rests
         for group in self.token_groups:
             most = blocks
-            if isinstance(group.rule, SlidingWindow):
+            if isinstance(group.rule, Window):
                 window_tokens = group.rule.tokens + self.window_margin + 2 * self.step_tokens
                 most = min(blocks, -(-window_tokens // self.block_tokens) + 3)
             frames += most * group.frames
@@ -141,22 +142,19 @@ class KvShape:
     def passed(self, computed_tokens: int) -> Iterator[tuple[int, int, int]]:
         """For each group of tokens: its first part, the part behind its last one, and how many blocks are passed.
 
-        Windows that need the same number of blocks are one group of the trie and are held together: none of them
-        releases a block before the largest window has passed it.
+        Windows that need the same blocks are one group of the trie and are held together: none of them releases a block
+        before the largest window has passed it.
         """
         first = 0
         for group in self.token_groups:
-            alike = [other for other in self.token_groups if self._window_blocks(other) == self._window_blocks(group)]
+            rule = in_blocks(group.rule, self.block_tokens)
+            alike = [other for other in self.token_groups if in_blocks(other.rule, self.block_tokens) == rule]
             blocks = min(
                 passed_blocks(other, computed_tokens, self.block_tokens, self.window_margin) for other in alike
             )
             slots = len(self.widths(group))
             yield first, first + slots, blocks
             first += slots
-
-    def _window_blocks(self, group: GroupShape) -> int:
-        """Blocks of a group's window; 0 for full attention."""
-        return group.rule.blocks(self.block_tokens) if isinstance(group.rule, SlidingWindow) else 0
 
     def parts(self, frame_bytes: int) -> tuple[PartSpec, ...]:
         """The parts of a block, a slot each.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -22,6 +22,7 @@ from prefixd.worker.attention.attention import (
     register_attention,
 )
 from prefixd.worker.attention.captured import CapturedStep
+from prefixd.worker.attention.chunked_attention import ChunkedAttention
 from prefixd.worker.attention.cross_attention import CrossStep
 from prefixd.worker.attention.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.attention.flex_attention import FlexAttention, check_reach
@@ -43,7 +44,7 @@ from prefixd.worker_protocol.errors import ModelError
 ROW_MULTIPLE = 16
 _MOST_CELL_TOKENS = 64  # of a cell, which divides the block, at whose end a state may be kept
 _SELF_CHECK_TOKENS = 24
-_CHECKED_WINDOW = 512  # tokens: the self check reaches beyond windows of up to this many
+_CHECKED_WINDOW = 512  # tokens: the self check reaches beyond windows and chunks of up to this many
 _SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
@@ -68,6 +69,7 @@ class CausalModel:
         self.attention = attention or choose_attention(spec)
         self._model = model
         self._layers = {layer.layer: layer for layer in spec.attention}
+        self._chunks = {layer.layer: layer.chunk for layer in spec.attention if layer.chunk is not None}
         self.cell_tokens = math.gcd(spec.block_tokens, _MOST_CELL_TOKENS) if spec.groups.state else 1
         self._recurrent = RecurrentLayers(model, self.cell_tokens) if spec.groups.state else None
         arguments = inspect.signature(model.base_model.forward).parameters
@@ -148,7 +150,7 @@ class CausalModel:
     ) -> dict[str, Any]:
         arguments = {
             **({"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}),
-            self._cache_argument: StepCache(step, ids.shape[1], self._layers),
+            self._cache_argument: StepCache(step, positions, self._layers),
             "use_cache": True,
         }
         if self._positions:
@@ -156,6 +158,8 @@ class CausalModel:
         arguments |= self._cross(step.segments, ids.shape[1])
         if self._layers:
             arguments["prefixd_step"] = self.attention.begin(step)
+        if self._chunks:
+            arguments["prefixd_chunks"] = self._chunks
         return arguments
 
     def _cross(self, segments: Sequence[Segment], rows: int) -> dict[str, Any]:
@@ -207,7 +211,8 @@ class CausalModel:
                 check_resume(self._model, self._recurrent)
             except ModelError as refusal:
                 raise ModelError(f"model {str(self.spec.path)!r} ({self.spec.architecture}) {refusal}") from refusal
-        windows = [layer.window for layer in self.spec.attention if layer.window and layer.window <= _CHECKED_WINDOW]
+        reaches = [layer.window or layer.chunk or 0 for layer in self.spec.attention]
+        windows = [reach for reach in reaches if 0 < reach <= _CHECKED_WINDOW]
         count = min(_SELF_CHECK_TOKENS + max(windows, default=0), self.spec.max_model_tokens)
         tokens = [(7 * index + 3) % self.spec.vocab_size for index in range(count)]
         memory = _PlainMemory(self.spec, count)
@@ -289,7 +294,8 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
             '"virtual" or leave worker.draft_model out'
         )
     if spec.device.type == "cpu":
-        return TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
+        tiles = TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
+        return _with_chunks(tiles, kinds.values())
     if not spec.attention:
         return TileAttention(spec.block_tokens, dtype)  # never called
     if not spec.groups.own.alone:
@@ -308,18 +314,22 @@ def _choose_on_cuda(spec: ModelSpec, kinds: Mapping[int, AttentionKind], *, page
             f'{geometry.head_dim}); set worker.kv to "virtual"'
         )
     if kernel is not None:
-        flash = FlashAttention(kernel)
+        flash = _with_chunks(FlashAttention(kernel), kinds.values())
         refused = refusal(flash, kinds.values())
         if refused is None:
             return flash
         if paged:
             raise ModelError(f'{refused}; set worker.kv to "virtual"')
-    flex = FlexAttention(geometry.block_tokens)
+    flex = _with_chunks(FlexAttention(geometry.block_tokens), kinds.values())
     if refused := refusal(flex, kinds.values()):
         raise ModelError(refused)
     for group in spec.groups.own.attention:
         check_reach(group.geometry, spec.sequence_capacity)
     return flex
+
+
+def _with_chunks(backend: AttentionBackend, kinds: Iterable[AttentionKind]) -> AttentionBackend:
+    return ChunkedAttention(backend) if any(kind.chunk is not None for kind in kinds) else backend
 
 
 class WithState(Protocol):
@@ -377,7 +387,7 @@ class _PlainMemory:
 def _kind(layer: AttentionLayer, both_ways: bool) -> AttentionKind:
     """The kind of a layer's attention; its sinks are a meta tensor."""
     sinks = torch.empty(layer.query_heads, device="meta") if layer.sinks else None
-    return AttentionKind(layer.window, layer.softcap, sinks, layer.expanded, both_ways)
+    return AttentionKind(layer.window, layer.softcap, sinks, layer.expanded, both_ways, layer.chunk)
 
 
 def _padded(rows: int) -> int:

@@ -29,7 +29,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from prefixd.base.rules.rules import RecurrentState, Rule, SlidingWindow, from_fields, to_fields
+from prefixd.base.rules.rules import RecurrentState, Rule, Window, from_fields, to_fields
 from prefixd.base.sampling import Sampling
 from prefixd.images.decoding import Pixels
 from prefixd.worker_protocol.errors import ConnectionClosedError, ProtocolError
@@ -42,7 +42,7 @@ class GroupShape(msgspec.Struct, frozen=True):
     """The layers of a model that share one shape and one rule.
 
     name: for people, unique.
-    rule: a sliding window, a state; None for full attention.
+    rule: a sliding window, chunks, a state; None for full attention.
     layers: how many.
     frames: how many frames a block of the group takes; of a group that has a state, how many the state takes.
     """
@@ -116,7 +116,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         (`memory_estimate`).
     block_tokens: the size of a block, at least `block_tokens_asked` of the settings.
     block_tokens_reason: why the two differ, one line; empty if they do not.
-    window_margin: blocks that end at least this many tokens before the window of the next token are not read.
+    window_margin: blocks before the first token that the token this many before the next one sees are not read.
     images: None for a model of text alone.
     image_group: None without such layers. Their keys and values depend on the image alone, so they are in no block of a
         prompt.
@@ -328,9 +328,9 @@ def passed_blocks(group: GroupShape, computed_tokens: int, block_tokens: int, ma
     The daemon may reuse their frames as soon as an `Update` has reported the tokens: the worker may keep them mapped,
     but does not access them. `margin` is `Hello.window_margin`.
     """
-    if not isinstance(group.rule, SlidingWindow):
+    if not isinstance(group.rule, Window):
         return 0
-    return max(0, computed_tokens - (group.rule.tokens - 1) - margin) // block_tokens
+    return group.rule.first_seen(max(0, computed_tokens - margin)) // block_tokens
 
 
 class KeptState(msgspec.Struct, frozen=True, array_like=True):

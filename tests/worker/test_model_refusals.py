@@ -15,7 +15,7 @@ from tests.worker.tiny_models import tiny_config
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ROPE_BY_LAYER = {"full_attention": DYNAMIC_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-MASK = "has an attention mask of its own (bidirectional, chunked or sparse attention)"
+MASK = "has an attention mask of its own (bidirectional or sparse attention)"
 
 IMAGES = "reads images (vision_config) as none of gemma3, llava_onevision, mllama, qwen2_5_vl does"
 
@@ -30,8 +30,8 @@ def own_attention(name: str) -> str:
         # Masks: told by what the layers ask of their attention.
         (
             "Llama4TextConfig",
-            {"head_dim": 16, "attention_chunk_size": 32, "layer_types": ["chunked_attention", "full_attention"]},
-            MASK,
+            {"head_dim": 16, "attention_chunk_size": 40, "layer_types": ["chunked_attention", "full_attention"]},
+            "has chunks of 40 tokens, no multiple of the 16 tokens of a block; set worker.block_tokens to a divisor",
         ),
         ("LlamaConfig", {"is_causal": False}, MASK),
         ("BertConfig", {}, MASK),

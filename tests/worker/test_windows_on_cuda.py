@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+# A block of llama4_text, in chunks of 2 MiB, has more tokens than its chunks of attention.
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "llama4_text"])
 def test_a_batch_generates_what_transformers_does(name: str, rig_type: type, tmp_path: Path) -> None:
     reference = build_grouped(name)
     reference.save_pretrained(tmp_path)

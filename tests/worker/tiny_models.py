@@ -101,6 +101,30 @@ GROUP_SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _ALTERNATING = ["sliding_attention", "full_attention"]
+CHUNK = 48
+_GEMMA_3N: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,  # the last two read keys and values of the two before
+    "layer_types": _ALTERNATING * 2,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+    "altup_num_inputs": 2,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+_LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": CHUNK,
+    "head_dim": 16,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "floor_scale": 8,  # from 8 tokens on, queries without rotary positions are scaled
+    "attn_scale": 0.5,
+}
 WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
@@ -115,6 +139,8 @@ WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_window": ("MistralConfig", {"head_dim": 16, "layer_types": ["sliding_attention"] * 2}),
     "ministral": ("MinistralConfig", {"head_dim": 16, "layer_types": _ALTERNATING}),
     "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 1}),
+    "gemma3n_text": ("Gemma3nTextConfig", _GEMMA_3N),
+    "llama4_text": ("Llama4TextConfig", _LLAMA_4),
 }
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,

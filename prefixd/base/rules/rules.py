@@ -51,14 +51,27 @@ class Rule(ABC):
         raise AttributeError(f"{self!r} cannot be changed; make another rule")
 
 
-class SlidingWindow(Rule):
+class Window(Rule):
+    """The rule of layers in which a token attends to at most `tokens` tokens, itself included."""
+
+    tokens: int
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens=tokens)
+
+    @abstractmethod
+    def first_seen(self, position: int) -> int:
+        """Returns the first token that the token at `position` attends to; it never decreases as `position` grows."""
+
+
+class SlidingWindow(Window):
     """The rule of layers in which a token attends to the last `tokens` tokens only, itself included."""
 
     kind = "sliding_window"
     tokens: int
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__(tokens=tokens)
+    def first_seen(self, position: int) -> int:
+        return max(0, position - self.tokens + 1)
 
     def __str__(self) -> str:
         return f"sliding window of {self.tokens} tokens"
@@ -74,14 +87,14 @@ class SlidingWindow(Rule):
         return max(1, -(-(self.tokens - 1) // block_tokens))
 
 
-class ChunkedWindow(Rule):
+class ChunkedWindow(Window):
     """The rule of layers in which a token attends to its own chunk of `tokens` tokens only, up to itself (Llama 4)."""
 
     kind = "chunked_window"
     tokens: int
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__(tokens=tokens)
+    def first_seen(self, position: int) -> int:
+        return position // self.tokens * self.tokens
 
     def __str__(self) -> str:
         return f"chunks of {self.tokens} tokens"

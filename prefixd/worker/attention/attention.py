@@ -7,7 +7,7 @@ whole batch on a GPU (`flash_attention`), and FlexAttention where that kernel do
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ class AttentionKind:
     sinks: [query heads]; a score for each head that takes part in the softmax, without a value (GPT-OSS).
     expanded: the cache keeps latents, from which the model makes keys and values anew in every pass (DeepSeek). The
         attention function then gets keys and values as arguments, and does not read them from memory.
+    chunk: tokens of the chunks that a query sees its own one of, up to itself (8,192 in Llama 4); None for all before.
     both_ways: the tokens of an image attend to each other in both directions. Set only to check a backend when a model
         is loaded; in a pass the segments have it (`Segment.both_ways`).
     """
@@ -39,6 +40,7 @@ class AttentionKind:
     sinks: torch.Tensor | None = None
     expanded: bool = False
     both_ways: bool = False
+    chunk: int | None = None
 
     def __str__(self) -> str:
         """For messages: "a window of 16 tokens, attention sinks"."""
@@ -47,6 +49,7 @@ class AttentionKind:
             f"scores capped at {self.softcap}" if self.softcap is not None else "",
             "attention sinks" if self.sinks is not None else "",
             "keys and values expanded from latents" if self.expanded else "",
+            f"chunks of {self.chunk} tokens" if self.chunk is not None else "",
             "images that attend both ways" if self.both_ways else "",
         ]
         return ", ".join(filter(None, parts)) or "full attention"
@@ -119,12 +122,14 @@ def prefixd_attention(
     s_aux: torch.Tensor | None = None,
     prefixd_step: StepAttention | None = None,
     prefixd_cross: CrossAttention | None = None,
+    prefixd_chunks: Mapping[int, int] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls in each layer (`AttentionInterface`).
 
     Keys and values are read from the pass's memory. The arguments `key` and `value` are used only in layers that expand
-    latents. Raises ModelError for biases by position, which no backend adds.
+    latents. Models say which window a layer has, but not which chunks: `prefixd_chunks` has their tokens, by layer.
+    Raises ModelError for biases by position, which no backend adds.
     """
     if prefixd_step is None:
         raise ModelError(
@@ -141,7 +146,8 @@ def prefixd_attention(
     if prefixd_cross is not None and prefixd_cross.has(layer):
         return prefixd_cross.attend(query, layer, scaling), None
     expanded = prefixd_step.expands(layer)
-    kind = AttentionKind(sliding_window, softcap, s_aux, expanded)
+    chunk = None if prefixd_chunks is None else prefixd_chunks.get(layer)
+    kind = AttentionKind(sliding_window, softcap, s_aux, expanded, chunk=chunk)
     if expanded:
         return prefixd_step.attend_given(query, key, value, scaling, kind), None
     return prefixd_step.attend(query, layer, scaling, kind), None

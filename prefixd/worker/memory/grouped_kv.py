@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from prefixd.worker.memory.cross_kv import CrossMemory
-from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans, StepKv
+from prefixd.worker.memory.kv_memory import ChunkableStep, KvSequence, Segment, Spans, StepKv, cut_at_chunks
 from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.memory.state_memory import SequenceState, States
 from prefixd.worker.memory.virtual_kv import VirtualKv
@@ -96,7 +96,7 @@ class GroupedKv:
             memory.copy(out, into, first, stop)
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """Give up the blocks that sliding windows have passed after `tokens` tokens (`passed_blocks`)."""
+        """Give up the blocks that windows have passed after `tokens` tokens (`passed_blocks`)."""
         for group, memory, part in zip(self._groups.attention, self._memories, _parts(sequence), strict=True):
             blocks = passed_blocks(group.shape, tokens, self._groups.block_tokens, self._margin)
             memory.give_up(part, blocks * self._groups.slots(group))
@@ -219,14 +219,21 @@ class GroupedStep:
         group, index = self.places[layer]
         return self.steps[group].read(index, spans)
 
+    def in_chunks(self, tokens: int) -> GroupedStep:
+        """As `ChunkableStep.in_chunks`."""
+        parts = [part for _, _, part in cut_at_chunks(self.segments, tokens)]
+        steps = [cast(ChunkableStep, step).in_chunks(tokens) for step in self.steps]
+        return GroupedStep(parts, steps, self.places)
+
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
         """Never called: `GroupedAttention` asks the groups' steps."""
         raise NotImplementedError("each group has arguments of its own")
 
 
 def places(groups: Sequence[AttentionGroup]) -> dict[int, tuple[int, int]]:
-    """By a layer's number, its group and its place in the group."""
-    return {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
+    """By a layer's number, its group and the place there of the keys and values that it reads."""
+    found = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
+    return found | {layer: found[source] for group in groups for layer, source in group.readers}
 
 
 def _grouped(sequence: KvSequence) -> GroupedSequence:

@@ -21,15 +21,16 @@ class StepCache(Cache):
     Recurrent layers do not come here: see `recurrent.RecurrentLayers`.
 
     step: the pass's memory; its tokens are the first rows of the batch, in order.
-    rows: rows of the batch, padding included; padding is never written.
+    positions: of the batch's rows, ``[..., rows]``, padding included; padding is never written.
     layers: the attention layers, by number.
     """
 
-    def __init__(self, step: StepKv, rows: int, layers: Mapping[int, AttentionLayer]) -> None:
+    def __init__(self, step: StepKv, positions: torch.Tensor, layers: Mapping[int, AttentionLayer]) -> None:
         super().__init__(layers=[])
         self._step = step
         self._tokens = sum(len(segment) for segment in step.segments)
-        self._rows = rows
+        self._positions = positions
+        self._rows = positions.shape[-1]
         self._layers = layers
 
     def update(
@@ -58,9 +59,16 @@ class StepCache(Cache):
         self._step.write(layer_idx, pairs[: self._tokens])
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are always passed in, and a flattened batch has no one length."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:  # type: ignore[override]
+        """Zero for the model: positions are always passed in, and a flattened batch has no one length.
+
+        A layer that asks adds it to the numbers of its rows, to have their positions (`Llama4TextAttention`, which
+        scales queries by them). So it gets the difference of each row, ``[rows]``.
+        """
+        if layer_idx is None:
+            return 0
+        rows = torch.arange(self._rows, device=self._positions.device)
+        return self._positions.view(-1, self._rows)[0] - rows
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """False: only a mask for padding depends on it, and there is none."""

@@ -88,6 +88,32 @@ class StepKv(Protocol):
         ...
 
 
+class ChunkableStep(StepKv, Protocol):
+    """A pass that layers with chunks can read."""
+
+    def in_chunks(self, tokens: int) -> StepKv:
+        """The same pass, for layers whose tokens attend to their own chunk of `tokens` tokens alone.
+
+        Each part of a segment in one chunk is a segment, of a sequence that begins where the chunk does (see
+        `cut_at_chunks`). Chunks consist of whole blocks. The rows of the batch stay what they are.
+        """
+        ...
+
+
+def cut_at_chunks(segments: Sequence[Segment], tokens: int) -> list[tuple[int, int, Segment]]:
+    """The parts of segments in chunks of `tokens` tokens: the segment's place, the chunk's first token, and the part
+    counted from there.
+
+    Example, chunks of 8, a segment [5, 18): (0, 0, [5, 8)), (0, 8, [0, 8)), (0, 16, [0, 2)).
+    """
+    parts = []
+    for place, segment in enumerate(segments):
+        for chunk in range(segment.start // tokens * tokens, segment.stop, tokens):
+            start, stop = max(segment.start, chunk), min(segment.stop, chunk + tokens)
+            parts.append((place, chunk, Segment(segment.sequence, start - chunk, stop - chunk)))
+    return parts
+
+
 class KvMemory(Protocol):
     """Memory for sequences, in frames that the daemon hands out."""
 
@@ -116,7 +142,7 @@ class KvMemory(Protocol):
         ...
 
     def pass_by(self, sequence: KvSequence, tokens: int) -> None:
-        """Give up the blocks that sliding windows have passed after `tokens` tokens (`passed_blocks`)."""
+        """Give up the blocks that windows have passed after `tokens` tokens (`passed_blocks`)."""
         ...
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:

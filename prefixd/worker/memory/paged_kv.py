@@ -8,13 +8,14 @@ together, in every layer of every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 import torch
 
 from prefixd.worker.memory.frame_window import NO_PAGE, FrameWindow
-from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans
+from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans, cut_at_chunks
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import KvUsage, StateFrames
 from prefixd_swap.errors import MemoryMisuseError
@@ -197,6 +198,14 @@ class PagedStep:
             gathered = self._pool[:, :, layer].index_select(0, blocks).flatten(0, 1)[start - first : end - first]
             read.append((gathered[:, 0].transpose(0, 1), gathered[:, 1].transpose(0, 1)))
         return read
+
+    def in_chunks(self, tokens: int) -> PagedStep:
+        """The same pages, each part of a segment with those from its chunk on."""
+        segments = []
+        for _, chunk, part in cut_at_chunks(self.segments, tokens):
+            pages = _table(part.sequence).pages[chunk // self._block : (chunk + tokens) // self._block]
+            segments.append(replace(part, sequence=BlockTable(pages)))
+        return PagedStep(self._pool, segments)
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
         """The pool, and every sequence's block table, with zeros in place of missing pages."""

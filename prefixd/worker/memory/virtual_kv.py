@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans
+from prefixd.worker.memory.kv_memory import KvSequence, Segment, Spans, cut_at_chunks
 from prefixd.worker.to_device import to_device
 from prefixd.worker_protocol.protocol import KvUsage, StateFrames
 from prefixd_swap.errors import MemoryMisuseError
@@ -108,29 +108,28 @@ class VirtualStep:
     """A pass over rows of one tensor.
 
     kv: ``[requests, tokens, layers, 2, kv_heads, head_dim]``; rows[i] is where segment i lies.
+    offsets: how many tokens of a row lie before the sequence of a segment; None for none.
 
     Attributes:
         row_tokens: tokens from a row to the next.
-        starts: where each segment's first key lies in what `flat` returns: row * row_tokens (vAttention, 5.2.3).
+        starts: where each segment's first key lies in what `flat` returns: row * row_tokens (vAttention, 5.2.3), and
+            the offset.
     """
 
-    def __init__(self, kv: torch.Tensor, segments: Sequence[Segment], rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        segments: Sequence[Segment],
+        rows: Sequence[int],
+        offsets: Sequence[int] | None = None,
+    ) -> None:
         self.segments = tuple(segments)
         self._kv = kv
         self._rows = tuple(rows)
+        self._offsets = tuple(offsets) if offsets is not None else (0,) * len(self._rows)
         self.row_tokens = kv.shape[1]
-        self.starts = [row * self.row_tokens for row in rows]
+        self.starts = [row * self.row_tokens + offset for row, offset in zip(rows, self._offsets, strict=True)]
         self._lengths = [len(segment) for segment in segments]
-        if kv.is_cuda:
-            slots = [
-                start + token
-                for start, segment in zip(self.starts, segments, strict=True)
-                for token in range(segment.start, segment.stop)
-            ]
-            self._slots = to_device(slots, torch.int64, kv.device)
-        else:
-            spans = zip(rows, segments, strict=True)
-            self._targets = _by_layer([kv[row, s.start : s.stop].unbind(1) for row, s in spans])
         self._read: dict[Spans, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}  # by layer
 
     def write(self, layer: int, pairs: torch.Tensor) -> None:
@@ -142,12 +141,12 @@ class VirtualStep:
 
     def scrub(self, segment: int, end: int) -> None:
         """Zero a segment's memory from its last token to token `end`, which lies in the same block."""
-        self._kv[self._rows[segment], self.segments[segment].stop : end].zero_()
+        self._tokens(segment, self.segments[segment].stop, end).zero_()
 
     def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views, made once for each list of spans; nothing is copied."""
         if spans not in self._read:
-            readable = [self._kv[row, start:end] for row, (start, end) in zip(self._rows, spans, strict=True)]
+            readable = [self._tokens(segment, start, end) for segment, (start, end) in enumerate(spans)]
             keys = [kv[:, :, 0].permute(1, 2, 0, 3).unbind(0) for kv in readable]
             values = [kv[:, :, 1].permute(1, 2, 0, 3).unbind(0) for kv in readable]
             self._read[spans] = [
@@ -169,9 +168,36 @@ class VirtualStep:
             "seqused_k": to_device(lengths, torch.int32, device),
         }
 
+    def in_chunks(self, tokens: int) -> VirtualStep:
+        """The same rows, each part of a segment with the offset of its chunk."""
+        parts = cut_at_chunks(self.segments, tokens)
+        rows = [self._rows[place] for place, _, _ in parts]
+        return VirtualStep(self._kv, [part for _, _, part in parts], rows, [chunk for _, chunk, _ in parts])
+
     @functools.cached_property
     def _flat(self) -> torch.Tensor:
         return self._kv.flatten(0, 1)
+
+    @functools.cached_property
+    def _slots(self) -> torch.Tensor:
+        """Where the segments' tokens lie in `_flat`."""
+        slots = [
+            start + token
+            for start, segment in zip(self.starts, self.segments, strict=True)
+            for token in range(segment.start, segment.stop)
+        ]
+        return to_device(slots, torch.int64, self._kv.device)
+
+    @functools.cached_property
+    def _targets(self) -> list[list[torch.Tensor]]:
+        """By layer, the memory of each segment's tokens."""
+        parts = enumerate(self.segments)
+        return _by_layer([self._tokens(index, part.start, part.stop).unbind(1) for index, part in parts])
+
+    def _tokens(self, segment: int, start: int, end: int) -> torch.Tensor:
+        """Tokens [start, end) of the sequence of a segment."""
+        offset = self._offsets[segment]
+        return self._kv[self._rows[segment], offset + start : offset + end]
 
 
 def _tensor(sequence: KvSequence) -> VirtualTensor:

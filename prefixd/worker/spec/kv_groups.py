@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from prefixd.base.rules.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import ChunkedWindow, RecurrentState, SlidingWindow, Window
 from prefixd.worker.recurrent import StateLayout
 from prefixd.worker.spec.probe import AttentionLayer
 from prefixd.worker_protocol.errors import ModelError
@@ -41,15 +41,17 @@ class AttentionGroup:
     layers: their numbers in transformers' cache, ascending; the place of a layer in it is its place in the geometry.
     geometry: the shape of a block.
     frames: frames that a block takes.
-    windows: for each layer the tokens that it sees, None for all before it.
+    rules: of each layer; all the group's own, unless `worker.groups` is "one".
+    readers: the layers that keep nothing themselves, and the layer of the group whose keys and values each reads.
     """
 
     name: str
-    rule: SlidingWindow | None
+    rule: Window | None
     layers: tuple[int, ...]
     geometry: KvGeometry
     frames: int
-    windows: tuple[int | None, ...]
+    rules: tuple[Window | None, ...]
+    readers: tuple[tuple[int, int], ...] = ()
 
     @property
     def shape(self) -> GroupShape:
@@ -59,10 +61,7 @@ class AttentionGroup:
     def needs(self, group: int) -> tuple[Need, ...]:
         """What its layers need, as the daemon is told; `group` is its place among all groups."""
         layer_bytes = self.geometry.block_bytes // len(self.layers)
-        return tuple(
-            Need(group, None if window is None else SlidingWindow(window), count * layer_bytes)
-            for window, count in Counter(self.windows).items()
-        )
+        return tuple(Need(group, rule, count * layer_bytes) for rule, count in Counter(self.rules).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +124,11 @@ class KvGroups:
 
     @property
     def alone(self) -> bool:
-        """Whether all layers have full attention and one shape, as in most models."""
+        """Whether all layers have full attention, one shape, and keys and values of their own, as in most models."""
         first = self.attention[0].layers if self.attention else ()
         numbered = first == tuple(range(len(first)))  # else layers without KV lie between them
-        return self.plain and len(self.attention) == 1 and numbered and self.cross is None
+        shared = any(group.readers for group in self.attention)
+        return self.plain and len(self.attention) == 1 and numbered and not shared and self.cross is None
 
     @property
     def plain(self) -> bool:
@@ -224,7 +224,7 @@ def plan_groups(
     """The groups of a model, with the smallest block of at least `block_tokens` tokens that fills whole chunks in each.
 
     attention: its attention layers. states: its recurrent ones', None without.
-    max_tokens: a window that reaches so far is none.
+    max_tokens: a window that reaches so far is none, nor are chunks of so many tokens.
     chunk_bytes: None for what suits the device: 2 MiB on CUDA; on a CPU, where any number of pages will do, the largest
         that needs no rounding.
     by_rule: False is the baseline: one page size and one rule for all layers (Jenga, sections 3.2 and 4.4, "MAX page").
@@ -239,8 +239,7 @@ def plan_groups(
     grouped: dict[_Alike, list[AttentionLayer]] = {}
     for model, of_model in (("", attention), ("draft-", draft)):
         for layer in of_model:
-            window = _window(layer, max_tokens) if by_rule else None
-            rule = None if window is None else SlidingWindow(window)
+            rule = _rule(layer, max_tokens) if by_rule else None
             grouped.setdefault(_Alike(model, rule, layer.kv_heads, layer.head_dim), []).append(layer)
     alone = len(grouped) == 1 and states is None
     plain = alone and next(iter(grouped)).rule is None
@@ -250,16 +249,22 @@ def plan_groups(
             'layer by layer; set worker.layout to "token"'
         )
     asked = [
-        KvGeometry(len(layers), alike.kv_heads, alike.head_dim, dtype, block_tokens, layout)
+        KvGeometry(len(_keep(layers)), alike.kv_heads, alike.head_dim, dtype, block_tokens, layout)
         for alike, layers in grouped.items()
     ]
     automatic = _page_bytes(asked) if alone else mmap.PAGESIZE
     granule = chunk_bytes or (CUDA_CHUNK_BYTES if on_cuda else automatic)
-    windowed = any(alike.rule is not None for alike in grouped)
+    windowed = any(isinstance(alike.rule, SlidingWindow) for alike in grouped)
     paged_states = not by_rule and states is not None and len(asked) == 1
     if paged_states and states is not None:
         block_tokens = max(block_tokens, -(-states.layer_bytes * asked[0].layers // asked[0].token_bytes))
     tokens = _fitting_tokens(asked, granule, block_tokens, READ_BLOCK if on_cuda and windowed else 1)
+    for alike in grouped:
+        if isinstance(alike.rule, ChunkedWindow) and alike.rule.tokens % tokens:
+            raise ModelError(
+                f"has {alike.rule}, no multiple of the {tokens} tokens of a block; set worker.block_tokens to a "
+                "divisor, or to a smaller one"
+            )
     shapes = [replace(geometry, block_tokens=tokens) for geometry in asked]
     frame_bytes = _frame_bytes([shape.block_bytes for shape in shapes], None if paged_states else states, granule)
     if not (chunk_bytes or on_cuda or alone):
@@ -268,9 +273,11 @@ def plan_groups(
     for alike, layers, shape in zip(grouped, grouped.values(), shapes, strict=True):
         twice = [other[:2] for other in grouped].count(alike[:2]) > 1
         name = alike.model + _name(alike.rule, plain, twice, layers[0].layer)
-        numbers = tuple(layer.layer for layer in layers)
-        windows = tuple(_window(layer, max_tokens) for layer in layers)
-        groups.append(AttentionGroup(name, alike.rule, numbers, shape, shape.block_bytes // frame_bytes, windows))
+        numbers = tuple(layer.layer for layer in _keep(layers))
+        rules = tuple(_rule(layer, max_tokens) for layer in _keep(layers))
+        readers = tuple((layer.layer, layer.reads) for layer in layers if layer.reads is not None)
+        frames = shape.block_bytes // frame_bytes
+        groups.append(AttentionGroup(name, alike.rule, numbers, shape, frames, rules, readers))
     state = None
     if states is not None:
         pages = -(-len(states.shapes) // asked[0].layers) if paged_states else -(-states.nbytes // frame_bytes)
@@ -297,13 +304,20 @@ class _Alike(NamedTuple):
     """The properties that the layers of a group share; model: prefix of the group's name."""
 
     model: str
-    rule: SlidingWindow | None
+    rule: Window | None
     kv_heads: int
     head_dim: int
 
 
-def _window(layer: AttentionLayer, max_tokens: int) -> int | None:
-    return layer.window if layer.window is not None and layer.window < max_tokens else None
+def _rule(layer: AttentionLayer, max_tokens: int) -> Window | None:
+    if layer.chunk is not None and layer.chunk < max_tokens:
+        return ChunkedWindow(layer.chunk)
+    return SlidingWindow(layer.window) if layer.window is not None and layer.window < max_tokens else None
+
+
+def _keep(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """Those that have keys and values of their own."""
+    return [layer for layer in layers if layer.reads is None]
 
 
 def _page_bytes(asked: Sequence[KvGeometry]) -> int:
@@ -340,10 +354,11 @@ def _frame_bytes(blocks: Sequence[int], states: StateLayout | None, granule: int
     return granule
 
 
-def _name(rule: SlidingWindow | None, plain: bool, twice: bool, layer: int) -> str:
+def _name(rule: Window | None, plain: bool, twice: bool, layer: int) -> str:
     """`attention` for a model of full attention alone; else what the rule is, and the first layer if two groups share
     it."""
     if plain:
         return "attention"
-    name = "full" if rule is None else f"window-{rule.tokens}"
+    kind = "chunks" if isinstance(rule, ChunkedWindow) else "window"
+    name = "full" if rule is None else f"{kind}-{rule.tokens}"
     return f"{name}-layer-{layer}" if twice else name

@@ -20,6 +20,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from prefixd.base.rules.rules import SlidingWindow
 from prefixd.worker.images import attention_names, cross_geometry, image_kind, image_shape, read_processor, reads_images
 from prefixd.worker.images.kinds import KINDS
 from prefixd.worker.recurrent import StateLayout, state_shapes
@@ -114,7 +115,7 @@ class ModelSpec:
 
     @property
     def window_margin(self) -> int:
-        """Blocks that end at least this many tokens before the window of the next token are not read.
+        """Blocks before the first token that the token this many before the next one sees are not read.
 
         A window's first block is read as a whole, so only reads before that block count. On a GPU there are none:
         blocks are multiples of the blocks of keys that kernels read (`READ_BLOCK`). On a CPU a window is rounded up to
@@ -126,8 +127,10 @@ class ModelSpec:
         0        8          16   19    24     29
         | gone   | read, hidden  | seen       |        16 - 10 = 6, and (29 - 10 - 6) // 8 = 1 block is gone
         ```
+        Chunks consist of whole blocks, and nothing before them is read. A draft may be a token behind.
         """
-        windows = [group.rule.tokens for group in self.groups.attention if group.rule is not None]
+        rules = [group.rule for group in self.groups.attention]
+        windows = [rule.tokens for rule in rules if isinstance(rule, SlidingWindow)]
         tile = tile_tokens(self.block_tokens) if self.device.type == "cpu" else 1
         draft_behind = 0 if self.draft is None else 1
         return max((-(window - 1) % tile for window in windows), default=0) + draft_behind
@@ -345,8 +348,6 @@ def _check_config(path: Path, config: Any) -> None:
             raise _refusal(path, config, f"reads images (vision_config) as none of {', '.join(KINDS)} does")
     elif text is not config:
         raise _refusal(path, config, "is made of several models")
-    if getattr(text, "num_kv_shared_layers", None):
-        raise _refusal(path, config, "shares KV between layers (num_kv_shared_layers)")
     for rope_type in sorted(_rope_types(text) & _LENGTH_DEPENDENT_ROPE):
         raise _refusal(
             path,

@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.varlen_reference import varlen_reference
-from prefixd.base.rules.rules import RecurrentState, SlidingWindow
+from prefixd.base.rules.rules import ChunkedWindow, RecurrentState, SlidingWindow
 from prefixd.base.sampling import BeamSearch
 from prefixd.worker.attention.attention import GroupedAttention
 from prefixd.worker.attention.flash_attention import FlashAttention
 from prefixd.worker.memory.frame_window import Pages
+from prefixd.worker.memory.grouped_kv import places
 from prefixd.worker.memory.paged_kv import PagedKv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.recurrent import StateLayout, StateShape
 from prefixd.worker.spec.kv_groups import CUDA_CHUNK_BYTES, READ_BLOCK, KvGroups, plan_groups
 from prefixd.worker.spec.model_spec import read_model_spec
-from prefixd.worker.spec.probe import AttentionLayer
+from prefixd.worker.spec.probe import PROBE_NAME, AttentionLayer, probe, register_probe
 from prefixd.worker.spec.tiles import first_key, tile_tokens
 from prefixd.worker_protocol.errors import ModelError
 from prefixd.worker_protocol.protocol import (
@@ -39,14 +41,14 @@ from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.vmem import FrameId
 from tests.slow import slow_but
 from tests.worker.conftest import Rig
-from tests.worker.tiny_models import LATENT, RECURRENT, WINDOW, WINDOWED, build_grouped
+from tests.worker.tiny_models import GROUP_SIZES, LATENT, RECURRENT, WINDOW, WINDOWED, build_grouped, tiny_config
 
 BLOCK = 16
 PROMPT = 7 * BLOCK + 5
 NEW = 2 * BLOCK
 RUN = [name for name in (*WINDOWED, *LATENT, *RECURRENT) if name != "zamba2"]
-FAST = ["gemma3_text", "gpt_oss", "deepseek_v2", "jamba"]
-"""Windows, sinks, latents and states: `make test` runs these, `make test-all` all."""
+FAST = ["gemma3_text", "gpt_oss", "llama4_text", "deepseek_v2", "jamba"]
+"""Windows, sinks, chunks, latents and states: `make test` runs these, `make test-all` all."""
 # Where a row's bits do not depend on how its prompt was cut: experts of qwen3_next take whole batches.
 LOGPROBS = 2e-3
 
@@ -317,10 +319,11 @@ def test_what_windows_have_passed_is_not_read_and_the_next_block_is(name: str, r
         return [
             (passed_blocks(group.shape, computed, BLOCK, spec.window_margin), range(end - group.frames, end))
             for group, end in zip(spec.groups.attention, ends, strict=True)
-            if isinstance(group.rule, SlidingWindow)
+            if group.rule is not None
         ]
 
-    if not passed(0):
+    rules = [group.rule for group in spec.groups.attention if group.rule is not None]
+    if not rules:
         pytest.skip("a model without windows")
     plain, spoilt = Cached(rig, prompt_of(6)), Cached(rig, prompt_of(6))
     altered = Cached(rig, prompt_of(6))
@@ -335,13 +338,13 @@ def test_what_windows_have_passed_is_not_read_and_the_next_block_is(name: str, r
         for frame in gone:
             content(rig, frame).fill_(0xFF)
         computed = sequence_tokens(rig, altered.id)
-        seen = (computed - (WINDOW - 1)) // BLOCK  # the block of the first token that the next query sees
+        seen = rules[0].first_seen(computed) // BLOCK  # the block of the first token that the next query sees
         if not changed_at and computed > PROMPT and all(blocks == seen for blocks, _ in passed(computed)):
             for home in itertools.chain.from_iterable(homes for _, homes in passed(computed)):
                 numbers = content(rig, altered.frames[seen * spec.block_frames + home]).view(torch.float32)
                 numbers += 0.5
             changed_at = computed
-    assert len(gone) >= (PROMPT + NEW - 1 - (WINDOW - 1)) // BLOCK - 1
+    assert len(gone) >= rules[0].first_seen(PROMPT + NEW - 1) // BLOCK - 1
     assert spoilt.tokens == plain.tokens
     assert spoilt.logprobs == pytest.approx(plain.logprobs, rel=0, abs=0 if steady(name) else LOGPROBS)
     before = changed_at - PROMPT + 1
@@ -469,7 +472,31 @@ def test_a_model_that_cannot_be_run_is_refused(name: str, directory_of: Callable
         read_model_spec(WorkerSettings(model=str(directory_of(name))))
 
 
+def test_layers_that_read_the_keys_and_values_of_others_keep_none(directory_of: Callable[[str], Path]) -> None:
+    spec = read_model_spec(WorkerSettings(model=str(directory_of("gemma3n_text")), block_tokens=BLOCK))
+    window, full = spec.groups.attention
+    assert (window.layers, window.readers, full.layers, full.readers) == ((0,), ((2, 0),), (1,), ((3, 1),))
+    assert places(spec.groups.attention) == {0: (0, 0), 1: (1, 0), 2: (0, 0), 3: (1, 0)}
+
+
+def test_a_layer_that_sees_more_than_the_layer_whose_keys_it_reads_is_refused() -> None:
+    register_probe()
+    with torch.device("meta"):
+        config = tiny_config(
+            WINDOWED["gemma3n_text"][0], GROUP_SIZES, sliding_window=WINDOW, **WINDOWED["gemma3n_text"][1]
+        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME).eval()
+    model.model.layers[3].self_attn.layer_type = "sliding_attention"
+    with pytest.raises(ModelError, match="layer 0, with a window of 21 tokens, with layer 3, with full attention"):
+        probe(model, 100)
+
+
 def test_groups_are_named_and_share_frames(model_of: Callable[[str], CausalModel]) -> None:
+    shapes = model_of("llama4_text").spec.groups.shapes
+    assert [(shape.name, shape.rule, shape.layers) for shape in shapes] == [
+        ("chunks-48", ChunkedWindow(48), 3),
+        ("full", None, 1),
+    ]
     shapes = model_of("gemma2").spec.groups.shapes
     assert [(shape.name, shape.layers, shape.frames) for shape in shapes] == [("window-21", 1, 1), ("full", 1, 1)]
     jamba = model_of("jamba").spec

@@ -14,7 +14,8 @@ from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, CudaCopyEngine, register_host, unregister_host
-from prefixd_swap.copies.page_copies import PackedPages, PageCopies, PageRun
+from prefixd_swap.copies.page_copies import PageCopies
+from prefixd_swap.copies.page_runs import PackedPages, PageRun
 from prefixd_swap.vmem import VirtualRange
 from prefixd_swap.vmem.cuda_driver import open_device
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
-from prefixd_swap.copies.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
+from prefixd_swap.copies.page_copies import PageCopies
+from prefixd_swap.copies.page_runs import NO_BLOCK, PackedPages, PageRun
 from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.errors import (
     BadObjectError,

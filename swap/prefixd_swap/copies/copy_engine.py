@@ -150,6 +150,11 @@ class StreamMark:
         self._cuda.use_context()
         self._cuda.call("cuEventSynchronize", self._event)
 
+    def hold(self, stream: int) -> None:
+        """Makes `stream` wait for the position before it runs what is submitted from now on; returns at once."""
+        with self._cuda.context():
+            self._cuda.call("cuStreamWaitEvent", stream, self._event, 0)
+
     def __del__(self) -> None:
         # Any thread may drop the last reference; at the end of the process the driver may be gone already.
         if self._event is not None:

@@ -1,103 +1,74 @@
 """Copies between pages that are scattered over a GPU and packed in host memory.
 
 An engine's KV blocks are pages of tens of KiB, a region a layer, in any order; in host memory the pages of several
-blocks are packed as one part. A prefix of 32K tokens of an 8B model has 65,536 pages: listing them as copies takes 200
-ms of Python, and each page would be its own transfer. So one kernel a layer gathers them on the device into a staging
-buffer, and one copy a part (2 MiB here) moves them to the host. Loads go the other way.
-
-`cuMemcpyBatchAsync` needs no buffer, but it exists only from CUDA 12.8 on, needs every page listed too, and leaves the
-transfers as small as they are. Gathering costs device bandwidth, and a device has 50 times more of it than of PCIe.
+blocks are packed as one part. A prefix of 32K tokens of an 8B model has 65,536 pages, and each would be its own
+transfer. So one kernel moves the pages of all layers between the cache and a staging buffer, and one copy a row of
+parts moves them to the host or from there. The buffer has two halves: the kernel fills one while the other is copied.
 
         pages (any order)            staging, packed                    host
         layer 0: [ b7 .. b2 .. ]     part 0: | L0 b7 b2 | L1 b7 b2 |    part 0 at any address
         layer 1: [ b7 .. b2 .. ] <-> part 1: | L0 b4 b9 | L1 b4 b9 |    part 1 at any address
 
-`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver, with kernels on CPU tensors.
+        gather:   kernels   | half 0 | half 1 |        | half 0 |            scatter: the other way round
+                  copies             | half 0 | half 1 |        | half 0 |
+
+Where pages lie so that a strided copy has long rows (the layers of a block together, or the blocks of a part one behind
+the other), there is neither kernel nor staging: see `PackedPages.without_packing`.
+
+The kernel reads no host memory: where kernels read pinned memory beside FlashAttention 3, SGLang saw faults and went
+back to staging (sglang#20611). `cuMemcpyBatchAsync` needs no buffer, but only from CUDA 12.8 on, and every page listed;
+`benchmarks.gpu` compares it.
+
+`make gpu-check` runs it on a GPU; elsewhere the tests run it against a stand-in driver, which runs the same kernel.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from prefixd_swap.copies.copy_engine import wait_all
-from prefixd_swap.copies.pinning import pieces
+from prefixd_swap.copies.copy_engine import StreamMark, wait_all
+from prefixd_swap.copies.page_kernel import PageKernel
+from prefixd_swap.copies.page_runs import NO_BLOCK, Ids, PackedPages
+from prefixd_swap.copies.strided_copies import Rows, StridedCopies, evenly_spaced
 from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem.cuda import CudaMemory
-from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device
+from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device, register_host, unregister_host
 
-if TYPE_CHECKING:
-    import torch
+_HALF_BYTES = 32 << 20
+_TABLE_BYTES = 2 << 20
+_ALIGNED = 256
+DIRECT_ROW_BYTES = 64 << 10
+"""The shortest row of a strided copy without a kernel. Not yet measured: see the part "pages" of `benchmarks.gpu`."""
+_DIRECT_CALL_BYTES = 1 << 20
 
-Ids = npt.NDArray[np.int64]
-
-NO_BLOCK = -1
-"""In a list of block ids: this position is not copied."""
-
-_STAGING_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PageRun:
-    """The pages of one layer (or of one group of its heads).
-
-    Block `b` of the engine has `nbytes` bytes at `address + b * stride`.
-    """
-
-    address: int
-    stride: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPages:
-    """Pages on the device, and the addresses of the parts in host memory.
-
-    A part is packed run by run; within a run the blocks follow each other.
-    """
-
-    runs: Sequence[PageRun]
-    ids: Ids
-    """[parts, blocks a part]: the blocks, no block twice; `NO_BLOCK` leaves a place out."""
-    addresses: Ids
-    """[parts]: the host address of each part."""
-
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of one part."""
-        return int(self.ids.shape[1]) * sum(run.nbytes for run in self.runs)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are copied."""
-        return int(np.count_nonzero(self.ids != NO_BLOCK)) * sum(run.nbytes for run in self.runs)
+Submitted = Callable[[int, StreamMark], None]
 
 
 class PageCopies:
-    """Copies pages of the GPU `ordinal` in batches, each way on a stream and through a staging buffer of its own.
+    """Copies pages of the GPU `ordinal` in batches, each way on streams and through a staging buffer of its own.
 
     Args:
         ordinal: the CUDA device.
-        part_bytes: the longest part; the staging buffers hold at least one of them.
+        part_bytes: the longest part; each half of a staging buffer holds at least one of them.
+        direct_row_bytes: rows from this length on are copied without a kernel; None: none are.
 
     Raises:
-        DeviceError: there is no usable GPU.
-        OutOfMemoryError: the GPU has no 128 MiB for the staging buffers, or the system no threads.
+        DeviceError: there is no usable GPU, or its driver does not take the kernel.
+        OutOfMemoryError: the GPU has no 132 MiB for the staging buffers, or the system no threads.
     """
 
-    def __init__(self, ordinal: int, part_bytes: int = 0) -> None:
+    def __init__(self, ordinal: int, part_bytes: int = 0, direct_row_bytes: int | None = DIRECT_ROW_BYTES) -> None:
         self._memory = CudaMemory(ordinal)
         self._ways: list[_Way] = []
+        half_bytes = -(-max(part_bytes, _HALF_BYTES) // _ALIGNED) * _ALIGNED
         try:
-            for name in ("prefixd-gather", "prefixd-scatter"):
-                self._ways.append(_Way(open_device(ordinal), self._memory, max(part_bytes, _STAGING_BYTES), name))
+            for gather in (True, False):
+                self._ways.append(_Way(open_device(ordinal), self._memory, half_bytes, direct_row_bytes, gather))
         except BaseException:
             self.close()
             raise
@@ -110,14 +81,24 @@ class PageCopies:
         """
         if (packed.ids == NO_BLOCK).any():
             raise MemoryMisuseError("a part that is saved needs a block in every place; leave the part out")
-        await self._ways[0].run(packed, _Way.gather)
+        await self._ways[0].run([packed], None)
 
     async def scatter(self, packed: PackedPages) -> None:
         """Copy host memory to pages that nothing reads or writes any more. Otherwise as `gather`.
 
         When it returns, work that is submitted to any stream reads the new bytes.
         """
-        await self._ways[1].run(packed, _Way.scatter)
+        await self._ways[1].run([packed], None)
+
+    async def scatter_in_turn(self, several: Sequence[PackedPages], submitted: Submitted) -> None:
+        """As `scatter`, of several, one after the other: of a model's layers, for example.
+
+        Args:
+            several: the copies.
+            submitted: called in a thread with the index of each once it is submitted, and a mark behind it: work that
+                is submitted to a stream behind `mark.hold(stream)` reads its bytes.
+        """
+        await self._ways[1].run(several, submitted)
 
     def close(self) -> None:
         """Wait for copies under way, end the threads and give streams and buffers back. Can be called twice."""
@@ -127,136 +108,153 @@ class PageCopies:
 
 
 class _Way:
-    """One direction: a thread that submits, a stream and a staging buffer.
+    """One direction: a thread that submits, a stream for kernels, one for copies, and a staging buffer.
 
-    The stream runs its work in order, so the buffer is filled again without waiting on the host.
+        | tables: runs and ids | half 0 | half 1 |
+
+    The streams wait for each other by events, so the thread submits everything and waits once, at the end.
     """
 
-    def __init__(self, cuda: CudaDevice, memory: CudaMemory, staging_bytes: int, name: str) -> None:
+    def __init__(
+        self, cuda: CudaDevice, memory: CudaMemory, half_bytes: int, direct_row_bytes: int | None, gather: bool
+    ) -> None:
         self._cuda = cuda
-        self._device = memory.device
-        chunks = -(-staging_bytes // memory.chunk_bytes)
+        self._gather = gather
+        self._direct_row_bytes = direct_row_bytes
+        self._halves = [_TABLE_BYTES, _TABLE_BYTES + half_bytes]
+        self._half_bytes = half_bytes
+        chunks = -(-(_TABLE_BYTES + 2 * half_bytes) // memory.chunk_bytes)
         self._staging = memory.reserve(chunks * memory.chunk_bytes)
         self._staging.map(0, memory.create(chunks))
-        self._pool = started_threads(1, name, cuda.use_context)
+        self._tables = np.frombuffer(mmap.mmap(-1, _TABLE_BYTES), np.uint8)
+        self._tables_used = 0
+        self._next_half = 0
+        self._streams: list[Any] = []
+        self._events: list[Any] = []
+        self._pool = started_threads(1, f"prefixd-{'gather' if gather else 'scatter'}", cuda.use_context)
         try:
             with cuda.context():
-                self._stream = cuda.call("cuStreamCreate", cuda.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-                self._event = cuda.create_event()
+                for _ in range(2):
+                    self._streams.append(cuda.call("cuStreamCreate", cuda.api.CUstream_flags.CU_STREAM_NON_BLOCKING))
+                for _ in range(6):
+                    self._events.append(cuda.create_event())
+                self._kernel = PageKernel(cuda, gather=gather)
+            register_host(self._tables.ctypes.data, _TABLE_BYTES, cuda.ordinal)
         except SwapError:
             self._pool.shutdown()
+            self._give_back()
             raise
+        self._kernels, self._copies = self._streams
+        self._filled, self._emptied = self._events[:2], self._events[2:4]  # of each half
+        self._host = StridedCopies(cuda, self._copies, to_device=not gather)
+        self._upload = StridedCopies(cuda, self._kernels, to_device=True)
 
-    async def run(self, packed: PackedPages, batch: Callable[[_Way, PackedPages], None]) -> None:
-        if packed.part_bytes > self._staging.nbytes:
-            raise MemoryMisuseError(
-                f"a part of {packed.part_bytes} bytes is over the {self._staging.nbytes} that PageCopies was made for"
-            )
-        if packed.nbytes:
-            await wait_all([self._pool.submit(self._submit, packed, batch)])
-
-    def gather(self, packed: PackedPages) -> None:
-        staged = self._view(packed)
-        with self._kernels():
-            gather_pages(packed.runs, packed.ids, staged, self._device)
-        for host, device, nbytes in self._host_copies(packed):
-            self._cuda.call("cuMemcpyDtoHAsync", host, device, nbytes, self._stream)
-
-    def scatter(self, packed: PackedPages) -> None:
-        staged = self._view(packed)
-        for host, device, nbytes in self._host_copies(packed):
-            self._cuda.call("cuMemcpyHtoDAsync", device, host, nbytes, self._stream)
-        with self._kernels():
-            scatter_pages(packed.runs, packed.ids, staged, self._device)
+    async def run(self, several: Sequence[PackedPages], submitted: Submitted | None) -> None:
+        for packed in several:
+            if packed.part_bytes > self._half_bytes:
+                raise MemoryMisuseError(
+                    f"a part of {packed.part_bytes} bytes is over the {self._half_bytes} that PageCopies was made for"
+                )
+        if any(packed.nbytes for packed in several):
+            await wait_all([self._pool.submit(self._submit, several, submitted)])
 
     def close(self) -> None:
         self._pool.shutdown()
-        with self._cuda.context():
-            self._cuda.call("cuStreamSynchronize", self._stream)
-            self._cuda.destroy_event(self._event)
-            self._cuda.call("cuStreamDestroy", self._stream)
+        unregister_host(self._tables.ctypes.data, self._cuda.ordinal)
+        self._give_back()
 
-    def _submit(self, packed: PackedPages, batch: Callable[[_Way, PackedPages], None]) -> None:
-        step = self._staging.nbytes // packed.part_bytes
+    def _give_back(self) -> None:
+        with self._cuda.context():
+            while self._streams:
+                self._cuda.call("cuStreamSynchronize", self._streams[-1])
+                self._cuda.call("cuStreamDestroy", self._streams.pop())
+            while self._events:
+                self._cuda.destroy_event(self._events.pop())
+
+    def _submit(self, several: Sequence[PackedPages], submitted: Submitted | None) -> None:
+        self._tables_used = 0  # everything of the last run has ended
         try:
-            for first in range(0, len(packed.ids), step):
-                some = slice(first, first + step)
-                batch(self, PackedPages(packed.runs, packed.ids[some], packed.addresses[some]))
-            self._cuda.call("cuEventRecord", self._event, self._stream)
+            for index, packed in enumerate(several):
+                if packed.nbytes:
+                    self._submit_one(packed.in_order())
+                self._follow(self._events[4], self._copies, self._kernels)
+                if submitted is not None:
+                    submitted(index, StreamMark(self._cuda.ordinal, int(self._kernels)))
+            self._cuda.call("cuEventRecord", self._events[5], self._kernels)
         except BaseException:
             # Some copies may be under way; the caller may free the memory as soon as this raises.
-            self._cuda.api.cuStreamSynchronize(self._stream)
+            for stream in self._streams:
+                self._cuda.api.cuStreamSynchronize(stream)
             raise
-        self._cuda.call("cuEventSynchronize", self._event)
+        self._cuda.call("cuEventSynchronize", self._events[5])
 
-    def _view(self, packed: PackedPages) -> torch.Tensor:
-        import torch
-
-        return self._staging.tensor((len(packed.ids), packed.part_bytes), torch.uint8)
-
-    def _host_copies(self, packed: PackedPages) -> Iterator[tuple[int, int, int]]:
-        """(host address, staging address, bytes) of each copy; adjacent parts are one copy."""
-        width = packed.part_bytes
-        starts = np.flatnonzero(np.diff(packed.addresses, prepend=packed.addresses[0] - width - 1) != width)
-        for first, count in zip(starts.tolist(), np.diff(starts, append=len(packed.addresses)).tolist(), strict=True):
-            host, device = int(packed.addresses[first]), self._staging.base + first * width
-            for offset, nbytes in pieces(host, count * width):
-                yield host + offset, device + offset, nbytes
-
-    @contextmanager
-    def _kernels(self) -> Iterator[None]:
-        """Runs torch's kernels on the stream."""
-        if self._device == "cpu":  # of the stand-in: torch computes at once there, and must not overtake the copies
-            self._cuda.call("cuStreamSynchronize", self._stream)
-            yield
+    def _submit_one(self, packed: PackedPages) -> None:
+        staged: PackedPages | None = packed
+        if self._direct_row_bytes is not None:
+            direct, staged = packed.without_packing(self._direct_row_bytes, _DIRECT_CALL_BYTES)
+            for rows in direct:
+                self._host.submit(rows)
+        if staged is None:
             return
-        import torch
+        most = max(1, _TABLE_BYTES // 2 // (8 * staged.ids.shape[1]))  # parts whose ids fit into half of the tables
+        for first in range(0, len(staged.ids), most):
+            some = slice(first, first + most)
+            self._submit_staged(PackedPages(staged.runs, staged.ids[some], staged.addresses[some]))
 
-        with torch.cuda.stream(torch.cuda.ExternalStream(int(self._stream), device=self._device)):
-            yield
+    def _submit_staged(self, packed: PackedPages) -> None:
+        part_bytes, blocks = packed.part_bytes, packed.ids.shape[1]
+        runs_at, ids_at = self._put_tables(packed.table(), packed.ids)
+        element = packed.element()
+        step = self._half_bytes // part_bytes
+        for first in range(0, len(packed.ids), step):
+            parts = min(step, len(packed.ids) - first)
+            half, self._next_half = self._next_half, 1 - self._next_half
+            staging = self._staging.base + self._halves[half]
 
+            def launch(first: int = first, parts: int = parts, staging: int = staging) -> None:
+                ids, places = ids_at + 8 * first * blocks, parts * blocks
+                of_ids = (ids, places, blocks)
+                self._kernel.launch(self._kernels, element, runs_at, len(packed.runs), *of_ids, staging, part_bytes)
 
-def gather_pages(runs: Sequence[PageRun], ids: Ids, staged: torch.Tensor, device: str) -> None:
-    """Pack the pages of the blocks `ids` [parts, blocks a part] into `staged`, uint8 [parts, part's bytes]."""
-    import torch
+            if self._gather:
+                self._cuda.call("cuStreamWaitEvent", self._kernels, self._emptied[half], 0)
+                launch()
+                self._follow(self._filled[half], self._kernels, self._copies)
+                self._copy(packed.addresses[first : first + parts], part_bytes, staging)
+                self._cuda.call("cuEventRecord", self._emptied[half], self._copies)
+            else:
+                self._cuda.call("cuStreamWaitEvent", self._copies, self._emptied[half], 0)
+                self._copy(packed.addresses[first : first + parts], part_bytes, staging)
+                self._follow(self._filled[half], self._copies, self._kernels)
+                launch()
+                self._cuda.call("cuEventRecord", self._emptied[half], self._kernels)
 
-    rows = torch.from_numpy(ids.reshape(-1)).to(device)
-    for pages, packed in _views(runs, ids, staged, device):
-        packed.copy_(pages.index_select(0, rows).view(packed.shape))
+    def _copy(self, addresses: Ids, part_bytes: int, staging: int) -> None:
+        """Copies parts between the host and `staging`, in which they follow each other."""
+        for first, count, pitch in evenly_spaced(addresses, part_bytes):
+            device = staging + first * part_bytes
+            self._host.submit(Rows(int(addresses[first]), device, part_bytes, count, pitch, part_bytes))
 
+    def _put_tables(self, runs: Ids, ids: Ids) -> tuple[int, int]:
+        """Uploads the tables in front of the kernels; returns their device addresses."""
+        nbytes = runs.nbytes + ids.nbytes
+        if nbytes > _TABLE_BYTES:
+            raise MemoryMisuseError(
+                f"{len(runs)} runs and {ids.size} blocks have tables of {nbytes} bytes, over the {_TABLE_BYTES} that "
+                "PageCopies has; make the parts smaller"
+            )
+        if self._tables_used + nbytes > _TABLE_BYTES:
+            self._cuda.call("cuStreamSynchronize", self._kernels)
+            self._tables_used = 0
+        at, end = self._tables_used, self._tables_used + nbytes
+        self._tables[at : at + runs.nbytes] = runs.reshape(-1).view(np.uint8)
+        self._tables[at + runs.nbytes : end] = np.ascontiguousarray(ids).reshape(-1).view(np.uint8)
+        self._tables_used = -(-end // 16) * 16
+        device = self._staging.base + at
+        self._upload.submit(Rows(int(self._tables.ctypes.data) + at, device, nbytes, 1, nbytes, nbytes))
+        return device, device + runs.nbytes
 
-def scatter_pages(runs: Sequence[PageRun], ids: Ids, staged: torch.Tensor, device: str) -> None:
-    """The reverse of `gather_pages`; skips places of `NO_BLOCK`."""
-    import torch
-
-    flat = ids.reshape(-1)
-    wanted = np.flatnonzero(flat != NO_BLOCK)
-    rows = torch.from_numpy(flat[wanted]).to(device)
-    places = None if len(wanted) == len(flat) else torch.from_numpy(wanted).to(device)
-    for pages, packed in _views(runs, ids, staged, device):
-        bytes_of = packed.reshape(len(flat), -1)
-        pages.index_copy_(0, rows, bytes_of if places is None else bytes_of.index_select(0, places))
-
-
-def _views(
-    runs: Sequence[PageRun], ids: Ids, staged: torch.Tensor, device: str
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pages of each run [blocks, elements] and their packed bytes [parts, blocks a part, elements].
-
-    Elements are as large as alignment allows: a kernel that moves single bytes is slow.
-    """
-    import torch
-
-    from prefixd_swap.vmem.dlpack import tensor_at
-
-    parts, blocks = ids.shape
-    rows = int(ids.max()) + 1
-    at = 0
-    for run in runs:
-        common = math.gcd(run.address, run.stride, run.nbytes, at, staged.shape[1], staged.data_ptr())
-        dtype = torch.int64 if common % 8 == 0 else torch.int32 if common % 4 == 0 else torch.uint8
-        elements = run.nbytes // dtype.itemsize
-        pages = tensor_at(run.address, (rows, elements), (run.stride // dtype.itemsize, 1), dtype, device)
-        packed = staged[:, at : at + blocks * run.nbytes].view(dtype).view(parts, blocks, elements)
-        yield pages, packed
-        at += blocks * run.nbytes
+    def _follow(self, event: Any, stream: Any, follower: Any) -> None:
+        """What is submitted to `follower` from now on waits for what `stream` holds."""
+        self._cuda.call("cuEventRecord", event, stream)
+        self._cuda.call("cuStreamWaitEvent", follower, event, 0)

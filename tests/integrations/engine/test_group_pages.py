@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.integrations.engine.copying.group_pages import NO_BLOCK, GroupPages, PageRun
-from prefixd_swap.copies.page_copies import gather_pages, scatter_pages
 
 
 def test_layer_by_layer_and_within_a_layer_block_by_block() -> None:
@@ -68,51 +64,30 @@ def test_there_and_into_other_blocks_gives_the_same_bytes(
 
 
 @given(
-    runs=st.lists(st.lists(st.sampled_from([1, 4, 6, 8, 16]), min_size=1, max_size=3), min_size=1, max_size=4),
-    blocks=st.integers(1, 3),
-    parts=st.integers(1, 4),
+    runs=st.lists(st.lists(st.integers(1, 16), min_size=1, max_size=3), min_size=1, max_size=4),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     missing=st.sets(st.integers(0, 11)),
     data=st.data(),
 )
 def test_in_batches_as_page_by_page(
-    runs: list[list[int]], blocks: int, parts: int, missing: set[int], data: st.DataObject
+    runs: list[list[int]], shape: tuple[int, int], missing: set[int], data: st.DataObject
 ) -> None:
-    """Both ways, of all layers and of some, byte for byte, with the kernels that run on a GPU too."""
-    stride, count = 16, 16
-    seed = data.draw(st.integers(0, 99))
-    random = np.random.default_rng(seed)
-    memory = random.integers(0, 256, (sum(map(len, runs)), count, stride), np.uint8)
-    places = iter(range(len(memory)))
-    layers = tuple(
-        tuple(PageRun(memory.ctypes.data + next(places) * count * stride, stride, nbytes) for nbytes in layer)
-        for layer in runs
-    )
-    pages = GroupPages(layers)
-    first = data.draw(st.integers(0, len(layers) - 1))
-    some = data.draw(st.sampled_from([None, range(first, len(layers))]))
-    ids = random.permutation(count)[: parts * blocks].reshape(parts, blocks)
-    before, chosen = pages.packed(some)
-    width = blocks * sum(run.nbytes for run in chosen)
-    arena = random.integers(0, 256, (parts, blocks * pages.block_bytes), np.uint8)
-    at = slice(blocks * before, blocks * before + width)
-
-    wanted = arena.copy()
-    for part in range(parts):
-        for theirs, ours in pages.pairs(wanted[part].ctypes.data, ids[part].tolist(), some):
-            ctypes.memmove(ours.address, theirs.address, ours.nbytes)
-    staged = torch.zeros((parts, width), dtype=torch.uint8)
-    gather_pages(chosen, ids, staged, "cpu")
-    packed = arena.copy()
-    packed[:, at] = staged.numpy()
-    assert np.array_equal(packed, wanted)
-
+    """The runs and the addresses for `PackedPages`, of all layers and of some, name the pairs that `pairs` lists."""
+    places = iter(range(100))
+    pages = GroupPages(tuple(tuple(PageRun(1000 * next(places), 16, each) for each in layer) for layer in runs))
+    first = data.draw(st.integers(0, len(runs) - 1))
+    some = data.draw(st.sampled_from([None, range(first, len(runs))]))
+    ids = np.random.default_rng(0).permutation(16)[: shape[0] * shape[1]].reshape(shape)
     ids.reshape(-1)[[place for place in missing if place < ids.size]] = NO_BLOCK
-    if (ids == NO_BLOCK).all():
-        return
-    was = memory.copy()
-    scatter_pages(chosen, ids, torch.from_numpy(arena[:, at].copy()), "cpu")
-    batched, memory[:] = memory.copy(), was
-    for part in range(parts):
-        for theirs, ours in pages.pairs(arena[part].ctypes.data, ids[part].tolist(), some):
-            ctypes.memmove(theirs.address, ours.address, ours.nbytes)
-    assert np.array_equal(batched, memory)
+    before, chosen = pages.packed(some)
+    listed, wanted = [], []
+    for part, row in enumerate(ids.tolist()):
+        address = 10_000 * part
+        wanted += [(theirs.address, ours.address, ours.nbytes) for theirs, ours in pages.pairs(address, row, some)]
+        at = address + before * len(row)
+        for run in chosen:
+            for place, block in enumerate(row):
+                if block != NO_BLOCK:
+                    listed.append((run.address + block * run.stride, at + place * run.nbytes, run.nbytes))
+            at += run.nbytes * len(row)
+    assert listed == wanted

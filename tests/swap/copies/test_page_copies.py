@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from prefixd_swap.copies import page_copies, pinning
-from prefixd_swap.copies.copy_engine import CudaCopyEngine
-from prefixd_swap.copies.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
+from prefixd_swap.copies.copy_engine import CudaCopyEngine, StreamMark
+from prefixd_swap.copies.page_copies import PageCopies
+from prefixd_swap.copies.page_runs import NO_BLOCK, PackedPages, PageRun
 from prefixd_swap.copies.pinning import HostPin
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.spans import Span
@@ -79,8 +83,8 @@ def engine(memory: VirtualMemory) -> Iterator[Engine]:
 
 @pytest.fixture
 def copies(memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageCopies]:
-    """With buffers of one chunk, so that a batch has 21 parts and the last one fewer."""
-    monkeypatch.setattr(page_copies, "_STAGING_BYTES", memory.chunk_bytes)
+    """With halves of one chunk, so that a batch has 21 parts and the last one fewer."""
+    monkeypatch.setattr(page_copies, "_HALF_BYTES", memory.chunk_bytes)
     made = PageCopies(0)
     yield made
     made.close()
@@ -110,24 +114,29 @@ def test_both_ways_give_what_single_copies_give(engine: Engine, copies: PageCopi
     assert np.array_equal(after, engine.read()) and not np.array_equal(after, before)
 
 
-def test_more_parts_than_the_buffer_holds_go_batch_by_batch(
+def test_no_half_is_filled_before_it_is_empty(
     engine: Engine, copies: PageCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each batch of 4 parts reuses the buffer of the last one, and the fifth has one."""
+    """Five batches, while the stream that empties the halves is busy with something else."""
+    cuda = open_device(0)
     arenas = np.zeros((2, 24 * PART_BYTES), np.uint8)
     batched, single = (packed_at(arena, engine, 17, 3) for arena in arenas)
+    scratch = np.zeros(1, np.uint8)
+    for way in copies._ways:
+        monkeypatch.setattr(way, "_half_bytes", 4 * PART_BYTES)
 
-    def in_batches_of_four(copy: Callable[[PackedPages], Coroutine[Any, Any, None]]) -> None:
-        with monkeypatch.context() as patched:
-            for way in copies._ways:
-                patched.setattr(way._staging, "nbytes", 4 * PART_BYTES + 99)
-            asyncio.run(copy(batched))
+    def keep_busy(stream: Any) -> None:
+        cuda.use_context()
+        for _ in range(30):
+            cuda.call("cuMemcpyDtoHAsync", scratch.ctypes.data, engine.mapped.base, 1, stream)
 
-    in_batches_of_four(copies.gather)
+    keep_busy(copies._ways[0]._copies)
+    asyncio.run(copies.gather(batched))
     asyncio.run(engine.copies.copy([(host, page) for page, host in engine.pairs(single)]))
     assert np.array_equal(arenas[0], arenas[1])
     engine.write(np.zeros(engine.mapped.nbytes, np.uint8))
-    in_batches_of_four(copies.scatter)
+    keep_busy(copies._ways[1]._kernels)
+    asyncio.run(copies.scatter(batched))
     arenas[1] = 0
     asyncio.run(engine.copies.copy([(host, page) for page, host in engine.pairs(single)]))
     assert np.array_equal(arenas[0], arenas[1])
@@ -169,9 +178,9 @@ def test_a_part_that_fits_no_buffer_is_refused_and_a_buffer_is_made_for_the_long
     wide = [PageRun(engine.runs[0].address, 0, 1 << 20)]
     packed = PackedPages(wide, np.arange(100).reshape(1, 100), np.zeros(1, np.int64))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(page_copies, "_STAGING_BYTES", 1)
+        patched.setattr(page_copies, "_HALF_BYTES", 1)
         small = PageCopies(0, 3 << 20)
-        assert [way._staging.nbytes for way in small._ways] == [4 << 20] * 2
+        assert [way._staging.nbytes for way in small._ways] == [(2 + 2 * 3) << 20] * 2
     with pytest.raises(MemoryMisuseError, match="over the"):
         asyncio.run(small.gather(packed))
     small.close()
@@ -194,7 +203,7 @@ def test_an_error_leaves_the_memory_alone_and_the_next_copy_works(
     call = cuda.call
 
     def fail(name: str, *arguments: Any) -> Any:
-        if name == "cuEventRecord":
+        if name == "cuEventRecord" and arguments[0] is copies._ways[0]._events[5]:  # behind everything
             raise DeviceError("the driver says no")
         return call(name, *arguments)
 
@@ -206,3 +215,136 @@ def test_an_error_leaves_the_memory_alone_and_the_next_copy_works(
     assert seen.any()
     asyncio.run(copies.gather(packed))
     assert np.array_equal(seen, arena), "every copy had ended when it raised"
+
+
+def test_one_launch_moves_all_layers_of_a_batch(
+    engine: Engine, copies: PageCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """21 parts fit a half; neighbours on the host are one call, evenly spaced ones too."""
+    cuda = open_device(0)
+    calls: Counter[str] = Counter()
+    call = cuda.call
+    monkeypatch.setattr(cuda, "call", lambda name, *rest: (calls.update([name]), call(name, *rest))[1])
+    arena = np.zeros((21, 2 * PART_BYTES), np.uint8)
+    ids = np.random.default_rng(0).permutation(PAGES)[:63].reshape(21, BLOCKS)
+    for apart, copied in ((PART_BYTES, "cuMemcpyDtoHAsync"), (2 * PART_BYTES, "cuMemcpy2DAsync")):
+        addresses = np.random.default_rng(1).permutation(arena.ctypes.data + apart * np.arange(21))
+        calls.clear()
+        asyncio.run(copies.gather(PackedPages(engine.runs, ids, addresses)))
+        assert (calls["cuLaunchKernel"], calls[copied], calls["cuEventSynchronize"]) == (1, 1, 1)
+        assert calls["cuStreamSynchronize"] == 0, "the host waits once, at the end"
+        calls.clear()
+        asyncio.run(copies.scatter(PackedPages(engine.runs, ids, addresses)))
+        assert (calls["cuLaunchKernel"], calls["cuStreamSynchronize"]) == (1, 0)
+
+
+def test_layers_in_turn_are_there_for_what_follows_their_mark(engine: Engine, copies: PageCopies) -> None:
+    """A stream that holds for the mark of a layer reads its pages, while later layers are still on their way."""
+    cuda = open_device(0)
+    cuda.use_context()
+    stream = cuda.call("cuStreamCreate", 1)
+    arena = np.random.default_rng(4).integers(0, 256, (20, PART_BYTES), np.uint8)
+    ids = np.random.default_rng(5).permutation(PAGES)[: 20 * BLOCKS].reshape(20, BLOCKS)
+    layers, at = [], 0
+    for run in engine.runs:
+        layers.append(PackedPages([run], ids, arena.ctypes.data + PART_BYTES * np.arange(20) + BLOCKS * at))
+        at += run.nbytes
+    seen = np.zeros((len(layers), engine.mapped.nbytes), np.uint8)
+
+    def read(layer: int, mark: StreamMark) -> None:
+        mark.hold(int(stream))
+        cuda.call("cuMemcpyDtoHAsync", seen[layer].ctypes.data, engine.mapped.base, engine.mapped.nbytes, stream)
+
+    asyncio.run(copies.scatter_in_turn(layers, read))
+    cuda.call("cuStreamSynchronize", stream)
+    after = engine.read()
+    for layer, run in enumerate(engine.runs):
+        first = run.address - engine.mapped.base
+        region = slice(first, first + PAGES * STRIDE)
+        assert np.array_equal(seen[layer][region], after[region])
+    whole = PackedPages(engine.runs, ids, arena.ctypes.data + PART_BYTES * np.arange(20))
+    engine.write(np.zeros(engine.mapped.nbytes, np.uint8))
+    asyncio.run(engine.copies.copy(engine.pairs(whole)))
+    wanted = engine.read()
+    engine.write(np.zeros(engine.mapped.nbytes, np.uint8))
+    asyncio.run(copies.scatter_in_turn(layers, lambda layer, mark: None))
+    assert np.array_equal(engine.read(), wanted)
+    cuda.call("cuStreamDestroy", stream)
+
+
+@pytest.fixture
+def both(memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PageCopies]]:
+    """Without and with strided copies between pages and host, of rows of any length."""
+    monkeypatch.setattr(page_copies, "_HALF_BYTES", 1)
+    monkeypatch.setattr(page_copies, "_DIRECT_CALL_BYTES", 1)
+    made = [PageCopies(0, 16 << 10, direct_row_bytes=row_bytes) for row_bytes in (None, 1)]
+    for each in made:
+        for way in each._ways:
+            way._half_bytes = 16 << 10
+    yield made
+    for each in made:
+        each.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    blocks_outermost=st.booleans(),
+    sizes=st.lists(st.sampled_from([16, 48, 4, 10, 512]), min_size=1, max_size=4),
+    alike=st.booleans(),
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 4)),
+    ids_follow=st.booleans(),
+    missing=st.sets(st.integers(0, 23), max_size=3),
+    apart=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_however_pages_and_parts_lie_the_bytes_are_those_of_single_copies(
+    engine: Engine,
+    both: list[PageCopies],
+    blocks_outermost: bool,
+    sizes: list[int],
+    alike: bool,
+    shape: tuple[int, int],
+    ids_follow: bool,
+    missing: set[int],
+    apart: int,
+    seed: int,
+) -> None:
+    """Layers or blocks outermost, layers of one size or not, blocks that follow each other, places without a block;
+    parts side by side, evenly spaced or anywhere."""
+    random = np.random.default_rng(seed)
+    sizes = [sizes[0]] * len(sizes) if alike else sizes
+    whole, starts = sum(sizes), np.cumsum([0, *sizes]).tolist()
+    base = engine.mapped.base
+    runs = [
+        PageRun(base + starts[at], whole, size) if blocks_outermost else PageRun(base + 24 * starts[at], size, size)
+        for at, size in enumerate(sizes)
+    ]
+    parts, blocks = shape
+    ids = (np.arange(24) if ids_follow else random.permutation(24))[: parts * blocks].reshape(shape)
+    arena = random.integers(0, 256, 24 * blocks * whole, np.uint8)
+    width = blocks * whole
+    places = np.arange(parts) * (apart + 1) if apart < 2 else random.permutation(24)[:parts]
+    packed = PackedPages(runs, ids, arena.ctypes.data + places * width)
+
+    before = random.integers(0, 256, engine.mapped.nbytes, np.uint8)
+    engine.write(before)
+    asyncio.run(engine.copies.copy([(host, page) for page, host in engine.pairs(packed)]))
+    wanted = arena.copy()
+    for copies in both:
+        arena[:] = random.integers(0, 256, len(arena), np.uint8)
+        was = arena.copy()
+        asyncio.run(copies.gather(packed))
+        for part in places.tolist():
+            here = slice(part * width, (part + 1) * width)
+            assert np.array_equal(arena[here], wanted[here])
+            was[here] = arena[here]
+        assert np.array_equal(arena, was), "nothing beside the parts is written"
+
+    ids.reshape(-1)[[place for place in missing if place < ids.size]] = NO_BLOCK
+    engine.write(before)
+    asyncio.run(engine.copies.copy(engine.pairs(packed)))
+    loaded = engine.read()
+    for copies in both:
+        engine.write(before)
+        asyncio.run(copies.scatter(packed))
+        assert np.array_equal(engine.read(), loaded)

@@ -8,14 +8,14 @@
 // was not created exportable, a copy of host memory that is registered in part or by two calls, a handle or an event
 // after its end, an event on a stream of another context, calls from a thread without a current context. An allocation
 // counts against the device until every process has let go of it.
-// Copies run on a thread per stream, late on purpose, so that a missing wait shows as wrong bytes, and a copy that
-// meets memory which was unmapped under it fails the context for good, as on a device. It proves calling conventions,
-// not the behaviour or the speed of a driver.
+// Copies and the kernels of page_moves.cu run on a thread per stream, late on purpose, so that a missing wait shows as
+// wrong bytes, and one that meets memory which was unmapped under it fails the context for good, as on a device. It
+// proves calling conventions, not the behaviour or the speed of a driver.
 //
 // Environment, read at cuInit: PREFIXD_STAND_IN_MEMORY_BYTES, the memory of each device (default 1 GiB);
 // PREFIXD_STAND_IN_DEVICES, how many there are (1 or 2, default 1); PREFIXD_STAND_IN_COPY_US, what each asynchronous
-// copy waits before it runs (default 300); -1: copies and waits return at once, unchecked, and nothing is copied, so
-// that what is left of a copy's time is the caller's.
+// copy waits before it runs (default 300); -1: copies, launches and waits return at once, unchecked, and nothing is
+// copied, so that what is left of a copy's time is the caller's.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -28,10 +28,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "kernel_launch.h"
+
 // The types and values of cuda.h that cross the interface; the assertions pin their layout.
 typedef int Result;
 enum {
-  OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
+  OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200,
+  INVALID_CONTEXT = 201,
   ALREADY_MAPPED = 208, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
   HOST_MEMORY_ALREADY_REGISTERED = 712, HOST_MEMORY_NOT_REGISTERED = 713
 };
@@ -60,7 +63,19 @@ _Static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12, "cuda.h
 typedef struct { int fd, live, mappings, exportable, imported, gone, device; size_t size; } Chunk;
 typedef struct { uintptr_t base; size_t size; int chunk, accessible, used; } Mapping;
 typedef struct { uintptr_t base; size_t size; int used; } Range;
-typedef struct Op { int kind; void *dst, *src; size_t n; struct Stream *other; uint64_t at; struct Op *next; } Op;
+typedef struct { size_t x, y; int type, pad; void *host; uintptr_t device; void *array; size_t pitch; } Plane;
+typedef struct { Plane src, dst; size_t width, height; } Copy2D;
+_Static_assert(sizeof(Copy2D) == 128, "CUDA_MEMCPY2D of cuda.h");
+typedef struct Op {
+  int kind;
+  void *dst, *src;
+  size_t n;  // of a row
+  size_t rows, dst_pitch, src_pitch;
+  struct Stream *other;
+  uint64_t at;
+  Launch launch;
+  struct Op *next;
+} Op;
 typedef struct Context { int device; } Context;
 typedef struct Stream {
   pthread_t thread;
@@ -70,7 +85,8 @@ typedef struct Stream {
   Context *context;
 } Stream;
 typedef struct { Stream *stream; uint64_t at; Context *context; int live; } Event;  // kept after its end, to refuse it
-enum { COPY_TO_HOST, COPY_TO_DEVICE, COPY_ON_DEVICE, WAIT };
+enum { COPY_TO_HOST, COPY_TO_DEVICE, COPY_ON_DEVICE, WAIT, LAUNCH };
+enum { HOST_MEMORY = 1, DEVICE_MEMORY = 2 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
@@ -403,16 +419,26 @@ static int pinned_whole(uintptr_t base, size_t n) {
 }
 static Result host_unregister(void *base) { NEEDS_CONTEXT; LOCKED(host_unregister_locked((uintptr_t)base)); }
 
+#include "kernels.h"
+
 // ------------------------------------------------------------------ streams, events, copies
 static void execute(Op *op) {
   if (op->kind == WAIT) {
     while (op->other->done < op->at) pthread_cond_wait(&moved, &lock);
     return;
   }
-  int reads = op->kind == COPY_TO_DEVICE || covered((uintptr_t)op->src, op->n, 1) == op->n;
-  int writes = op->kind == COPY_TO_HOST || covered((uintptr_t)op->dst, op->n, 1) == op->n;
-  if (!reads || !writes) failed = ILLEGAL_ADDRESS;
-  if (!failed) memcpy(op->dst, op->src, op->n);
+  if (op->kind == LAUNCH) {
+    if (!mapped(&op->launch)) failed = ILLEGAL_ADDRESS;
+    if (!failed) compute(&op->launch);
+    return;
+  }
+  for (size_t row = 0; row < op->rows; row++) {
+    char *dst = (char *)op->dst + row * op->dst_pitch, *src = (char *)op->src + row * op->src_pitch;
+    int reads = op->kind == COPY_TO_DEVICE || covered((uintptr_t)src, op->n, 1) == op->n;
+    int writes = op->kind == COPY_TO_HOST || covered((uintptr_t)dst, op->n, 1) == op->n;
+    if (!reads || !writes) failed = ILLEGAL_ADDRESS;
+    if (!failed) memcpy(dst, src, op->n);
+  }
 }
 static void *run(void *argument) {
   Stream *s = argument;
@@ -524,16 +550,59 @@ static Result stream_wait_event(void *handle, Event *event, unsigned flags) {
   if (!event->stream) return OK;
   return submit(handle, (Op){.kind = WAIT, .other = event->stream, .at = event->at});
 }
-static Result copy(void *stream, int kind, uintptr_t dst, uintptr_t src, size_t n) {
-  NEEDS_CONTEXT;
+static Result copy_rows(void *stream, int kind, uintptr_t dst, uintptr_t src, size_t n, size_t rows, size_t dst_pitch,
+                        size_t src_pitch) {
   if (copy_us < 0) return OK;
+  size_t dst_span = (rows - 1) * dst_pitch + n, src_span = (rows - 1) * src_pitch + n;
   pthread_mutex_lock(&lock);
-  int dst_on_device = reserved(dst, n), src_on_device = reserved(src, n);
-  int whole = (dst_on_device || pinned_whole(dst, n)) && (src_on_device || pinned_whole(src, n));
+  int dst_on_device = reserved(dst, dst_span), src_on_device = reserved(src, src_span);
+  int whole = (dst_on_device || pinned_whole(dst, dst_span)) && (src_on_device || pinned_whole(src, src_span));
   pthread_mutex_unlock(&lock);
   if (!whole || dst_on_device != (kind != COPY_TO_HOST) || src_on_device != (kind != COPY_TO_DEVICE))
     return INVALID_VALUE;
-  return submit(stream, (Op){.kind = kind, .dst = (void *)dst, .src = (void *)src, .n = n});
+  return submit(stream, (Op){.kind = kind, .dst = (void *)dst, .src = (void *)src, .n = n, .rows = rows,
+                             .dst_pitch = dst_pitch, .src_pitch = src_pitch});
+}
+static Result copy(void *stream, int kind, uintptr_t dst, uintptr_t src, size_t n) {
+  NEEDS_CONTEXT;
+  return copy_rows(stream, kind, dst, src, n, 1, n, n);
+}
+static Result copy_2d(const Copy2D *c, void *stream) {
+  NEEDS_CONTEXT;
+  if (c->src.x || c->src.y || c->dst.x || c->dst.y || !c->height || c->width > c->src.pitch || c->width > c->dst.pitch)
+    return INVALID_VALUE;
+  if (c->src.type == HOST_MEMORY && c->dst.type == DEVICE_MEMORY)
+    return copy_rows(stream, COPY_TO_DEVICE, c->dst.device, (uintptr_t)c->src.host, c->width, c->height, c->dst.pitch,
+                     c->src.pitch);
+  if (c->src.type == DEVICE_MEMORY && c->dst.type == HOST_MEMORY)
+    return copy_rows(stream, COPY_TO_HOST, (uintptr_t)c->dst.host, c->src.device, c->width, c->height, c->dst.pitch,
+                     c->src.pitch);
+  return INVALID_VALUE;
+}
+// Of each copy, the direction comes from the addresses, as with unified addressing.
+static Result copy_batch(uintptr_t *dsts, uintptr_t *srcs, size_t *sizes, size_t count, void *attributes, size_t *firsts,
+                         size_t attribute_count, void *stream) {
+  NEEDS_CONTEXT;
+  if (!stream || !attributes || attribute_count != 1 || *firsts) return INVALID_VALUE;
+  for (size_t i = 0; i < count; i++) {
+    pthread_mutex_lock(&lock);
+    int to = reserved(dsts[i], sizes[i]), from = reserved(srcs[i], sizes[i]);
+    pthread_mutex_unlock(&lock);
+    if (!to && !from) return INVALID_VALUE;
+    Result r = copy(stream, to && from ? COPY_ON_DEVICE : to ? COPY_TO_DEVICE : COPY_TO_HOST, dsts[i], srcs[i], sizes[i]);
+    if (r) return r;
+  }
+  return OK;
+}
+static Result launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                     unsigned shared, void *stream, void **p, void **extra) {
+  NEEDS_CONTEXT;
+  if (copy_us < 0) return OK;
+  if (!gx || gy != 1 || gz != 1 || !bx || bx > 1024 || by != 1 || bz != 1 || shared || extra) return INVALID_VALUE;
+  Launch l = {function, *(void **)p[0], *(void **)p[1], *(void **)p[2], *(unsigned long long *)p[3],
+              *(unsigned *)p[4], *(unsigned *)p[5], *(unsigned *)p[6], gx, bx};
+  if (!l.run_count || !l.places || !l.blocks) return INVALID_VALUE;
+  return submit(stream, (Op){.kind = LAUNCH, .launch = l});
 }
 static Result memcpy_to_device(uintptr_t dst, const void *src, size_t n, void *stream) {
   return copy(stream, COPY_TO_DEVICE, dst, (uintptr_t)src, n);
@@ -562,7 +631,8 @@ Result cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t
     {"cuEventCreate", event_create}, {"cuEventDestroy", event_destroy}, {"cuEventRecord", event_record},
     {"cuEventQuery", event_query}, {"cuEventSynchronize", event_synchronize},
     {"cuMemcpyHtoDAsync", memcpy_to_device}, {"cuMemcpyDtoHAsync", memcpy_to_host},
-    {"cuMemcpyDtoDAsync", memcpy_on_device}};
+    {"cuMemcpyDtoDAsync", memcpy_on_device}, {"cuMemcpy2DAsync", copy_2d}, {"cuMemcpyBatchAsync", copy_batch},
+    {"cuModuleLoadData", module_load}, {"cuModuleGetFunction", module_function}, {"cuLaunchKernel", launch}};
   *out = NULL;
   for (size_t i = 0; i < sizeof table / sizeof *table; i++)
     if (!strcmp(table[i].name, symbol)) *out = table[i].function;

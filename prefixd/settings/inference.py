@@ -107,6 +107,12 @@ class WorkerSettings(Section):
     cuda_graphs_seconds: Annotated[int, Field(ge=0, le=3600)] = 20
     """The most time, in seconds, to capture CUDA graphs when a model is loaded, those of short sequences first. The
     others are captured when they are first needed, which takes some tenths of a second in a step. 0: all of them."""
+    operators: Literal["auto", "model", "merged", "fused"] = "auto"
+    """How far the worker rewrites a model's layers, so that a step has fewer operators. model: not at all. merged: one
+    matrix product for queries, keys and values and one for the gate and the values of an MLP, and RMSNorm in one
+    operator. fused: also compiled rotary positions and activations (torch.compile, which takes up to a minute when a
+    model is first loaded). auto: fused on CUDA, model on a CPU. What changes the logits, or cannot be compiled, is
+    undone; log and `prefixd stats` say so."""
     max_running: Count = 8
     """The most requests computed at once; on CUDA 64, unless it is set."""
     max_step_tokens: Count = 512

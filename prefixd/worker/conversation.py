@@ -17,6 +17,7 @@ from prefixd.worker.memory.kv_memory import KvMemory
 from prefixd.worker.memory.make_kv import make_kv
 from prefixd.worker.memory.shared_frames import SharedFrames
 from prefixd.worker.model import CausalModel, choose_attention, load_model
+from prefixd.worker.operators import Operators
 from prefixd.worker.readiness import Readiness
 from prefixd.worker.spec.model_spec import read_model_spec
 from prefixd.worker_protocol.errors import ProtocolError
@@ -64,8 +65,10 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
     with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
         spec = replace(spec, groups=spec.groups.in_frames(message.frame_bytes, memory.chunk_bytes))
-        model = load_model(spec, paged=settings.kv == "paged")
-        draft_model = None if spec.draft is None else load_model(spec.draft)
+        wanted = settings.operators
+        operators: Operators = ("fused" if spec.device.type == "cuda" else "model") if wanted == "auto" else wanted
+        model = load_model(spec, paged=settings.kv == "paged", operators=operators)
+        draft_model = None if spec.draft is None else load_model(spec.draft, operators=operators)
         frames = SharedFrames(memory, chunks_per_frame(spec.groups.frame_bytes, memory.chunk_bytes), message)
         with _mapping_thread(model) as background:
             kv = make_kv(
@@ -77,6 +80,7 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 background=background,
             )
             readiness = Readiness(connection.send)
+            readiness.change(operators=model.operators.operators, operators_reason=model.operators.reason)
             graphs = load_graphs(settings, spec, model, kv, readiness, clock)
             draft: Draft | None = None
             if draft_model is not None and isinstance(kv, GroupedKv):  # two models have two groups

@@ -32,6 +32,7 @@ from prefixd.worker.memory.grouped_kv import GroupedStep, places
 from prefixd.worker.memory.kv_cache import StepCache
 from prefixd.worker.memory.kv_memory import Segment, StepKv
 from prefixd.worker.memory.virtual_kv import VirtualStep
+from prefixd.worker.operators import Operators, Rewritten, rewrite
 from prefixd.worker.recurrent import RecurrentLayers, StateSegment, check_resume
 from prefixd.worker.recurrent.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.spec.model_spec import ModelSpec, auto_class
@@ -55,6 +56,9 @@ class CausalModel:
         as many tokens at a time, and their bits depend on it. 1 without such layers.
     attention: the backend; by default the one that suits the device, for KV in virtual tensors.
     images: embeds images; None for a model of text alone.
+
+    Attributes:
+        operators: how far the layers were rewritten.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class CausalModel:
         self.spec = spec
         self.images = images
         self.attention = attention or choose_attention(spec)
+        self.operators = Rewritten("model", "")
         self._model = model
         self._layers = {layer.layer: layer for layer in spec.attention}
         self._chunks = {layer.layer: layer.chunk for layer in spec.attention if layer.chunk is not None}
@@ -211,14 +216,8 @@ class CausalModel:
                 check_resume(self._model, self._recurrent)
             except ModelError as refusal:
                 raise ModelError(f"model {str(self.spec.path)!r} ({self.spec.architecture}) {refusal}") from refusal
-        reaches = [layer.window or layer.chunk or 0 for layer in self.spec.attention]
-        windows = [reach for reach in reaches if 0 < reach <= _CHECKED_WINDOW]
-        count = min(_SELF_CHECK_TOKENS + max(windows, default=0), self.spec.max_model_tokens)
-        tokens = [(7 * index + 3) % self.spec.vocab_size for index in range(count)]
-        memory = _PlainMemory(self.spec, count)
-        half = count // 2
-        self.forward(tokens[:half], memory.step(0, half), [])
-        ours = self.forward(tokens[half:], memory.step(half, count), range(count - half)).float()
+        tokens, half = self._check_tokens()
+        ours = self._check_logits().float()
         config = self.spec.config
         self._model.set_attn_implementation(attention_names(config, "eager"))
         try:
@@ -233,9 +232,31 @@ class CausalModel:
                 f"prefixd's KV cache than by itself (relative error {error:.2g}); it cannot be run"
             )
 
+    def rewrite(self, wanted: Operators) -> None:
+        """Have passes compute with fewer operators, as far as the logits stay what they were."""
+        self.operators = rewrite(self._model, wanted, self._check_logits)
 
-def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
-    """Load the weights onto the device and check them; `paged` if its KV is in block tables. Raises ModelError."""
+    @torch.inference_mode()
+    def _check_logits(self) -> torch.Tensor:
+        """Logits of the second half of a few tokens, computed on the first half's keys and values."""
+        tokens, half = self._check_tokens()
+        memory = _PlainMemory(self.spec, len(tokens))
+        self.forward(tokens[:half], memory.step(0, half), [])
+        return self.forward(tokens[half:], memory.step(half, len(tokens)), range(len(tokens) - half))
+
+    def _check_tokens(self) -> tuple[list[int], int]:
+        """Tokens for checks, and half of their number."""
+        reaches = [layer.window or layer.chunk or 0 for layer in self.spec.attention]
+        windows = [reach for reach in reaches if 0 < reach <= _CHECKED_WINDOW]
+        count = min(_SELF_CHECK_TOKENS + max(windows, default=0), self.spec.max_model_tokens)
+        return [(7 * index + 3) % self.spec.vocab_size for index in range(count)], count // 2
+
+
+def load_model(spec: ModelSpec, *, paged: bool = False, operators: Operators = "model") -> CausalModel:
+    """Load the weights onto the device and check them; `paged` if its KV is in block tables. Raises ModelError.
+
+    operators: how far the layers are rewritten, if that does not change the logits.
+    """
     attention = choose_attention(spec, paged=paged)
     register_attention()
     try:
@@ -280,6 +301,7 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
         images = ImageEncoder(model, read_processor(spec.path), kind, FeatureStore(spec.feature_bytes), spec.pixels_fd)
     result = CausalModel(spec, model, attention, images)
     result.check()
+    result.rewrite(operators)
     return result
 
 

@@ -27,6 +27,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_sequences: most requests at a time, counting those that have ended and wait for the device.
     cuda_graphs: replay decode passes as CUDA graphs, on CUDA where attention is flash attention over virtual tensors.
     cuda_graphs_seconds: most seconds to capture graphs when the model is loaded; 0: they are captured when first used.
+    operators: how far the model's layers are rewritten to have fewer operators, see `worker.operators`; "auto": "fused"
+        on CUDA, "model" on a CPU.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" has one page size and one rule for all layers, for
         comparison; see `plan_groups`.
@@ -49,6 +51,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_sequences: Positive = 64
     cuda_graphs: bool = True
     cuda_graphs_seconds: NotNegative = 20
+    operators: Literal["auto", "model", "merged", "fused"] = "auto"
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"
     draft_model: str = ""

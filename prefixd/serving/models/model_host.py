@@ -106,6 +106,7 @@ class ModelHost:
                 draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,
                 cuda_graphs_seconds=worker.cuda_graphs_seconds,
+                operators=worker.operators,
                 threads=worker.threads,
                 pixels_fd=self._pixels.fd,
             ),

@@ -275,6 +275,8 @@ class WorkerProcess:
         elif isinstance(message, Ready):
             if message.cuda_graphs_reason and message != self.ready:
                 log.warning("decode steps are computed without CUDA graphs: %s", message.cuda_graphs_reason)
+            if message.operators_reason and message.operators_reason != self.ready.operators_reason:
+                log.warning("the model's operators are %s: %s", message.operators, message.operators_reason)
             self.ready = message
             if self.state is WorkerState.READY:  # a second Ready: it has given up its graphs
                 return

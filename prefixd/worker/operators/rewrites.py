@@ -1,0 +1,94 @@
+"""Rewrites a model as far as its logits stay what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from prefixd.worker.operators.compiled_functions import Compile, compile_function, compile_gated, compile_rotary
+from prefixd.worker.operators.merged_projections import MergedProjections, merge_projections
+from prefixd.worker.operators.single_norms import single_norms
+
+Operators = Literal["model", "merged", "fused"]
+"""model: as transformers has them. merged: merged projections, and a norm is one operator. fused: also compiled
+functions."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
+"""Largest relative norm of the logits' difference: other orders of summation, and one rounding less a norm."""
+
+
+class Rewritten(NamedTuple):
+    """What a model computes with, and why not with what was asked for; empty if it does."""
+
+    operators: Operators
+    reason: str
+
+
+def rewrite(
+    model: nn.Module,
+    wanted: Operators,
+    logits: Callable[[], torch.Tensor],
+    *,
+    compiled: Compile = compile_function,
+) -> Rewritten:
+    """Rewrites a model in place.
+
+    Args:
+        model: with its weights on the device.
+        wanted: how far.
+        logits: computes logits of a few tokens with the model.
+        compiled: compiles a function.
+    """
+    if wanted == "model":
+        return Rewritten("model", "")
+    expected = logits().float()
+    tolerance = TOLERANCE[next(model.parameters()).dtype]
+    merged: list[MergedProjections] = []
+    norms: list[nn.Module] = []
+    try:
+        for projections in merge_projections(model):
+            merged.append(projections)
+            if projections.weight.is_cuda:  # what the single weights had is too small for the next group
+                torch.cuda.empty_cache()
+        norms += single_norms(model)
+        why_not = _differs(expected, logits(), tolerance)
+    except RuntimeError as error:  # no memory for a group of weights twice, among others
+        why_not = _line(error)
+    if why_not:
+        for each in merged:
+            each.undo()
+        for norm in norms:
+            del norm.forward
+        return Rewritten("model", f"merged projections: {why_not}")
+    used = []
+    for each in merged:
+        if each.wasteful:
+            each.undo()
+        else:
+            used.append(each)
+    if wanted == "merged":
+        return Rewritten("merged", "")
+    undo = [*compile_rotary(model, compiled), *compile_gated(model, used, compiled)]
+    try:
+        why_not = _differs(expected, logits(), tolerance)
+    except Exception as error:  # a compiler's errors have no common type
+        why_not = _line(error)
+    if why_not:
+        for back in undo:
+            back()
+        return Rewritten("merged", f"compiled functions: {why_not}")
+    return Rewritten("fused", "")
+
+
+def _differs(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> str:
+    """How the logits differ; empty if they are equal within the tolerance."""
+    norm, difference = float(expected.norm()), float((found.float() - expected).norm())
+    if difference <= tolerance * norm:
+        return ""
+    return f"the logits differ by {difference:.2g} of {norm:.2g}"
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

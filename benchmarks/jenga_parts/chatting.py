@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.engines import hybrid_models
 from benchmarks.jenga_parts.chats import Plan, picture
@@ -27,7 +27,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Memory:
-    """The GPU tiers' bytes, summed over samples."""
+    """The GPU tiers' bytes, summed over samples. wastes: of each sample, as `waste`."""
 
     samples: int = 0
     capacity: int = 0
@@ -35,9 +35,11 @@ class Memory:
     spare: int = 0
     unneeded: int = 0
     stranded: int = 0
+    wastes: list[float] = field(default_factory=list)
 
     def add(self, daemons: Iterable[admin_pb2.StatsResponse]) -> None:
         self.samples += 1
+        before = self._not_needed, self._allocated
         for stats in daemons:
             tier = gpu_tier(stats)
             self.capacity += tier.capacity_bytes
@@ -45,11 +47,20 @@ class Memory:
             self.spare += tier.spare_bytes
             self.unneeded += tier.unneeded_bytes
             self.stranded += tier.stranded_bytes
+        self.wastes.append((self._not_needed - before[0]) / max(1, self._allocated - before[1]))
 
     @property
     def waste(self) -> float:
         """Bytes allocated and not needed, of all allocated."""
-        return (self.unneeded + self.stranded) / max(1, self.used - self.spare + self.stranded)
+        return self._not_needed / max(1, self._allocated)
+
+    @property
+    def _not_needed(self) -> int:
+        return self.unneeded + self.stranded
+
+    @property
+    def _allocated(self) -> int:
+        return self.used - self.spare + self.stranded
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,23 +51,30 @@ class Run:
 
 
 def measure(name: str, plan: Plan, step: Callable[[], None] = lambda: None) -> list[Run]:
-    """One subject, all ways in turn, as often as there are rounds; `step` is called after each request.
+    """One of SUBJECTS, as `measure_subject`."""
+    return measure_subject(name, SUBJECTS[name], plan, step)
+
+
+def measure_subject(name: str, subject: Subject, plan: Plan, step: Callable[[], None] = lambda: None) -> list[Run]:
+    """A subject, all ways in turn, as often as there are rounds; `step` is called after each request.
 
     Raises DaemonFailed, ClientError.
     """
-    subject = SUBJECTS[name]
     with tempfile.TemporaryDirectory(prefix="prefixd-jenga-") as folder:
         saved = save(subject, Path(folder))
         nbytes = gpu_bytes(saved, plan)
         runs = []
         for number in range(plan.rounds):
             for way in subject.ways:
-                talked = _talk(subject, way, saved, nbytes, plan, step)
-                runs.append(_run(name, way, number, nbytes, plan, talked))
+                talked = hold_chats(subject, way, saved, nbytes, plan, step)
+                runs.append(_run(name, subject.with_images, way, number, nbytes, plan, talked))
         return runs
 
 
-def _talk(subject: Subject, way: str, saved: Saved, nbytes: int, plan: Plan, step: Callable[[], None]) -> Talked:
+def hold_chats(
+    subject: Subject, way: str, saved: Saved, nbytes: int, plan: Plan, step: Callable[[], None] = lambda: None
+) -> Talked:
+    """One run of one way, with daemons whose GPU tiers have `nbytes` together. Raises DaemonFailed, ClientError."""
     with ExitStack() as stack:
         daemons = [
             stack.enter_context(DaemonProcess(settings))
@@ -80,7 +87,7 @@ def _talk(subject: Subject, way: str, saved: Saved, nbytes: int, plan: Plan, ste
         return asyncio.run(talk(endpoints, plan, subject.with_images, step))
 
 
-def _run(name: str, way: str, number: int, nbytes: int, plan: Plan, talked: Talked) -> Run:
+def _run(name: str, with_images: bool, way: str, number: int, nbytes: int, plan: Plan, talked: Talked) -> Run:
     daemons, memory = talked.stats, talked.memory
     workers = [model.worker for stats in daemons for model in stats.models]
     prompt_tokens = sum(stats.asked_tokens for stats in daemons)
@@ -100,7 +107,7 @@ def _run(name: str, way: str, number: int, nbytes: int, plan: Plan, talked: Talk
         samples=memory.samples,
         preempted=sum(stats.scheduler.preempted_requests for stats in daemons),
         output_digest=digest(talked.said),
-        images=len(shown) if SUBJECTS[name].with_images else 0,
+        images=len(shown) if with_images else 0,
         encoded_images=sum(worker.images.encoded_images for worker in workers),
         gpu_blocks=tuple(map(tuple, talked.gpu_blocks)),
         used_bytes=sum(gpu_tier(stats).used_bytes for stats in daemons),

@@ -119,7 +119,7 @@ def daemon_settings(subject: Subject, way: str, saved: Saved, nbytes: int, at_on
         }
         if more:
             of_daemon["worker.more_models"] = ",".join(map(str, more))
-        if way == DRAFT:
+        if saved.draft is not None and way != ALONE:
             of_daemon["worker.draft_model"] = str(saved.draft)
         settings.append(of_daemon)
     return settings

@@ -72,10 +72,9 @@ class Round:
 class StepTimer:
     """Times the steps of rounds of `plan`."""
 
-    def __init__(self, model: CausalModel, plan: StepPlan, background: Executor) -> None:
+    def __init__(self, model: CausalModel, plan: StepPlan, background: Executor | None) -> None:
         geometry = model.spec.geometry
         self._plan = plan
-        self._background = background
         blocks = plan.prefix_tokens // geometry.block_tokens
         own = -(-(plan.prompt_tokens + plan.steps + 1) // geometry.block_tokens) + 1
         self._frames = Frames(model.spec, blocks + plan.batch * own + _GROWING)
@@ -128,12 +127,15 @@ class StepTimer:
         self.kv.manager.reclaim()
 
 
-def measure(model: CausalModel, plan: StepPlan, step: Callable[[], None]) -> dict[str, Any]:
-    """Times the steps of all rounds; `step` is called after each, of which there is one more, to warm up."""
+def measure(model: CausalModel, plan: StepPlan, step: Callable[[], None], in_background: bool = True) -> dict[str, Any]:
+    """Times the steps of all rounds; `step` is called after each, of which there is one more, to warm up.
+
+    in_background: False: blocks are mapped before a step that asks for them, and it waits for them.
+    """
     source = Random(f"steps {plan.seed}")
     rounds = []
     with ThreadPoolExecutor(1, "mapping") as background:
-        timer = StepTimer(model, plan, background)
+        timer = StepTimer(model, plan, background if in_background else None)
         try:
             for _ in range(1 + plan.rounds):
                 rounds.append(timer.round(source))

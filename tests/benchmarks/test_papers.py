@@ -13,6 +13,10 @@ import pytest
 
 from benchmarks import papers
 from benchmarks.common.harness import BenchmarkError
+from benchmarks.jenga_parts.chats import Plan
+from benchmarks.jenga_parts.subject_runs import Run
+from benchmarks.jenga_parts.subjects import Subject
+from benchmarks.papers_parts import jenga_figures
 from benchmarks.papers_parts.catalogue import FIGURES
 from benchmarks.papers_parts.comparison_page import lines_of, page
 from benchmarks.papers_parts.cpu_kernels import Shape, kernel_times
@@ -21,7 +25,7 @@ from benchmarks.papers_parts.gpu_files import on_gpu
 from benchmarks.papers_parts.measured_rows import read_rows, row_of
 from benchmarks.results_parts.results import read_results
 
-QUICK = ("vtensor-7", "vtensor-8")
+QUICK = ("vtensor-7", "vtensor-8", "vattention-table-3", "vattention-table-7", "vattention-table-8")
 """Those whose short form takes less than a second."""
 FIGURE = Figure(
     name="paper-1",
@@ -151,6 +155,49 @@ def measured(name: str) -> Measured:
     assert set(found.values) <= {claim.key for claim in figure.claims}
     assert all(math.isfinite(value) for value in found.values.values())
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vtensor-9", "vattention-table-6", "vattention-11"])
+def test_figures_of_the_worker(name: str) -> None:
+    assert measured(name).values
+
+
+@pytest.mark.slow
+def test_memory_held_follows_the_load() -> None:
+    """The short form has a wave of one request and one of two equal ones: half of the memory."""
+    assert measured("vtensor-11").values["quiet"] == 50
+
+
+def test_jenga_is_compared_with_the_first_way_and_other_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter(["same"] * 4 + ["same", "other"])
+
+    def runs(name: str, subject: Subject, plan: Plan) -> list[Run]:
+        numbers = {"requests_per_s": (2.0, 3.0), "hit_tokens": (40, 60)}
+        return [
+            Run(
+                model=name,
+                way=way,
+                round=0,
+                gpu_bytes=0,
+                requests_per_s=numbers["requests_per_s"][place],
+                prompt_tokens=100,
+                hit_tokens=int(numbers["hit_tokens"][place]),
+                computed_tokens=0,
+                waste=0.0,
+                spare=0.0,
+                samples=1,
+                preempted=0,
+                output_digest=next(digests),
+            )
+            for place, way in enumerate(subject.ways)
+        ]
+
+    monkeypatch.setattr(jenga_figures, "measure_subject", runs)
+    assert measured("jenga-17").values == pytest.approx({"hits": 1.5, "rate": 1.5, "few": 1.5})
+    assert measured("jenga-18").values == pytest.approx({"rate": 1.5, "latency": 1.5})
+    with pytest.raises(BenchmarkError, match="the ways of draft give different tokens"):
+        measured("jenga-19")
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -1,0 +1,206 @@
+"""The figures of Jenga, section 7."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.harness import BenchmarkError
+from benchmarks.jenga_parts.chats import Plan
+from benchmarks.jenga_parts.comparison import figures_of
+from benchmarks.jenga_parts.subject_runs import hold_chats, measure_subject
+from benchmarks.jenga_parts.subjects import (
+    BASELINE,
+    DRAFT,
+    DRAFT_TOKENS,
+    JENGA,
+    SUBJECTS,
+    WAYS,
+    Subject,
+    gpu_bytes,
+    save,
+)
+from benchmarks.papers_parts.figure import Claim, Curve, Figure, Measured, Paper
+
+_JENGA = Paper(
+    "Jenga", "Jenga: Effective Memory Management for Serving LLM with Heterogeneity", "section 7", "H100 80 GB"
+)
+_TWO_WAYS = {way: WAYS[way] for way in (BASELINE, JENGA)}
+_ONE_SIZE = "one page size"
+_ARTICLES = (2, 4, 8, 12)
+_USUAL = Plan(chats=8, turns=4, user_tokens=256, output_tokens=8, at_once=2, share=1 / 3, rounds=2)
+_SHORT = Plan(chats=2, turns=2, user_tokens=48, output_tokens=2, at_once=2, share=1.0, rounds=1)
+
+Ways = Mapping[str, Mapping[str, float]]
+"""Figures of each way."""
+
+
+def _ways(name: str, subject: Subject, plan: Plan) -> Ways:
+    """A subject's figures by way. Raises BenchmarkError where the ways give different tokens."""
+    runs = measure_subject(name, subject, plan)
+    if len({run.output_digest for run in runs}) != 1:
+        raise BenchmarkError(f"the ways of {name} give different tokens")
+    return {way: figures for (_, way), figures in figures_of(runs).items()}
+
+
+def _ratio(ways: Ways, figure: str, way: str = JENGA) -> float:
+    """Of a way's figure to the first way's; one that is 0 counts as a thousandth."""
+    return ways[way][figure] / max(0.001, next(iter(ways.values()))[figure])
+
+
+def _throughput(short: bool) -> Measured:
+    plan = _SHORT if short else _USUAL
+    names = ("window",) if short else ("window", "state", "vision")
+    found = {name: _ways(name, replace(SUBJECTS[name], ways=_TWO_WAYS), plan) for name in names}
+    ratios = {name: _ratio(ways, "requests_per_s") for name, ways in found.items()}
+    llama = _ways("llama", Subject(("full",), _TWO_WAYS), plan)
+    values = {
+        "mean": statistics.mean(ratios.values()),
+        "most": max(ratios.values()),
+        "llama": _ratio(llama, "requests_per_s"),
+    }
+    return Measured(values, details={"ratios": ratios})
+
+
+def _memory(short: bool) -> Measured:
+    subject = replace(SUBJECTS["window"], ways=_TWO_WAYS)
+    plan = _SHORT if short else _USUAL
+    values, lines = {}, {}
+    with tempfile.TemporaryDirectory(prefix="prefixd-jenga-") as folder:
+        saved = save(subject, Path(folder))
+        nbytes = gpu_bytes(saved, plan)
+        for way in subject.ways:
+            memory = hold_chats(subject, way, saved, nbytes, plan).memory
+            values[way] = 100 * memory.waste
+            places = [100 * number / max(1, len(memory.wastes) - 1) for number in range(len(memory.wastes))]
+            lines[way] = (places, [100 * waste for waste in memory.wastes])
+    return Measured(values, Curve("part of the run, %", "not needed, % of what is allocated", lines))
+
+
+def _articles(short: bool) -> Measured:
+    subject = replace(SUBJECTS["window"], ways=_TWO_WAYS)
+    numbers = (2,) if short else _ARTICLES
+    base = _SHORT if short else replace(_USUAL, rounds=1)
+    # The memory stays that of the usual number, however many chats there are.
+    plans = {number: replace(base, chats=number, share=base.share * base.chats / number) for number in numbers}
+    found = {number: _ways(f"{number} articles", subject, plan) for number, plan in plans.items()}
+    hits = [_ratio(ways, "found") for ways in found.values()]
+    rates = [_ratio(ways, "requests_per_s") for ways in found.values()]
+    lines = {way: (list(numbers), [100 * ways[way]["found"] for ways in found.values()]) for way in subject.ways}
+    details = {"hit_ratios": hits, "requests_ratios": rates}
+    curve = Curve("articles", "prompt tokens found, %", lines)
+    return Measured({"hits": max(hits), "rate": max(rates), "few": rates[0]}, curve, details)
+
+
+def _vision(short: bool) -> Measured:
+    ways = {BASELINE: {"worker.feature_bytes": 0}, JENGA: {}}
+    found = _ways("vision", replace(SUBJECTS["vision"], ways=ways), _SHORT if short else _USUAL)
+    rate = _ratio(found, "requests_per_s")
+    details = {way: {name: of[name] for name in ("images", "encoded_images")} for way, of in found.items()}
+    # A fixed number of requests is under way, so the mean latency is that number divided by the rate.
+    return Measured({"rate": rate, "latency": rate}, details=details)
+
+
+def _draft(short: bool) -> Measured:
+    ways = {
+        _ONE_SIZE: {"worker.groups": "one", "worker.draft_tokens": DRAFT_TOKENS},
+        DRAFT: SUBJECTS["draft"].ways[DRAFT],
+    }
+    plan = _SHORT if short else replace(_USUAL, output_tokens=32)
+    found = _ways("draft", replace(SUBJECTS["draft"], ways=ways), plan)
+    values = {"rate": _ratio(found, "requests_per_s", DRAFT), "hits": _ratio(found, "found", DRAFT)}
+    return Measured(values, details={"ways": {way: dict(of) for way, of in found.items()}})
+
+
+_PROPORTIONS = "in small models of the same proportions, with a third of the memory that the baseline would take"
+JENGA_FIGURES = (
+    Figure(
+        name="jenga-13",
+        paper=_JENGA,
+        place="figure 13",
+        shows="throughput over one page size and one rule for all layers",
+        claims=(
+            Claim("mean", "mean of the models (L4: 1.69)", "x", 1.80),
+            Claim("most", "most of the models (L4: 3.29)", "x", 4.92),
+            Claim("llama", "a Llama, whose layers are all alike", "x", 1.0),
+        ),
+        conditions="seven models, against vLLM 0.6.3",
+        ours=f"chats with windows (Gemma 3), states (Jamba) and images, {_PROPORTIONS}; the baseline is prefixd with "
+        "`worker.groups = one`",
+        why="How much is won depends on how much of the memory the baseline lacks. On a CPU a batch of more requests "
+        "is no faster, so what is won comes from hits alone.",
+        seconds=200,
+        cpu=_throughput,
+    ),
+    Figure(
+        name="jenga-16",
+        paper=_JENGA,
+        place="figure 16",
+        shows="KV memory that is allocated and not needed",
+        claims=(
+            Claim(BASELINE, "one rule for all layers (vLLM)", "%", 38.2),
+            Claim(JENGA, "a rule for each kind of layer", "%", 0.04),
+        ),
+        conditions="Ministral, whose windows have 32K tokens; the static trace",
+        ours="chats with a model in Gemma 3's proportions, samples every 0.1 s",
+        why="Five of six layers have windows of 128 tokens in contexts of 1,056, so the baseline wastes more. What is "
+        "left of ours are blocks that the next step gives up, and room ahead of the last token.",
+        seconds=25,
+        timed=False,
+        cpu=_memory,
+    ),
+    Figure(
+        name="jenga-17",
+        paper=_JENGA,
+        place="figure 17",
+        shows="prefix caching by the number of articles, over one rule for all layers",
+        claims=(
+            Claim("hits", "tokens found, most of the numbers", "x", 1.60),
+            Claim("rate", "throughput, most of the numbers", "x", 1.77),
+            Claim("few", "throughput with few articles, which all fit", "x", words="slightly less than 1"),
+        ),
+        conditions="Ministral, articles of arXiv with several questions each",
+        ours="2 to 12 chats of 4 turns of 256 tokens, in memory for 2.7 of them by the baseline's rule",
+        why="A chat grows from turn to turn, an article does not. Windows are shorter than the paper's, so that more "
+        "is won.",
+        seconds=120,
+        cpu=_articles,
+    ),
+    Figure(
+        name="jenga-18",
+        paper=_JENGA,
+        place="figure 18",
+        shows="images whose embeddings are kept, over computing them in each step",
+        claims=(
+            Claim("rate", "throughput", "x", 1.88),
+            Claim("latency", "latency", "x", 1.60),
+        ),
+        conditions="four models that read images, MMMU-pro, 1,024 tokens a step",
+        ours="chats in which each turn shows an image, 64 tokens a step, with and without `worker.feature_bytes`. A "
+        "fixed number of requests is under way, so latency follows from throughput",
+        why="A small tower of 4 layers takes about as long as some hundred tokens do; large models have larger ones. "
+        "Without a cache prefixd computes an image once a request, and not in each step.",
+        seconds=50,
+        cpu=_vision,
+    ),
+    Figure(
+        name="jenga-19",
+        paper=_JENGA,
+        place="figure 19",
+        shows="speculative decoding, over one page size for both models",
+        claims=(
+            Claim("rate", "throughput, mean of the models", "x", 1.58),
+            Claim("hits", "tokens found", "x", words="not shown"),
+        ),
+        conditions="the models of figure 13 with drafts of 1 to 2 billion parameters",
+        ours="a Llama of five layers with its first as a draft, answers of 32 tokens, in a third of the memory that "
+        "both would take with one page size (`worker.groups = one`)",
+        why="The model's layers are all alike here, where the paper finds no difference to a manual split; models with "
+        "windows and drafts were not measured.",
+        seconds=60,
+        cpu=_draft,
+    ),
+)

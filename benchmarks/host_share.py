@@ -3,6 +3,7 @@
     python -m benchmarks.host_share
 
   copies  pieces of 4, 16, 32 and 64 MiB between GPU tier and CPU tier in a running event loop: GB/s that Python allows
+  pages   a batch of an engine's pages of 64 KiB, both ways: microseconds a layer
   decode  a decode step of 1 to 128 requests whose pass is a graph: planning, choosing tokens, the message to the daemon
 
 Fails when a figure misses its bound. The figures are of this machine's processor; another process beside the benchmark
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 from benchmarks.common import harness
 from benchmarks.common.options import flag, only
-from benchmarks.host_parts import decode_step, piece_copies
+from benchmarks.host_parts import decode_step, page_batches, piece_copies
 from benchmarks.host_parts.free_driver import measure
 
-PARTS = (piece_copies.PART, decode_step.PART)
+PARTS = (piece_copies.PART, page_batches.PART, decode_step.PART)
 
 
 @harness.benchmark(

@@ -547,7 +547,7 @@ static Result event_synchronize(Event *event) {
 }
 static Result stream_wait_event(void *handle, Event *event, unsigned flags) {
   NEEDS_EVENT;
-  if (!event->stream) return OK;
+  if (!event->stream || copy_us < 0) return OK;
   return submit(handle, (Op){.kind = WAIT, .other = event->stream, .at = event->at});
 }
 static Result copy_rows(void *stream, int kind, uintptr_t dst, uintptr_t src, size_t n, size_t rows, size_t dst_pitch,

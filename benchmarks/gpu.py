@@ -9,6 +9,7 @@ Measures on one GPU what decides how prefixd keeps KV there:
   attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy, by a table
   memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
   swap            copies between the GPU and the pinned arena, against one large copy
+  pages           an engine's pages by one kernel, by strided copies, by a batch of copies; alone and beside reading
   daemon_copies   the same by the daemon's transfers in a running event loop, by the size of a piece
   attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
   first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
@@ -56,6 +57,7 @@ from benchmarks.gpu_parts import (
     machine,
     mapping_beside,
     memory_held,
+    page_ways,
     swap,
     virtual_memory,
 )
@@ -72,6 +74,7 @@ PARTS = (
     attach.PART,
     memory_held.PART,
     swap.PART,
+    page_ways.PART,
     daemon_copies.PART,
     attention.PART,
     first_token.PART,

@@ -14,21 +14,17 @@ from benchmarks.gpu_parts.rig.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.rig.part import Budget, Part, Unavailable
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies.copy_engine import CopyEngine, CudaCopyEngine, register_host, unregister_host
-from prefixd_swap.copies.page_copies import PageCopies
-from prefixd_swap.copies.page_runs import PackedPages, PageRun
 from prefixd_swap.vmem import VirtualRange
 from prefixd_swap.vmem.cuda_driver import open_device
 
-_PAGE_BYTES = 64 << 10  # 16 tokens of a layer of an 8B model
-_LAYERS = 32
 _WAYS = ("h2d", "d2h")
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
-    """GB/s each way: one large asynchronous copy (the peak), the copy engine and `PageCopies`, and their ratios to it.
+    """GB/s each way: one large asynchronous copy (the peak), the copy engine, and its ratio to it.
 
-    The engine copies one chunk, all in scattered order, and all in one run; the pages are those of parts of 2 MiB, in
-    any order. Every byte that comes back is compared. Raises RuntimeError when one is wrong.
+    The engine copies one chunk, all in scattered order, and all in one run. Every byte that comes back is compared.
+    Raises RuntimeError when one is wrong.
     """
     if device.kind == "cpu":
         raise Unavailable("copies between a GPU and pinned memory are measured, and there is no GPU")
@@ -50,8 +46,8 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
         engine = CudaCopyEngine(device.ordinal)
         stack.callback(engine.close)
         bench = _Bench(device, arena, there, engine, rounds)
-        result: dict[str, Any] = {"bytes": nbytes, "chunk_bytes": CHUNK_BYTES, "page_bytes": _PAGE_BYTES}
-        for name, measured in (("peak", bench.peak), ("engine", bench.engine), ("pages", bench.pages)):
+        result: dict[str, Any] = {"bytes": nbytes, "chunk_bytes": CHUNK_BYTES}
+        for name, measured in (("peak", bench.peak), ("engine", bench.engine)):
             if budget.allows(name):
                 with budget.attempt(name):
                     back[:] = 0
@@ -107,28 +103,6 @@ class _Bench:
                     len(indices) * CHUNK_BYTES,
                 )
         return result
-
-    def pages(self) -> dict[str, float]:
-        """Of every layer a run of pages; a part is a page of each layer, packed."""
-        layers = _LAYERS if self._device.measures else 4
-        parts = self._nbytes // (layers * _PAGE_BYTES)
-        runs = [
-            PageRun(self._there.base + layer * parts * _PAGE_BYTES, _PAGE_BYTES, _PAGE_BYTES) for layer in range(layers)
-        ]
-        ids = np.random.default_rng(1).permutation(parts).reshape(parts, 1).astype(np.int64)
-        at = np.arange(parts, dtype=np.int64) * layers * _PAGE_BYTES
-        copies = PageCopies(self._device.ordinal, layers * _PAGE_BYTES)
-        try:
-            result = {}
-            for way, copy, half in (("h2d", copies.scatter, 0), ("d2h", copies.gather, self._nbytes)):
-                packed = PackedPages(runs, ids, at + self._arena.span(half, 1).address)
-                result[f"{way}_pages"] = self._gbps(
-                    lambda copy=copy, packed=packed: asyncio.run(copy(packed)),  # type: ignore[misc]
-                    self._nbytes,
-                )
-            return result
-        finally:
-            copies.close()
 
     def _pair(self, way: str, index: int) -> Any:
         at = index * CHUNK_BYTES

@@ -1,8 +1,8 @@
-"""What Python takes for a batch of `PageCopies`, by layer: listing, tables, launch, copies, events, and the thread's turn.
+"""What Python takes for a batch of `PageCopies`, by layer: tables, launch, copies, events, and the thread's turn.
 
-A batch is half a staging buffer, 32 MiB: 8 parts of two blocks of 16 tokens of an 8B model, which has pages of 64 KiB in
-32 layers, in any order. us_a_layer_load, us_a_layer_save: with the kernel; us_a_layer_strided: blocks outermost, without
-it; calls_a_batch: of the driver, of a load with the kernel.
+A batch is half a staging buffer, 32 MiB: 8 parts of two blocks of 16 tokens of an 8B model, which has pages of 64 KiB
+in 32 layers, in any order. us_a_layer_load, us_a_layer_save: with the kernel; us_a_layer_strided: blocks outermost,
+without it; calls_a_batch: of the driver, of a load with the kernel.
 """
 
 from __future__ import annotations
